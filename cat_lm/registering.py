@@ -1,8 +1,18 @@
-"""What every registry asks of an entry before it takes it."""
+"""What every registry asks of an entry: before it takes it, and of what its methods give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+# This package, and what modules are made with.
+_LIBRARIES = ("cat_lm", "torch", "transformers", "triton")
 
 
 def check_entry(
@@ -38,3 +48,48 @@ def check_entry(
         is_method = callable(getattr(base, name)) and not name.startswith("_")
         if is_method and not callable(getattr(kind, name)):
             raise ValueError(f"{named}: {kind.__name__}.{name} must be a method")
+
+
+def is_own(entry: object) -> bool:
+    """Tell whether an entry is this project's: its tests compare it with its definition."""
+    return type(entry).__module__.partition(".")[0] == "cat_lm"
+
+
+def count_problems(counts: Iterable[Callable[..., Any]], *given: Any) -> list[str]:
+    """Call methods of a stranger's entry that count; say which of them cannot, or give no number.
+
+    Args:
+        given: their arguments.
+    """
+    found = []
+    for count in counts:
+        try:
+            number = count(*given)
+        except Exception as error:  # whatever a stranger's method raises
+            found.append(f"{count.__name__} cannot count: {mishap(error)}")
+            continue
+        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+            found.append(f"{count.__name__} gives {number!r}; must be a number")
+    return found
+
+
+def module_problem(module: object) -> str | None:
+    """Say that what a stranger's `build` gives is no module; None where it is one."""
+    from torch import nn
+
+    if isinstance(module, nn.Module):
+        return None
+    given = "None" if module is None else type(module).__name__
+    return f"build gives {given}; must return an nn.Module"
+
+
+def mishap(error: Exception) -> str:
+    """Say in one line what went wrong in a stranger's code, and where in it."""
+    said = " ".join(str(error).split())
+    line = f"{type(error).__name__}{': ' if said else ''}{said}"
+    packages = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    folders = tuple(folder + os.sep for package in packages for folder in package.__path__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(folders):
+            return f"{line} ({Path(frame.filename).name}, line {frame.lineno})"
+    return line

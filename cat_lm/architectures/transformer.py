@@ -171,12 +171,7 @@ class Transformer(Architecture):
 
     def attention_entries(self, section: Any) -> list[attention.Entry]:
         """List the pattern of attention and the transforms, see `cat_lm.model.attention`."""
-        chosen = (
-            attention.pattern(section),
-            attention.score_transform(section),
-            attention.value_transform(section),
-        )
-        return [entry for entry in chosen if entry is not None]
+        return list(attention.chosen_entries(section).values())
 
     # Sections and configurations
 
@@ -208,6 +203,7 @@ class Transformer(Architecture):
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
             *attention.length_problems(section, context_length),
+            *attention.count_problems(section, context_length),
         ]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:

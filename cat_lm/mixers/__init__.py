@@ -42,14 +42,20 @@ def register(kind: MixerKind) -> None:
         raise ValueError(f"mixer {kind.name!r}: there is one of this name already")
     if not kind.name or set(kind.name) & set(":,= \n"):
         raise ValueError(f"mixer {kind.name!r}: a name has no spaces, colons, commas or =")
+    if not isinstance(kind.supports, frozenset | set):
+        raise ValueError(
+            f"mixer {kind.name!r}: supports={kind.supports!r} must be a frozenset of names, as "
+            'frozenset({"documents"})'
+        )
     unknown = set(kind.supports) - set(CAPABILITIES)
     if unknown:
         raise ValueError(
             f"mixer {kind.name!r}: supports {', '.join(sorted(unknown))}; "
             f"known: {', '.join(CAPABILITIES)}"
         )
-    if not dataclasses.is_dataclass(getattr(kind, "Options", None)):
-        raise ValueError(f"mixer {kind.name!r}: its Options must be a dataclass")
+    options = getattr(kind, "Options", None)
+    if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:
+        raise ValueError(f"mixer {kind.name!r}: its Options must be a frozen dataclass")
     if "state" in kind.supports and type(kind).state_numbers is MixerKind.state_numbers:
         raise ValueError(f"mixer {kind.name!r}: supports state, but does not define state_numbers")
     _KINDS[kind.name] = kind

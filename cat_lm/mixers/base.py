@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.errors import UserError
 from cat_lm.options import changed_options
+from cat_lm.registering import count_problems, is_own, mishap, module_problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,22 +148,30 @@ class Mixer:
         return {"label": self.label, "options": asdict(self.options)}
 
     def check(self, setting: Setting) -> None:
-        """Check that the options fit the width.
+        """Check that the options fit the width, and that what is no mixer of ours counts.
 
         Raises:
-            UserError: they do not.
+            UserError: they do not, or a count is no number.
         """
+        kind = self.kind
         try:
-            self.kind.check(self.options, setting)
+            kind.check(self.options, setting)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
+        if is_own(kind):
+            return
+        problems = count_problems((kind.saved_tensors,), self.options, setting)
+        counts = kind.mixing_flops, kind.state_numbers
+        problems += count_problems(counts, self.options, setting, kind.longest or 64)
+        if problems:
+            raise UserError(f"mixer {self.label}: {problems[0]}")
 
     def build(self, setting: Setting) -> nn.Module:
         """Make one layer's module.
 
         Raises:
-            UserError: options that do not fit the width, or a module that takes not all that its
-                kind says.
+            UserError: options that do not fit the width, or a module that is not what its kind
+                says.
         """
         self.check(setting)
         try:
@@ -170,6 +179,10 @@ class Mixer:
             _check_takes(module, self.kind.supports)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
+        except Exception as error:
+            if is_own(self.kind) or isinstance(error, UserError | MemoryError):
+                raise
+            raise UserError(f"mixer {self.label}: build raises {mishap(error)}") from error
         return module
 
 
@@ -179,6 +192,8 @@ _ARGUMENTS = {"documents": "document_ids", "padding": "padding_mask", "state": "
 
 def _check_takes(module: nn.Module, supports: frozenset[str]) -> None:
     """Check that a module's forward takes what its kind supports. Raises ValueError."""
+    if problem := module_problem(module):
+        raise ValueError(problem)
     taken = inspect.signature(module.forward).parameters
     for name in sorted(supports):
         if _ARGUMENTS[name] not in taken:

@@ -310,7 +310,8 @@ WRONG = {
     "another count of parameters": (
         "scores",
         ("        return model.num_attention_heads\n", "        return 1\n"),
-        "score_transform 'log_distance': parameters counts 1, and its module has 2",
+        "score_transform 'log_distance', score_options={\"slope\": 0.3}: parameters counts 1, and "
+        "its module has 2",
     ),
     "documents that the module does not take": (
         "mixer",

@@ -414,8 +414,11 @@ def test_what_cannot_be_registered(outside):
         registered(name="other", supports=frozenset({"wings", "state"}))
     with pytest.raises(ValueError, match=r"'other': supports state, but does not define state_num"):
         registered(name="other", supports=frozenset({"state"}))
-    with pytest.raises(ValueError, match=r"'other': its Options must be a dataclass"):
-        registered(name="other", Options=dict)
+    for options in (dict, dataclass(type("Thawed", (), {"__annotations__": {}}))):
+        with pytest.raises(ValueError, match=r"'other': its Options must be a frozen dataclass"):
+            registered(name="other", Options=options)
+    with pytest.raises(ValueError, match=r"'other': supports='documents' must be a frozenset of n"):
+        registered(name="other", supports="documents")
     with pytest.raises(ValueError, match=r"'other': its class Changed must define build"):
         registered(name="other", build=MixerKind.build)
     with pytest.raises(ValueError, match=r"<class .*RunningMean'>: must be an instance of a subcl"):

@@ -15,14 +15,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from cat_lm import plugins
+from cat_lm.errors import UserError
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
-from cat_lm.registering import check_entry
+from cat_lm.registering import check_entry, is_own, mishap, module_problem
+from cat_lm.registering import count_problems as wrong_counts
 
-__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "check_names"]
-__all__ += ["check_parameters", "compared_options"]
-__all__ += ["implementation_problems", "keeps_parameters", "keys_of_any_weights"]
+__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "build", "check_names"]
+__all__ += ["chosen_entries", "compared_options", "count_problems", "described"]
+__all__ += ["given_options"]
+__all__ += ["implementation_problems", "keeps_parameters", "keys_of", "keys_of_any_weights"]
 __all__ += ["length_problems", "names"]
 __all__ += ["pattern", "problems"]
 __all__ += ["register", "usual_implementation"]
@@ -45,8 +48,8 @@ def register(entry: Entry) -> None:
     """Add a pattern, or a transform of scores or values.
 
     Raises:
-        ValueError: there is one of its class and name already, something is missing, or a score
-            transform's form is none.
+        ValueError: there is one of its class and name already, something is missing, options or
+            implementations are no collection, or a score transform's form is none.
     """
     kind = next((kind for kind in _KEYS if isinstance(entry, kind)), Entry)
     key = _KEYS[kind][0] if kind in _KEYS else "attention"
@@ -58,6 +61,17 @@ def register(entry: Entry) -> None:
     if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:
         raise ValueError(
             f"{key}={entry.name!r}: form={entry.form!r} must be one of {', '.join(entry.FORMS)}"
+        )
+    if not isinstance(entry.options, Mapping):
+        raise ValueError(
+            f"{key}={entry.name!r}: options={entry.options!r} must be a mapping of the options' "
+            "names to their defaults"
+        )
+    able = entry.implementations
+    if able is not None and not isinstance(able, tuple):
+        raise ValueError(
+            f"{key}={entry.name!r}: implementations={able!r} must be a tuple of names, as "
+            '("eager", "sdpa"), or None for all'
         )
     _ENTRIES[kind][entry.name] = entry
 
@@ -151,13 +165,8 @@ def usual_implementation(model: Any) -> str | None:
 
 def length_problems(model: Any, length: int) -> list[str]:
     """Say which parts of a model's attention are not for rows of `length` tokens."""
-    chosen = (pattern(model), score_transform(model), value_transform(model))
-    return [
-        problem
-        for entry in chosen
-        if entry is not None
-        for problem in entry.length_problems(model, length)
-    ]
+    entries = chosen_entries(model).values()
+    return [problem for entry in entries for problem in entry.length_problems(model, length)]
 
 
 def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> set[str]:
@@ -195,20 +204,76 @@ def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool
     )
 
 
-def check_parameters(entry: Entry | None, model: Any, module: Any) -> None:
-    """Check that what an entry built has the parameters that it counts, for `flops` and memory.
+def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
+    """Give the pattern of a section or configuration and its transforms, by their classes."""
+    chosen = {
+        Pattern: pattern(model),
+        ScoreTransform: score_transform(model),
+        ValueTransform: value_transform(model),
+    }
+    return {kind: entry for kind, entry in chosen.items() if entry is not None}
+
+
+def keys_of(kind: type[Entry]) -> tuple[str, str]:
+    """Give the key that chooses an entry, and that of its options, by the entries' class."""
+    return _KEYS[kind]
+
+
+def given_options(kind: type[Entry], model: Any) -> Any:
+    """Give the options of a section or configuration as they stand there."""
+    return getattr(model, _KEYS[kind][1])
+
+
+def described(kind: type[Entry], model: Any) -> str:
+    """Name an entry of a model, and the options that are given."""
+    key, options_key = _KEYS[kind]
+    named, options = f"{key} {chosen_entries(model)[kind].name!r}", given_options(kind, model)
+    return f"{named}, {options_key}={short(options)}" if options else named
+
+
+def count_problems(model: Any, length: int) -> list[str]:
+    """Say which entries that are not this project's do not count what they must, by key."""
+    found = []
+    for kind, entry in chosen_entries(model).items():
+        if is_own(entry):
+            continue
+        problems = wrong_counts((entry.parameters, entry.saved_tensors), model)
+        problems += wrong_counts((entry.flops,), model, length)
+        problems += wrong_counts((entry.state_bytes,), model, length, 4)
+        found += [f"{_KEYS[kind][0]}={entry.name}: {problem}" for problem in problems]
+    return found
+
+
+def build(kind: type[Entry], config: Any) -> Any:
+    """Make a layer's module of the pattern or a transform of a configuration; None without one.
 
     Raises:
-        ValueError: it has not; naming the entry.
+        UserError: naming the entry and its options: it makes no module, or one of other parameters
+            than those that it counts, for `flops` and memory.
     """
+    entry = chosen_entries(config).get(kind)
     if entry is None:
-        return
-    counted, found = entry.parameters(model), sum(p.numel() for p in module.parameters())
+        return None
+    named = described(kind, config)
+    options = () if kind is Pattern else (entry.resolved(given_options(kind, config)),)
+    try:
+        module = entry.build(config, *options)
+    except Exception as error:
+        if is_own(entry) or isinstance(error, UserError | MemoryError):
+            raise
+        said = error if isinstance(error, ValueError) else f"build raises {mishap(error)}"
+        raise UserError(f"{named}: {said}") from error
+    _check_module(named, entry, config, module)
+    return module
+
+
+def _check_module(named: str, entry: Entry, config: Any, module: Any) -> None:
+    """Check that it is one, and has the parameters that its entry counts. Raises UserError."""
+    if problem := module_problem(module):
+        raise UserError(f"{named}: {problem}")
+    counted, found = entry.parameters(config), sum(p.numel() for p in module.parameters())
     if counted != found:
-        key = next(key for kind, (key, _) in _KEYS.items() if isinstance(entry, kind))
-        raise ValueError(
-            f"{key} {entry.name!r}: parameters counts {counted}, and its module has {found}"
-        )
+        raise UserError(f"{named}: parameters counts {counted}, and its module has {found}")
 
 
 def _option_problems(model: Any) -> list[str]:

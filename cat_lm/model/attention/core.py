@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
+from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.rows import attend_by_rows
 from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
@@ -68,19 +69,11 @@ class AttentionMixin:
         """Give the module what lies between its projections, and the temperature."""
         self.scaling /= logit_temperature(config)
         self.qk_norm = None if config.qk_norm == "none" else QueryKeyNorm(config)
-        pattern = attention.pattern(config)
-        score, value = attention.score_transform(config), attention.value_transform(config)
-        self.core = pattern.build(config)
+        score = attention.score_transform(config)
+        self.core = attention.build(Pattern, config)
         self.score_form = score.form if score else None
-        self.score_transform = (
-            score.build(config, score.resolved(config.score_options)) if score else None
-        )
-        self.value_transform = (
-            value.build(config, value.resolved(config.value_options)) if value else None
-        )
-        attention.check_parameters(pattern, config, self.core)
-        attention.check_parameters(score, config, self.score_transform)
-        attention.check_parameters(value, config, self.value_transform)
+        self.score_transform = attention.build(ScoreTransform, config)
+        self.value_transform = attention.build(ValueTransform, config)
 
     def _take_earlier_names(self) -> None:
         """Read the library's and earlier versions' names of what the convolution holds now."""
