@@ -62,6 +62,8 @@ class MixerKind:
         block: of eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
         supports: which of CAPABILITIES its module takes.
+        computes_on_cpu: whether its module can be computed on a CPU; one of a plugin that can is
+            tried when it is first built (`probe.py`).
     """
 
     name: ClassVar[str]
@@ -70,6 +72,7 @@ class MixerKind:
     block: ClassVar[str] = "layer"
     longest: ClassVar[int | None] = None
     supports: ClassVar[frozenset[str]] = frozenset()
+    computes_on_cpu: ClassVar[bool] = True
 
     def learned_positions(self, options: Any) -> bool:
         """Tell whether a learned table of positions is added to the embeddings."""
@@ -171,7 +174,7 @@ class Mixer:
 
         Raises:
             UserError: options that do not fit the width, or a module that is not what its kind
-                says.
+                says; of a mixer that is not ours, one that does not mix as it must.
         """
         self.check(setting)
         try:
@@ -183,6 +186,10 @@ class Mixer:
             if is_own(self.kind) or isinstance(error, UserError | MemoryError):
                 raise
             raise UserError(f"mixer {self.label}: build raises {mishap(error)}") from error
+        if not is_own(self.kind):
+            from cat_lm.mixers.probe import try_mixer
+
+            try_mixer(self, setting)
         return module
 
 

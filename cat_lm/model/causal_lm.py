@@ -22,6 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.model import attention
+from cat_lm.model.attention.probe import try_entries
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
@@ -83,6 +84,11 @@ class CausalBody:
 
     cache_argument = "past_key_values"  # by which the layers take the cache
     sequence_group: SequenceGroup | None = None
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; try what is not ours before."""
+        try_entries(self)
+        super().post_init()
 
     def _enter(self, inputs_embeds: Tensor) -> Tensor:
         """Do what comes between the embeddings [B, T, C] and the first layer."""

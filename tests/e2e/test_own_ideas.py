@@ -236,6 +236,23 @@ def test_a_parameter_of_another_shape_since_is_told_by_its_shapes(tiny_corpus, t
     assert line.endswith("score_transform.slopes: the file has [2], the model [1]")
 
 
+def test_a_mistake_in_a_module_is_a_line(tiny_corpus, tmp_path):
+    """Of a language model's mixer and of the recall suite's, which both trained with it."""
+    code = (IDEAS / "mixer.py").read_text(encoding="utf-8")
+    whole = "            state=state,\n"
+    assert whole in code
+    kept = "            state=None if state is None else {},\n"
+    environment = install(tmp_path / "site", code.replace(whole, kept))
+    config = Idea("mixer", tmp_path, {}).config(tiny_corpus, "run")
+    said = "its module supports state, and gives other outputs in parts than of the whole"
+    done = python("train.py", config, **environment)
+    assert done.returncode == 2, done.stderr
+    line = (done.stdout + done.stderr).splitlines()[-1]
+    assert line == f"error: mixer leaky:memory=8.0: {said}"
+    done = python(*RECALL, "--mixer", "leaky", "--out", tmp_path / "cells", **environment)
+    assert refused(done) == f"error: mixer leaky: {said}"
+
+
 def test_a_backend_without_a_kernel_is_refused_by_name(tiny_corpus, tmp_path):
     idea = Idea("convolution", tmp_path, {})
     code = (IDEAS / "convolution.py").read_text(encoding="utf-8")

@@ -157,7 +157,9 @@ def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
     monkeypatch.setattr(
         ideas.mixer.LeakyAverage, "forward", lambda self, x, *, state=None, **how: forward(self, x)
     )
-    kind = type("Forgets", (ideas.mixer.Leaky,), {"supports": frozenset({"state"})})()
+    # On a CPU it would be tried, and be no model at all.
+    facts = {"supports": frozenset({"state"}), "computes_on_cpu": False}
+    kind = type("Forgets", (ideas.mixer.Leaky,), facts)()
     monkeypatch.setitem(mixers._KINDS, "leaky", kind)
     config = CatMixerConfig(
         vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"

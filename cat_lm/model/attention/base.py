@@ -31,6 +31,8 @@ class Entry:
         takes_any_weights: whether a model that was trained without it can be trained on with it:
             its parameters, if it has any, begin as they start, and the model is something else
             from the first step on.
+        computes_on_cpu: whether its module can be computed on a CPU, by eager or sdpa; one of a
+            plugin that can is tried when it is first built (`probe.py`).
         free_options: names of options that may be others where training goes on, for the same
             reason; see `keeps_parameters`.
     """
@@ -41,6 +43,7 @@ class Entry:
     implementations: tuple[str, ...] | None = None
     options: ClassVar[Mapping[str, Any]] = {}
     takes_any_weights: ClassVar[bool] = False
+    computes_on_cpu: ClassVar[bool] = True
     free_options: ClassVar[frozenset[str]] = frozenset()
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def attend_with_scores(
     head = module.heads_of(query)[:, None, None]
     where = query_positions[:, None, :, None], key_positions[:, None, None, :], head
     is_sdpa = implementation == "sdpa"
-    logits = query.new_zeros(()) if is_sdpa else query @ key.mT * scaling
+    logits = query.new_zeros(1, 1, 1, 1) if is_sdpa else query @ key.mT * scaling
     scores = module.score(logits, *where, *tensors).to(query.dtype)
     if visible is not None:
         # Not -inf: a query of a padding token may see nothing, and must not become NaN.
