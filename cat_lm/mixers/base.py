@@ -21,7 +21,9 @@ A module whose `adds_losses` is true has a loss of its own in training: its forw
 `auxiliary_losses`, a list to append it to, a number; None where nobody asks for it.
 
 Parameters of its own that take no weight decay are named in the module class's `no_decay` (see
-`cat_lm.model.weight_decay`). A module with `keeps_initialisation` true is left as it built itself.
+`cat_lm.model.weight_decay`). How parameters start: linear layers and embeddings as the model's,
+others as the module built them, and what its `initial_values()` gives by name from there. A module
+with `keeps_initialisation` true is left as it built itself (see `cat_lm.parameters`).
 """
 
 from __future__ import annotations

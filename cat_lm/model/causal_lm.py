@@ -28,6 +28,7 @@ from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
 from cat_lm.model.masks import sequence_layout
 from cat_lm.model.sequence import SequenceGroup, check_divided
+from cat_lm.model.starts import AsksForStarts
 from cat_lm.ops import BACKENDS
 from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
@@ -38,7 +39,7 @@ _HUB_OPTIONS = (
 )
 
 
-class PreTrainedMixin:
+class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
     @property

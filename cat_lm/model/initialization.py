@@ -59,7 +59,8 @@ def wang_init_std(config: AttentionSettings) -> float:
 def initialize(module: nn.Module, config: AttentionSettings) -> bool:
     """Initialises the parameters of `module` itself by the table above; False if it has none there.
 
-    Goes through transformers' `initialization`, which leaves tensors alone that were loaded.
+    Goes through transformers' `initialization`, which leaves tensors alone that were loaded. What a
+    module gives in `initial_values` comes afterwards (`cat_lm.model.starts`).
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         writes_residual = getattr(module, "writes_residual", False)
@@ -67,10 +68,6 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
         init.normal_(module.weight, mean=0.0, std=std)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
-        return True
-    if hasattr(module, "initial_values"):  # of an entry of `cat_lm.model.attention`
-        for name, values in module.initial_values().items():
-            init.copy_(getattr(module, name), values)
         return True
     if isinstance(module, StreamConvolution):
         for bias in module.biases():

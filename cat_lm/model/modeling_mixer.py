@@ -24,6 +24,7 @@ from cat_lm.model.masks import positions_of
 from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.mixer_rules import mixer_of
 from cat_lm.model.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
+from cat_lm.parameters import kept_parts
 
 
 class GatedMLP(nn.Module):
@@ -55,11 +56,15 @@ class MixerLayer(GradientCheckpointingLayer):
             mixer.kind.state_numbers(mixer.options, setting, 1),
         )
         self.mlp = GatedMLP(width, config.intermediate_size)
-        keeps, lacks = _keeps(self.mixer), any(p.is_meta for p in self.mixer.parameters())
+        self._mark_as_built(setting)
+
+    def _mark_as_built(self, setting: Setting) -> None:
+        """Say of each part of the mixer that keeps what its constructor gave where it stands."""
+        # On the meta device the constructors ran for names and shapes alone.
+        lacks, kept = any(p.is_meta for p in self.mixer.parameters()), kept_parts(self.mixer)
         for name, module in self.mixer.named_modules():
-            module.keeps_initialisation = keeps
-            if lacks:  # the constructors ran for names and shapes alone
-                module.undrawn = (setting, name)
+            if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
+                module.as_built = (setting, name, lacks)
 
     def forward(
         self,
@@ -88,11 +93,6 @@ class MixerLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
-def _keeps(module: nn.Module) -> bool:
-    """Tell whether a module stays as its constructor drew it."""
-    return getattr(module, "keeps_initialisation", False)
-
-
 class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     """Share with the classes below: configuration, initialisation, what transformers may do."""
 
@@ -105,11 +105,12 @@ class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module's own parameters; those that were loaded are left alone."""
-        is_matrix = isinstance(module, nn.Linear | nn.Embedding)
-        if hasattr(module, "undrawn") and (_keeps(module) or not is_matrix):
-            self._draw(module, *module.undrawn)
-        elif not (is_matrix and _keeps(module)):
+        if not hasattr(module, "as_built"):
             super()._init_weights(module)
+            return
+        setting, name, lacks = module.as_built
+        if lacks:
+            self._draw(module, setting, name)
 
     def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
         """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""

@@ -22,6 +22,7 @@ from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.model.masks import documents_of, padding_of
 from cat_lm.model.mixer_cache import MixerCache, cache_for
 from cat_lm.model.sequence import SequenceGroup, check_divided
+from cat_lm.model.starts import AsksForStarts
 
 
 def mix(
@@ -47,13 +48,12 @@ def mix(
     return mixer(x, **{name: value for name, value in how.items() if value is not None})
 
 
-class RecurrentPreTrained:
+class RecurrentPreTrained(AsksForStarts):
     """Say what transformers may do, and initialise.
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
-    from 1. A module whose parameters start otherwise gives them by name in `initial_values()`; its
-    parts are initialised before it, so that it may also give theirs. It must have a parameter of
-    its own: transformers passes over a module that has none.
+    from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
+    `initial_values()`, see `cat_lm.parameters`.
     """
 
     supports_gradient_checkpointing = True
@@ -63,10 +63,7 @@ class RecurrentPreTrained:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise a module's own parameters; those that were loaded are left alone."""
-        if hasattr(module, "initial_values"):
-            for name, values in module.initial_values().items():
-                init.copy_(module.get_parameter(name), values)
-        elif isinstance(module, nn.RMSNorm):
+        if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)

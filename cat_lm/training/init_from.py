@@ -78,15 +78,11 @@ def _kept(
 
 def _starts_of_entries(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give what `weights` lack of the parameters of entries of `cat_lm.model.attention`."""
+    from cat_lm.model.attention.core import entry_parameters
+
     ours = model.state_dict()
     lacking = ours.keys() - weights.keys()
-    owners = {name.rpartition(".")[0] for name in lacking}
-    own = {
-        f"{owner}.{key}"
-        for owner in owners
-        for key in getattr(model.get_submodule(owner), "initial_values", dict)()
-    }
-    return {name: ours[name] for name in lacking & own}
+    return {name: ours[name] for name in lacking & entry_parameters(model)}
 
 
 def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.modules.projections import Filters
+from cat_lm.parameters import kept_parts, start
 
 SPREAD = 0.02
 
@@ -133,16 +134,18 @@ def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """The initialisation above."""
-    kept = [n for n, m in model.named_modules() if getattr(m, "keeps_initialisation", False)]
+    """The initialisation above; what a module gives in `initial_values` decides, parts first."""
+    kept = kept_parts(model)
     for name, module in model.named_modules():
-        if any(name.startswith(f"{prefix}.") for prefix in kept):
+        if module in kept:
             continue
         if isinstance(module, nn.Linear | nn.Embedding):
             spread = SPREAD / math.sqrt(2 * layers) if name.endswith("out_proj") else SPREAD
             nn.init.normal_(module.weight, std=spread)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
+    for module in reversed(list(model.modules())):
+        start(module)
 
 
 def parameters(model: nn.Module) -> int:

@@ -127,14 +127,6 @@ def test_every_family_of_the_project_is_here():
 
 
 @every_case
-def test_what_gives_its_start_is_asked_for_it(case):
-    """Transformers passes over modules without parameters of their own."""
-    model = model_of(case)
-    givers = [m for m in model.modules() if hasattr(m, "initial_values")]
-    assert all(list(module.parameters(recurse=False)) for module in givers)
-
-
-@every_case
 def test_what_is_said_of_a_model_is_so(case):
     family, section, model = family_of(case), section_of(case), model_of(case)
     back = family.section(model.config)

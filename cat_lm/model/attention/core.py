@@ -59,6 +59,10 @@ class _Ungrouped:
         return getattr(self._module, name)
 
 
+# Where the modules of a pattern and of transforms stand; None for a transform that there is not.
+_ENTRIES = ("core", "score_transform", "value_transform")
+
+
 class AttentionMixin:
     """Attends as the configuration says; before a family's attention of transformers."""
 
@@ -243,6 +247,17 @@ class AttentionMixin:
             **context.arguments,
         )
         return (output[..., :width] if output.shape[-1] > width else output), maps
+
+
+def entry_parameters(model: nn.Module) -> set[str]:
+    """List the names of the parameters that entries of the registry have in a model."""
+    return {
+        f"{name}.{part}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, AttentionMixin)
+        for part in _ENTRIES
+        for key, _ in (getattr(module, part) or nn.Module()).named_parameters()
+    }
 
 
 def _rename_earlier_parameters(
