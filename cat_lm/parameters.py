@@ -1,4 +1,6 @@
-"""What a module says of its parameters: how they start.
+"""What a module says of its parameters: how they start, and which take no weight decay.
+
+`no_decay` is a tuple of names, of the module's own parameters.
 
 `initial_values()` gives starts by name, those of the module's parts too (`gate.bias`), whether or
 not it has a parameter of its own. Parts are asked before what holds them, which therefore decides.
@@ -12,6 +14,94 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+# Of these the weight decays and the bias does not.
+_MATRICES = (nn.Linear, nn.Embedding)
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+class NothingDecays(nn.Module):
+    """A module none of whose own parameters, which may be others with other options, decays."""
+
+    @property
+    def no_decay(self) -> tuple[str, ...]:
+        """Name them."""
+        return tuple(self._parameters)
+
+
+def takes_decay(module: nn.Module) -> dict[str, bool]:
+    """Tell of each parameter of a module itself, by name, whether it takes weight decay.
+
+    A name of a parameter that there could be and is not (None, as `nn.Linear` has a bias) may be
+    in `no_decay`.
+
+    Raises:
+        ValueError: the module does not say it, or names what is no parameter of its own; a filter
+            or a rate would shrink without a word.
+    """
+    own, kind = dict(module.named_parameters(recurse=False)), type(module).__name__
+    if hasattr(module, "no_decay"):
+        exempt = module.no_decay
+        _check_names(f"{kind}.no_decay", exempt, module._parameters)
+    elif isinstance(module, _MATRICES):
+        exempt = ("bias",)
+    elif own and not isinstance(module, _NORMS):
+        raise ValueError(
+            f"{kind} has parameters ({', '.join(own)}) and does not say which of them take no "
+            "weight decay; give the class no_decay = (…), a tuple of their names"
+        )
+    else:
+        exempt = tuple(own)
+    return {name: name not in exempt for name in own}
+
+
+def _check_names(named: str, names: object, known: Mapping[str, nn.Parameter | None]) -> None:
+    """Check that names are a tuple of known ones. Raises ValueError."""
+    if not isinstance(names, tuple | list):
+        such = f", as ({names!r},)" if isinstance(names, str) else ""
+        raise ValueError(f"{named}={names!r}: must be a tuple of names{such}")
+    if unknown := [name for name in names if name not in known]:
+        own = ", ".join(name for name, parameter in known.items() if parameter is not None)
+        raise ValueError(
+            f"{named} names {unknown[0]!r}; must be of its own parameters: {own or 'it has none'}"
+        )
+
+
+def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
+    """Check what a module and its parts say of their parameters, before a model is made of it.
+
+    Args:
+        gives_all_starts: whether all start as `initial_values` say, but for those of layers that
+            draw their own, as torch's do; then none is left as it was built.
+
+    Raises:
+        ValueError: one says nothing, or names what it has not.
+    """
+    for part in module.modules():
+        takes_decay(part)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return  # no start is needed, and what it is computed from is not there
+    with torch.random.fork_rng(devices=[]):  # a model's draws are those without this look
+        named = [(part, name) for part in module.modules() for name in initial_values(part)]
+    if gives_all_starts:
+        _check_starts(module, {id(part.get_parameter(name)) for part, name in named})
+
+
+def _check_starts(module: nn.Module, given: set[int]) -> None:
+    """Check that parameters start as said, by the `id` of those. Raises ValueError."""
+    for part in module.modules():
+        kind, own = type(part).__name__, dict(part.named_parameters(recurse=False))
+        if getattr(part, "keeps_initialisation", False):
+            raise ValueError(
+                f"{kind}.keeps_initialisation: is for mixers; name how its parameters start in "
+                "initial_values"
+            )
+        lacking = [name for name, parameter in own.items() if id(parameter) not in given]
+        if lacking and not hasattr(part, "reset_parameters"):
+            raise ValueError(
+                f"nothing says how {', '.join(lacking)} of {kind} must start; give it a method "
+                "initial_values that returns a dict of a tensor for each name"
+            )
 
 
 def initial_values(module: nn.Module) -> dict[str, Tensor]:

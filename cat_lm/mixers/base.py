@@ -20,10 +20,12 @@ with x and y [B, T, C] and of the others those that its kind `supports`:
 A module whose `adds_losses` is true has a loss of its own in training: its forward also takes
 `auxiliary_losses`, a list to append it to, a number; None where nobody asks for it.
 
-Parameters of its own that take no weight decay are named in the module class's `no_decay` (see
-`cat_lm.model.weight_decay`). How parameters start: linear layers and embeddings as the model's,
-others as the module built them, and what its `initial_values()` gives by name from there. A module
-with `keeps_initialisation` true is left as it built itself (see `cat_lm.parameters`).
+Parameters of its own that take no weight decay are named in the module class's `no_decay`; recall,
+whose recipe is Zoology's, decays all of them, and asks all the same, since a mixer is of both.
+
+Linear layers and embeddings start as the model's, other parameters as the module built them, and
+what its `initial_values()` gives by name from there. A module with `keeps_initialisation` true is
+left as it built itself (see `cat_lm.parameters`).
 """
 
 from __future__ import annotations
@@ -176,12 +178,16 @@ class Mixer:
 
         Raises:
             UserError: options that do not fit the width, or a module that is not what its kind
-                says; of a mixer that is not ours, one that does not mix as it must.
+                says, or does not say what it must of its parameters; of a mixer that is not ours,
+                one that does not mix as it must.
         """
+        from cat_lm.parameters import check_parameters  # imports torch
+
         self.check(setting)
         try:
             module = self.kind.build(self.options, setting)
             _check_takes(module, self.kind.supports)
+            check_parameters(module)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
         except Exception as error:

@@ -45,12 +45,13 @@ from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
+from cat_lm.parameters import NothingDecays
 
 if TYPE_CHECKING:
     from cat_lm.model.settings import AttentionSettings
 
 
-class LandmarkCore(nn.Module):
+class LandmarkCore(NothingDecays):
     """Attends to the blocks that landmarks find.
 
     Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
@@ -62,7 +63,6 @@ class LandmarkCore(nn.Module):
         rows: the queries of a row on which landmarks are taught.
     """
 
-    no_decay = ("filter", "sharpness")
     sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings, options: dict[str, Any]):

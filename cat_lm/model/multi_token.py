@@ -13,15 +13,14 @@ from cat_lm.model.attention.call import AttentionCall, visible_keys
 from cat_lm.ops.convolution.maps import places_of_real_keys
 from cat_lm.ops.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.multi_token_options import length_problem
+from cat_lm.parameters import NothingDecays
 
 
-class MultiTokenCore(nn.Module):
+class MultiTokenCore(NothingDecays):
     """Attends as `cat_lm.ops.multi_token` says.
 
     Parameters: `kernel` [H, c_q, c_k], and `before` and `after` [H, H] where heads are mixed.
     """
-
-    no_decay = ("kernel", "before", "after")
 
     def __init__(self, heads: int, options: dict[str, Any]):
         super().__init__()

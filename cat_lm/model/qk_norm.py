@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.model.settings import AttentionSettings
+from cat_lm.parameters import NothingDecays
 
 _EPSILON = 1e-6  # of the mean square
 
 
-class QueryKeyNorm(nn.Module):
+class QueryKeyNorm(NothingDecays):
     """Normalises queries and keys, [B, T, heads, D] each, as `qk_norm` says."""
 
-    no_decay = ("logit_scale", "q_weight", "k_weight")
     sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings):

@@ -20,6 +20,7 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import filters as long_filters
+from cat_lm.parameters import NothingDecays
 
 RANK_START = 2.0**-6  # exact in half precision too
 
@@ -52,7 +53,7 @@ def rank_start(config: AttentionSettings, stream: str) -> Tensor:
     return start
 
 
-class StreamConvolution(nn.Module):
+class StreamConvolution(NothingDecays):
     """Hold the filters and biases of a layer's queries, keys and values, and convolve them.
 
     For stream s in {q, k, v}, head h and lags j = 0 … W−1 (zeros before the start), with one filter
@@ -95,13 +96,6 @@ class StreamConvolution(nn.Module):
     Args:
         biases: of the projections, by the names that they get here; None where there is none.
     """
-
-    no_decay = (
-        "bias",
-        *(f"{stream}_bias" for stream in STREAMS),
-        *(f"{stream}_filter" for stream in STREAMS),
-        *(f"{stream}_rank_filter" for stream in "qk"),
-    )
 
     sequence_group: SequenceGroup | None = None
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
-# Of these the weight decays and the bias does not.
-_MATRICES = (nn.Linear, nn.Embedding)
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
+from cat_lm.errors import UserError
+from cat_lm.parameters import takes_decay
 
 
 def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -18,34 +15,18 @@ def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
     take none in its class's `no_decay`, a tuple of parameter names.
 
     Raises:
-        TypeError: a module does not say it; a filter or a rate would shrink without a word.
+        UserError: a module does not say it, or names what it has not; naming its place.
     """
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     seen: set[int] = set()
-    for module in model.modules():
-        for parameter, decays in _own(module):
+    for place, module in model.named_modules():
+        try:
+            decays = takes_decay(module)
+        except ValueError as error:
+            raise UserError(f"model: {place or 'itself'}: {error}") from None
+        for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                (decayed if decays else exempt).append(parameter)
+                (decayed if decays[name] else exempt).append(parameter)
     return decayed, exempt
-
-
-def _own(module: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    own = dict(module.named_parameters(recurse=False))
-    if not own:
-        return
-    kind = type(module)
-    if isinstance(module, _MATRICES):
-        no_decay: tuple[str, ...] = ("bias",)
-    elif isinstance(module, _NORMS):
-        no_decay = tuple(own)
-    elif hasattr(kind, "no_decay"):
-        no_decay = kind.no_decay
-    else:
-        raise TypeError(
-            f"{kind.__name__} has parameters ({', '.join(own)}) and does not say which of them "
-            "take no weight decay; give the class no_decay = (…), a tuple of their names"
-        )
-    for name, parameter in own.items():
-        yield parameter, name not in no_decay

@@ -330,6 +330,16 @@ WRONG = {
         "score_transform 'log_distance', score_options={\"slope\": 0.3}: parameters counts 1, and "
         "its module has 2",
     ),
+    "a start that nobody gives": (
+        "scores",
+        ("def initial_values", "def initial_value"),
+        "model: score_transform 'log_distance': nothing says how slopes of LogDistanceScores must",
+    ),
+    "a decay of no parameter": (
+        "mixer",
+        ('no_decay = ("rate",)', 'no_decay = ("rates",)'),
+        "mixer leaky:memory=8.0: LeakyAverage.no_decay names 'rates'; must be of its own",
+    ),
     "documents that the module does not take": (
         "mixer",
         ("        document_ids: Tensor | None = None,\n", "        documents: Any = None,\n"),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
+from cat_lm.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained import load_model
@@ -268,7 +269,7 @@ def test_every_module_says_what_takes_no_decay():
             super().__init__()
             self.A_log = torch.nn.Parameter(torch.zeros(2, 2))
 
-    with pytest.raises(TypeError, match="Rates has parameters"):
+    with pytest.raises(UserError, match=r"^model: 0: Rates has parameters"):
         parameters_by_decay(torch.nn.Sequential(Rates()))
     Rates.no_decay = ("A_log",)
     assert [len(part) for part in parameters_by_decay(Rates())] == [0, 1]

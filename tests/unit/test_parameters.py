@@ -1,7 +1,8 @@
-"""How parameters start that a module names: in attention, in mixers, in recall, after loading."""
+"""What modules say of their parameters, in attention, mixers and recall: how they start, decay."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cat_lm import architectures, mixers
-from cat_lm.mixers import MixerKind, make_mixer
+from cat_lm.errors import UserError
+from cat_lm.mixers import MixerKind, Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.model.attention import Pattern
+from cat_lm.parameters import takes_decay
 from cat_lm.training.init_from import load_initial_weights
 from eval.recall.model import RecallModel
 from tests.unit.tiny_models import SIZES
@@ -158,6 +161,114 @@ def test_a_pattern_starts_anew_on_the_weights_of_a_model_without_it(pattern, tmp
     model = transformer(attention="gated")
     found = load_initial_weights(model, str(tmp_path))
     assert found == ["linear.bias", "linear.weight", "usual.bias", "usual.weight"]
+
+
+class Rates(Gated):
+    """A gated module with rates of its own."""
+
+    no_decay = ("rates",)
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.rates = nn.Parameter(torch.empty(3))
+
+    def initial_values(self):
+        return {"rates": torch.ones(3)}
+
+
+def other(**said) -> type[nn.Module]:
+    return type("Other", (Rates,), said)
+
+
+SAID_WRONGLY = {
+    "no decay said": (other(no_decay=None), "Other.no_decay=None: must be a tuple of names"),
+    "a text": (
+        other(no_decay="rates"),
+        "Other.no_decay='rates': must be a tuple of names, as (",
+    ),
+    "misspelt": (
+        other(no_decay=("rate",)),
+        "no_decay names 'rate'; must be of its own parameters",
+    ),
+    "a part's": (
+        other(no_decay=("gate.linear.bias",)),
+        "no_decay names 'gate.linear.bias'; must",
+    ),
+    "another name": (
+        other(initial_values=lambda self: {"rate": torch.ones(3)}),
+        "Other.initial_values names 'rate', which is none of rates, gate.linear.weight",
+    ),
+    "another shape": (
+        other(initial_values=lambda self: {"rates": torch.ones(4)}),
+        "Other.initial_values gives rates as [4]: must be a tensor of [3]",
+    ),
+    "a number": (
+        other(initial_values=lambda self: {"rates": 1.0}),
+        "Other.initial_values gives rates as 1.0: must be a tensor of [3]",
+    ),
+    "nothing": (
+        other(initial_values=lambda self: None),
+        "Other.initial_values gives None: must",
+    ),
+}
+# What a mixer may say, whose parameters stay as they are built.
+OF_PATTERNS = {
+    "no start": (other(initial_values=dict), "nothing says how rates of Other must start; give it"),
+    "kept": (other(keeps_initialisation=True), "Other.keeps_initialisation: is for mixers; name"),
+}
+
+
+@pytest.mark.parametrize("wrong", [*SAID_WRONGLY, *OF_PATTERNS])
+def test_what_a_pattern_says_wrongly_is_refused_by_name(pattern, monkeypatch, wrong):
+    module, said = (SAID_WRONGLY | OF_PATTERNS)[wrong]
+    entry = attention._ENTRIES[Pattern]["gated"]
+    monkeypatch.setattr(entry, "build", lambda config: module(WIDTH), raising=False)
+    monkeypatch.setattr(entry, "parameters", lambda model: 3 + GatedPattern().parameters(model))
+    with pytest.raises(ValueError, match=f"^attention 'gated': .*{re.escape(said)}"):
+        transformer(attention="gated")
+
+
+@pytest.mark.parametrize("wrong", SAID_WRONGLY)
+@each_model
+def test_what_a_mixer_says_wrongly_is_refused_by_name(mixer, mixers_of, wrong):
+    module, said = SAID_WRONGLY[wrong]
+    mixer(module)
+    with pytest.raises(UserError, match=f"^mixer gated: .*{re.escape(said)}"):
+        mixers_of()
+
+
+@each_model
+def test_a_mixer_that_says_nothing_of_decay_is_refused(mixer, mixers_of):
+    class Silent(Gated):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.rates = nn.Parameter(torch.ones(3))
+
+    mixer(Silent)
+    with pytest.raises(UserError, match=r"^mixer gated: Silent has parameters \(rates\) and does"):
+        mixers_of()
+
+
+def test_a_look_at_what_is_said_draws_nothing(mixer):
+    """A module that draws its starts gives a model the numbers that it gave."""
+    drawn = other(initial_values=lambda self: {"rates": torch.rand(3)})
+    mixer(drawn)
+    torch.manual_seed(0)
+    make_mixer("gated").build(Setting(WIDTH))
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    drawn(WIDTH)
+    assert torch.rand(1) == after
+
+
+def test_what_a_layer_says_of_decay_goes_before_what_is_usual():
+    class Quiet(nn.Linear):
+        no_decay = ("weight", "bias")
+
+    assert takes_decay(nn.Linear(2, 2)) == {"weight": True, "bias": False}
+    assert takes_decay(Quiet(2, 2)) == {"weight": False, "bias": False}
+    assert takes_decay(Quiet(2, 2, bias=False)) == {"weight": False}
+    assert takes_decay(nn.LayerNorm(2)) == {"weight": False, "bias": False}
 
 
 class Kept(nn.Module):

@@ -21,9 +21,10 @@ from cat_lm.mixers.modules.projections import Filters, activate, initial_filters
 from cat_lm.mixers.shared import STREAMS, DeltaOptions
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence.delta_rule import delta_rule
+from cat_lm.parameters import NothingDecays
 
 
-class DeltaRuleLayer(nn.Module):
+class DeltaRuleLayer(NothingDecays):
     """Short convolutions, SiLU, unit-norm queries and keys, the delta rule, RMSNorm of heads.
 
     Filters of one filter a channel are those of one wide head, [1, C, W].
@@ -33,8 +34,6 @@ class DeltaRuleLayer(nn.Module):
         gated: whether the state decays, α = exp(−e^A softplus(a(x) + dt)).
         operator: what computes the rule; none: `delta_rule`.
     """
-
-    no_decay = ("A_log", "dt_bias")
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_bloc
 from cat_lm.ops.landmark.options import DENSE, TAUGHT
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
+from cat_lm.parameters import NothingDecays
 
 if TYPE_CHECKING:
     from cat_lm.mixers import landmark
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 ROWS = 64  # queries of a sequence on which landmarks are taught
 
 
-class LandmarkMixer(nn.Module):
+class LandmarkMixer(NothingDecays):
     """One layer of Landmark CAT.
 
     Parameters beside CAT's: `filter` [H, b] and `sharpness` θ [H], see `cat_lm.model.landmark`.
     """
-
-    no_decay = ("filter", "sharpness")
 
     def __init__(self, options: landmark.Options, setting: Setting) -> None:
         super().__init__()

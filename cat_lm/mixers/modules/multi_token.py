@@ -15,15 +15,14 @@ from cat_lm.ops.convolution.maps import places_of_real_keys
 from cat_lm.ops.documents import document_positions, document_runs
 from cat_lm.ops.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.multi_token_options import length_problem
+from cat_lm.parameters import NothingDecays
 
 if TYPE_CHECKING:
     from cat_lm.mixers import multi_token
 
 
-class MultiTokenAttention(nn.Module):
+class MultiTokenAttention(NothingDecays):
     """One layer of multi-token attention."""
-
-    no_decay = ("kernel", "before", "after")
 
     def __init__(self, options: multi_token.Options, setting: Setting) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.ops.long_filter.filters import LongFilter, Modes
+from cat_lm.parameters import NothingDecays
 
 _SHOWN = 64  # taps of a filter without an end
 
@@ -43,15 +44,13 @@ def initial_filters(
     return filters.uniform_(-1, 1) / math.sqrt(kind.fan_in(heads, window))
 
 
-class Filters(nn.ParameterDict):
+class Filters(NothingDecays, nn.ParameterDict):
     """Filters by stream; none of them takes weight decay.
 
     Attributes:
         conv_type: their kind's name.
         long_filter, state: the kind of those as long as the row, and their N; None for taps.
     """
-
-    no_decay = tuple(STREAMS)
 
     def __init__(
         self,

@@ -247,9 +247,12 @@ def count_problems(model: Any, length: int) -> list[str]:
 def build(kind: type[Entry], config: Any) -> Any:
     """Make a layer's module of the pattern or a transform of a configuration; None without one.
 
+    And that the module says how all of them start, and which take no weight decay.
+
     Raises:
-        UserError: naming the entry and its options: it makes no module, or one of other parameters
-            than those that it counts, for `flops` and memory.
+        UserError: naming the entry and its options: it makes no module, one of other parameters
+            than those that it counts, for `flops` and memory, or one that does not say of them
+            what it must.
     """
     entry = chosen_entries(config).get(kind)
     if entry is None:
@@ -269,11 +272,17 @@ def build(kind: type[Entry], config: Any) -> Any:
 
 def _check_module(named: str, entry: Entry, config: Any, module: Any) -> None:
     """Check that it is one, and has the parameters that its entry counts. Raises UserError."""
+    from cat_lm.parameters import check_parameters  # imports torch
+
     if problem := module_problem(module):
         raise UserError(f"{named}: {problem}")
     counted, found = entry.parameters(config), sum(p.numel() for p in module.parameters())
     if counted != found:
         raise UserError(f"{named}: parameters counts {counted}, and its module has {found}")
+    try:
+        check_parameters(module, gives_all_starts=True)
+    except ValueError as error:
+        raise UserError(f"{named}: {error}") from None
 
 
 def _option_problems(model: Any) -> list[str]:
