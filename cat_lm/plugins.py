@@ -83,7 +83,7 @@ def _import(entry: EntryPoint) -> None:
     try:
         entry.load()
         _loaded.append((entry.name, package, entry.module))
-    except Exception as error:  # whatever a stranger's module raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises, exits too
         package = f" of {package}" if package else ""
         said = " ".join(str(error).split())
         raise UserError(

@@ -517,6 +517,8 @@ assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForC
         ("(", "SyntaxError: "),
         ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two; mend or uninstall it"),
         ("from cat_lm.architectures import get\nget('odd')", "architecture 'odd': unknown"),
+        ("import sys\nsys.exit(3)", "imported: SystemExit: 3; mend or uninstall it"),
+        ("import sys\nsys.exit()", "imported: SystemExit; mend or uninstall it"),
     ],
 )
 def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
