@@ -1,7 +1,8 @@
-"""What every registry asks of an entry: before it takes it, and of what its methods give."""
+"""What registries ask of an entry and of what its methods give, and how they take their own."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -93,3 +94,28 @@ def mishap(error: Exception) -> str:
         if not frame.filename.startswith(folders):
             return f"{line} ({Path(frame.filename).name}, line {frame.lineno})"
     return line
+
+
+def take_built_in(
+    package: str,
+    names: Iterable[str],
+    attribute: str,
+    register: Callable[[Any], None],
+    is_known: Callable[[str], bool],
+) -> None:
+    """Import a registry's own files, each of which has one entry of its name, with _ for -.
+
+    A file has it in an attribute, or registers it when it is imported, as a plugin's does.
+
+    Raises:
+        ValueError: a file does neither.
+    """
+    for name in names:
+        module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
+        if not is_known(name) and hasattr(module, attribute):
+            register(getattr(module, attribute))
+        if not is_known(name):
+            raise ValueError(
+                f"{module.__name__}: must have an entry of the name {name!r}, as {attribute} or "
+                "given to register"
+            )

@@ -8,14 +8,13 @@ nor transformers.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import plugins
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.errors import UserError
-from cat_lm.registering import check_entry
+from cat_lm.registering import check_entry, take_built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "Architecture", "Classes", "ModelSection"]
 __all__ += ["find", "get", "names", "of_config", "register"]
 
-# Each is a module here that has an ARCHITECTURE. The first is meant where none is named.
+# Each is a file here that has an ARCHITECTURE, or registers one. The first is meant where none is
+# named.
 _BUILT_IN = (
     *("gpt_neox", "llama", "mixer", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet"),
 )
@@ -108,5 +108,4 @@ def built_in() -> tuple[Architecture, ...]:
     return tuple(_ARCHITECTURES[name] for name in _BUILT_IN)
 
 
-for _name in _BUILT_IN:
-    register(importlib.import_module(f"{__name__}.{_name}").ARCHITECTURE)
+take_built_in(__name__, _BUILT_IN, "ARCHITECTURE", register, _ARCHITECTURES.__contains__)

@@ -1,15 +1,15 @@
 """Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
 
 A mixer of this project is a torch-free file here, whose MIXER says what it is (see `MixerKind`),
-its module in `modules/`, and its name in `_BUILT_IN`. One of an installed package or of a script is
-given to `register`, and is then a name for `model.mixer` and for `eval.recall run --mixer` alike.
+its module in `modules/`, and its name in `_BUILT_IN`; a file that calls `register` works as well.
+One of an installed package or of a script is given to `register`, and is then a name for
+`model.mixer` and for `eval.recall run --mixer` alike.
 Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +17,7 @@ from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
 from cat_lm.options import build_options, parse_specification
-from cat_lm.registering import check_entry
+from cat_lm.registering import check_entry, take_built_in
 
 __all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
@@ -103,5 +103,4 @@ def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
     return make(*parse_specification(specification), what=what)
 
 
-for _name in _BUILT_IN:
-    register(importlib.import_module(f"{__name__}.{_name.replace('-', '_')}").MIXER)
+take_built_in(__name__, _BUILT_IN, "MIXER", register, _KINDS.__contains__)

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import tomllib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,18 +21,25 @@ from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
 from eval.recall.train.cell import Cell
+from cat_lm.registering import take_built_in
 from tests.conftest import REPOSITORY
+from tests.unit.test_mixers import kept_numbers
 from tests.unit.tiny_models import cat_model, random_ids
 
 
 @pytest.fixture
-def ideas(monkeypatch):
-    """Registers all four for a test; what their files define, by file."""
+def registries(monkeypatch):
+    """Takes away again what a test registers."""
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
     monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
     entries = {kind: dict(known) for kind, known in attention._ENTRIES.items()}
     monkeypatch.setattr(attention, "_ENTRIES", entries)
+
+
+@pytest.fixture
+def ideas(registries):
+    """Registers all of them for a test; what their files define, by file."""
     folder = REPOSITORY / "tests/own_ideas"
     names = ("convolution", "scores", "mixer", "family")
     return SimpleNamespace(
@@ -150,6 +158,12 @@ def test_the_mixer_is_the_recurrence(ideas):
     )
 
 
+def test_the_mixer_keeps_what_it_says(ideas):
+    mixer, setting = make_mixer("leaky"), Setting(64)
+    kept = kept_numbers(mixer, setting, 2, 256)
+    assert kept == pytest.approx(mixer.kind.saved_tensors(mixer.options, setting), rel=0.05)
+
+
 @torch.no_grad()
 def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
     """It claims one, takes the argument and forgets it: each token would be read alone."""
@@ -164,7 +178,7 @@ def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
     config = CatMixerConfig(
         vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"
     )
-    model, rows = CatMixerForCausalLM(config).eval(), torch.randint(50, (2, 9))
+    model, rows = CatMixerForCausalLM(config).eval(), torch.randint(1, 50, (2, 9))  # 0 is padding
     assert model(rows, use_cache=False).logits.isfinite().all()
     with pytest.raises(ValueError, match="mixer leaky: supports state, of 8 numbers, but its forw"):
         model.generate(rows, max_new_tokens=2, do_sample=False, pad_token_id=0)
@@ -202,6 +216,37 @@ def test_a_family_without_state_generates_from_the_whole_text(ideas):
     assert not torch.equal(last, model(found).logits[:, -1].argmax(-1))
     with pytest.raises(ValueError, match="past_key_values: the model keeps no state"):
         model(rows, past_key_values=ideas.family.PreTrainedConfig)
+
+
+# A registry's package, the attribute of its own files, an example, and the name of its entry.
+MOVED = {
+    "mixers": (mixers, "MIXER", "mixer", "leaky"),
+    "attention": (attention, "ENTRY", "scores", "log_distance"),
+    "architectures": (architectures, "ARCHITECTURE", "family", "ngram"),
+}
+
+
+def is_known(name: str) -> bool:
+    tables = (mixers._KINDS, architectures._ARCHITECTURES, *attention._ENTRIES.values())
+    return any(name in table for table in tables)
+
+
+@pytest.mark.parametrize("form", ["registers", "has", "neither"])
+@pytest.mark.parametrize("room", MOVED)
+def test_the_file_of_a_plugin_moves_into_the_project(registries, monkeypatch, tmp_path, room, form):
+    """As it is, or with its entry in an attribute."""
+    package, attribute, example, name = MOVED[room]
+    code = (REPOSITORY / f"tests/own_ideas/{example}.py").read_text(encoding="utf-8")
+    last = {"registers": r"register(\1)", "has": rf"{attribute} = \1", "neither": ""}[form]
+    code, count = re.subn(r"^register\((\w+\(\))\)$", last, code, flags=re.M)
+    (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+    assert count == 1 and not is_known(name)
+    said = f"{name}: must have an entry of the name '{name}', as {attribute} or given to register"
+    with pytest.raises(ValueError, match=said) if form == "neither" else nullcontext():
+        take_built_in(package.__name__, (name,), attribute, package.register, is_known)
+    assert is_known(name) == (form != "neither")
 
 
 def test_the_readme_installs_and_links_them():

@@ -10,7 +10,6 @@ import it when they build their modules.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from cat_lm.errors import UserError
 from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
-from cat_lm.registering import check_entry, is_own, mishap, module_problem
+from cat_lm.registering import check_entry, is_own, mishap, module_problem, take_built_in
 from cat_lm.registering import count_problems as wrong_counts
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "build", "check_names"]
@@ -37,7 +36,7 @@ _KEYS = {
     ScoreTransform: ("score_transform", "score_options"),
     ValueTransform: ("value_transform", "value_options"),
 }
-# Modules here with an ENTRY.
+# Entries' names, which are their files' here; each has an ENTRY, or registers itself.
 _BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark", "chunk")
 _BUILT_IN += ("exponential_decay", "smoothing")
 
@@ -312,5 +311,8 @@ def _option_problems(model: Any) -> list[str]:
     return found
 
 
-for _name in _BUILT_IN:
-    register(importlib.import_module(f"{__name__}.{_name}").ENTRY)
+def _is_known(name: str) -> bool:
+    return any(name in known for known in _ENTRIES.values())
+
+
+take_built_in(__name__, _BUILT_IN, "ENTRY", register, _is_known)
