@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "scores": SIZE
     | {"num_attention_heads": 2, "position_embedding": "none", "score_transform": "log_distance"}
     | {"score_options": {"slope": 0.3}},
+    "pattern": SIZE
+    | {"num_attention_heads": 2, "attention": "forgetting", "attention_options": {"start": 3}},
     "mixer": SIZE
     | {"architecture": "mixer", "mixer": "leaky", "mixer_options": {"memory": 8}}
     | {"intermediate_size": 64},
@@ -38,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SAID = {
     "convolution": "neighbour convolution of q, k, v",
     "scores": "logarithmic distances",
+    "pattern": "forgetting attention",
     "mixer": "mixer leaky:memory=8.0",
     "family": "ngram, expansion=2",
 }
@@ -81,7 +84,7 @@ class Idea(NamedTuple):
         return write_config(folder, values)
 
 
-# Each goes through all commands; the other two through the registries' tests in the short tier.
+# Each goes through all commands; the other three through the registries' tests in the short tier.
 SHORT = ("convolution", "family")
 
 
@@ -170,6 +173,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
 NAMED = {
     "convolution": ("conv_type", "neighbour", "none, head, depthwise, multihead"),
     "scores": ("score_transform", "log_distance", "must be one of none"),
+    "pattern": ("attention", "forgetting", "must be one of softmax, map_mixing"),
     "mixer": ("mixer", "leaky", "attention, based, cat"),
     "family": ("architecture", "ngram", "gpt_neox, llama, mixer"),
 }
@@ -177,6 +181,7 @@ NAMED = {
 EXPORTED = {
     "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
     "scores": 'score_transform="log_distance": must be one of none',
+    "pattern": 'attention="forgetting": must be one of softmax, map_mixing',
     "mixer": "mixer 'leaky': choose one of attention, based, cat",
     "family": "none of cat_neox, cat_llama, cat_mixer, cat_mamba",
 }

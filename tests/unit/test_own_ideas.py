@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm import architectures, mixers, ops, plugins
@@ -41,7 +41,7 @@ def registries(monkeypatch):
 def ideas(registries):
     """Registers all of them for a test; what their files define, by file."""
     folder = REPOSITORY / "tests/own_ideas"
-    names = ("convolution", "scores", "mixer", "family")
+    names = ("convolution", "scores", "pattern", "mixer", "family")
     return SimpleNamespace(
         **{name: SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py"))) for name in names}
     )
@@ -124,6 +124,72 @@ def test_the_scores_are_the_definition(ideas):
         {n: 0 * w if "slopes" in n else w for n, w in changed.state_dict().items()}
     )
     torch.testing.assert_close(plain(ids).logits, changed(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def forgetting(module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The definition of the example, number by number: [T, H, D] of one row."""
+    time, heads, width = query.shape
+    groups, output = heads // key.shape[1], torch.zeros(time, heads, width)
+    keep = (value.flatten(1) @ module.gate.weight.T + module.gate.bias).sigmoid().log()  # [T, H]
+    for h in range(heads):
+        for i in range(time):
+            scores = [
+                query[i, h] @ key[j, h // groups] / width**0.5 + keep[j + 1 : i + 1, h].sum()
+                for j in range(i + 1)
+            ]
+            output[i, h] = torch.stack(scores).softmax(0) @ value[: i + 1, h // groups]
+    return output
+
+
+@torch.no_grad()
+def test_the_pattern_is_the_definition(ideas):
+    """Of whole rows, of one new token whose mask says nothing, and of a mask."""
+    torch.manual_seed(0)
+    module = ideas.pattern.ForgettingCore(2 * 8, 4, 1.0)
+    nn.init.normal_(module.gate.weight)
+    query, key, value = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
+    wanted = forgetting(module, query, key, value)
+    given = [x.transpose(0, 1)[None] for x in (query, key, value)]
+
+    def computed(query: Tensor, mask: Tensor | None) -> Tensor:
+        call = SimpleNamespace(mask=mask, dropout=0.0, scaling=8**-0.5)
+        return module(query, *given[1:], None, call)[0][0]
+
+    torch.testing.assert_close(computed(given[0], None), wanted)
+    torch.testing.assert_close(computed(given[0][:, :, -1:], None), wanted[-1:])
+    visible = torch.ones(1, 1, 9, 9).bool().tril()
+    visible[..., 3] = False  # padding
+    query, key, value = (x[torch.arange(9) != 3] for x in (query, key, value))
+    found = computed(given[0], visible)[torch.arange(9) != 3]
+    torch.testing.assert_close(found, forgetting(module, query, key, value))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@torch.no_grad()
+def test_a_model_forgets_by_documents_padding_and_cache(ideas, family):
+    fields = {"num_key_value_heads": 2} if family == "llama" else {}
+    model = cat_model(family=family, attention="forgetting", **fields)
+    gates = [m for n, m in model.named_modules() if n.endswith("core.gate")]
+    assert len(gates) == 2 and not any(gate.weight.any() for gate in gates)
+    for gate in gates:
+        nn.init.normal_(gate.weight, std=2.0)
+        nn.init.normal_(gate.bias)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    rows = random_ids(2, 10)
+    logits = model(rows).logits
+    first = model(rows[:, :6], use_cache=True)
+    last = model(rows[:, 6:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(torch.cat([first.logits, last], dim=1), logits, **close)
+    ids = torch.arange(10).expand(2, -1) // 5
+    alone = torch.cat([model(part).logits for part in rows.split(5, dim=1)], dim=1)
+    torch.testing.assert_close(model(rows, document_ids=ids).logits, alone, **close)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[:, :3] = 0
+    padded = model(rows, attention_mask=mask).logits[:, 3:]
+    torch.testing.assert_close(padded, model(rows[:, 3:]).logits, **close)
+    for gate in gates:
+        nn.init.zeros_(gate.weight)
+    assert not torch.allclose(model(rows).logits, logits, atol=1e-3)
 
 
 def averages(module, x: Tensor) -> Tensor:
