@@ -20,6 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from cat_lm.registering import is_own
 
 GROUP = "cat_lm.plugins"
 
@@ -72,10 +73,9 @@ def code_of(module: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def foreign_code(kind: type) -> str | None:
-    """Hash the sources of a class that is not this project's; None of one that is."""
-    own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return None if own else code_of(kind.__module__)
+def foreign_code(entry: object) -> str | None:
+    """Hash the sources of an entry that is not this project's; None of one that is."""
+    return None if is_own(entry) else code_of(type(entry).__module__)
 
 
 def _import(entry: EntryPoint) -> None:

@@ -59,24 +59,6 @@ def _drawing() -> AbstractContextManager:
     return nullcontext() if own is None else mock.patch.multiple(nn.init, **own)
 
 
-def start(module: nn.Module) -> None:
-    """Give parameters the values that `initial_values` says.
-
-    Raises:
-        Wrong: it does not fit them.
-    """
-    for part in module.modules():
-        for name, values in getattr(part, "initial_values", dict)().items():
-            try:
-                part.get_parameter(name).copy_(values)
-            except Exception as error:
-                own = {name: list(tensor.shape) for name, tensor in part.named_parameters()}
-                shape = list(getattr(values, "shape", []))
-                raise Wrong(
-                    f"gives {name} of {shape} in initial_values; its parameters are {own}"
-                ) from error
-
-
 def stir(module: nn.Module) -> None:
     """Move parameters a little: where they start from 0, what is wrong may give what is right."""
     for parameter in module.parameters():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.errors import UserError
+from cat_lm.parameters import start
 from cat_lm.probing import (
     CUT,
     ROWS,
@@ -21,7 +22,6 @@ from cat_lm.probing import (
     documents,
     is_apart,
     padded,
-    start,
     stir,
 )
 from cat_lm.registering import mishap
@@ -76,7 +76,7 @@ def _smallest(mixer: Mixer, setting: Setting) -> tuple[nn.Module, Tensor, Tensor
 def _made(mixer: Mixer, setting: Setting) -> tuple[nn.Module, Tensor, Tensor]:
     mixer.kind.check(mixer.options, setting)
     module = mixer.kind.build(mixer.options, setting).eval()
-    start(module)
+    module.apply(start)
     stir(module)
     x = torch.randn(ROWS, TIME, setting.d_model)
     return module, x, module(x)

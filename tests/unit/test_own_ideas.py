@@ -20,8 +20,8 @@ from cat_lm import architectures, mixers, ops, plugins
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
-from eval.recall.train.cell import Cell
 from cat_lm.registering import take_built_in
+from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.unit.test_mixers import kept_numbers
 from tests.unit.tiny_models import cat_model, random_ids

@@ -134,20 +134,6 @@ class NoExtra(nn.Module):
         return call.attend(query, key, value)
 
 
-class Misnamed(Weighted):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(2))
-
-    def initial_values(self):
-        return {"gian": torch.ones(2)}
-
-
-class Misshapen(Misnamed):
-    def initial_values(self):
-        return {"gain": torch.ones(3)}
-
-
 def pattern(core, **facts):
     """A registered pattern `odd` with a module of this class."""
 
@@ -157,7 +143,7 @@ def pattern(core, **facts):
         takes_transforms = False
 
         def parameters(self, model):
-            return 2 if core in (Misnamed, Misshapen) else 0
+            return 0
 
         def flops(self, model, context_length):
             return 0.0
@@ -179,8 +165,6 @@ WRONG_PATTERNS = {
     Bare: "gives a Tensor; must give ([B, T, H, D], maps or None)",
     Crossed: "reads other rows",
     Endless: "gives numbers that are not finite",
-    Misnamed: "gives gian of [2] in initial_values; its parameters are {'gain': [2]}",
-    Misshapen: "gives gain of [3] in initial_values; its parameters are {'gain': [2]}",
 }
 
 

@@ -20,6 +20,7 @@ from cat_lm.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.parameters import start
 from cat_lm.probing import (
     CUT,
     ROWS,
@@ -31,7 +32,6 @@ from cat_lm.probing import (
     documents,
     is_apart,
     padded,
-    start,
     stir,
 )
 from cat_lm.registering import is_own, mishap
@@ -150,8 +150,8 @@ class Trial:
             self.body = body(config).eval()
         layer = next(module for module in self.body.modules() if hasattr(module, "core"))
         module = getattr(layer, _ATTRIBUTES[kind])
-        start(self.body)
         self.body.apply(self.body._init_weights)
+        self.body.apply(start)
         stir(self.body)
         layer.core.register_forward_hook(self._keep)
         if kind is ScoreTransform:

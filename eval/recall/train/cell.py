@@ -30,7 +30,7 @@ PROTOCOL = 2
 def code_of_mixer(specification: str) -> dict[str, str]:
     """Give what a cell's key has besides where a mixer is a plugin's, whose code may change."""
     name, _ = parse_specification(specification)
-    code = plugins.foreign_code(type(mixers.get(name, "--mixer")))
+    code = plugins.foreign_code(mixers.get(name, "--mixer"))
     return {} if code is None else {"code": code}
 
 
