@@ -224,7 +224,7 @@ def test_what_a_pattern_says_wrongly_is_refused_by_name(pattern, monkeypatch, wr
     entry = attention._ENTRIES[Pattern]["gated"]
     monkeypatch.setattr(entry, "build", lambda config: module(WIDTH), raising=False)
     monkeypatch.setattr(entry, "parameters", lambda model: 3 + GatedPattern().parameters(model))
-    with pytest.raises(ValueError, match=f"^attention 'gated': .*{re.escape(said)}"):
+    with pytest.raises(UserError, match=f"^attention 'gated': .*{re.escape(said)}"):
         transformer(attention="gated")
 
 
