@@ -118,10 +118,14 @@ def _run(main: Callable[[], None]) -> None:
         _discard_stdout()
         raise SystemExit(1) from None
     except OSError as error:
-        if error.filename is None and error.errno not in _DISK_ERRORS:
+        where, may_pass = error.filename, is_temporary(error)
+        if where is None and error.errno in _DISK_ERRORS:
+            where = "standard output"
+        elif where is None and may_pass:  # of a file that is open, or of a connection
+            where = type(error).__name__
+        elif where is None:
             raise
-        where = "standard output" if error.filename is None else error.filename
-        code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
+        code = REQUEUE_EXIT_CODE if may_pass else 2
         _end(f"error: {where}: {describe_os_error(error)}", code)
     except RuntimeError as error:
         # What pathlib raises where a path is resolved, up to Python 3.12.

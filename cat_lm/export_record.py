@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.checksums import Algorithm, checksums
 from cat_lm.io.own_files import MARK
 from cat_lm.io.readers import InsideName, Record, check_shape, read_object
@@ -234,7 +234,7 @@ def _size(path: Path) -> int:
     except FileNotFoundError:
         raise UserError(f"{path}: is missing, {RECORD} lists it; {_AGAIN}") from None
     except OSError as error:
-        raise UserError(f"{path}: {describe_os_error(error)}") from None
+        raise file_error(f"{path}: {describe_os_error(error)}", error) from None
 
 
 def _compare(path: Path, kind: str, found: str, expected: str) -> None:

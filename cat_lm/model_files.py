@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.readers import InsideName, Record, read_json, read_object, short
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _read(path: Path, safetensors: Callable[[Path], Any], pickled: Callable[[Pat
             pass  # the libraries know no other reason than "no such file"
         return safetensors(path) if path.suffix == ".safetensors" else pickled(path)
     except OSError as error:
-        raise UserError(f"{path}: {describe_os_error(error)}") from None
+        raise file_error(f"{path}: {describe_os_error(error)}", error) from None
     except UserError:
         raise
     except pickle.UnpicklingError as error:

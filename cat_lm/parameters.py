@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 # Of these the weight decays and the bias does not.
-_MATRICES = (nn.Linear, nn.Embedding)
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class NothingDecays(nn.Module):
@@ -48,7 +48,8 @@ def takes_decay(module: nn.Module) -> dict[str, bool]:
     elif own and not isinstance(module, _NORMS):
         raise ValueError(
             f"{kind} has parameters ({', '.join(own)}) and does not say which of them take no "
-            "weight decay; give the class no_decay = (…), a tuple of their names"
+            "weight decay; give the class (or the layer, if the class is a library's) "
+            "no_decay = (…), a tuple of their names"
         )
     else:
         exempt = tuple(own)

@@ -13,10 +13,11 @@ an example of each.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import threading
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 
 from cat_lm.errors import UserError
@@ -29,6 +30,7 @@ _LOCK = threading.RLock()
 _begun = False
 _failed: UserError | None = None
 _loaded: list[tuple[str, str, str]] = []  # name, package and module of each
+_codes: dict[str, str] = {}  # the name of a package or a module on its own -> hash of its sources
 
 
 def load() -> None:
@@ -56,32 +58,48 @@ def describe() -> dict[str, str]:
         return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
 
 
-def code_of(module: str) -> str:
+def code_of(module: str, package: Distribution | None = None) -> str:
     """Hash the sources of a module's package, of which a plugin's version says nothing.
+
+    Once in a process, for a plugin as it is imported: they may be edited while it computes.
 
     Args:
         module: the name of one that is imported.
+        package: as it is installed, where that is known.
     """
-    top = sys.modules[module.partition(".")[0]]
-    places = [Path(place) for place in getattr(top, "__path__", [])]
-    files = sorted(path for place in places for path in place.rglob("*.py"))
-    if not places and getattr(top, "__file__", None):
-        files = [Path(top.__file__)]
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    top = module.partition(".")[0]
+    with _LOCK:
+        if top not in _codes:
+            digest = hashlib.sha256()
+            for path in _sources(top, package):
+                with contextlib.suppress(OSError):  # such as the lock that an editor leaves
+                    digest.update(f"{path.name}\0".encode() + path.read_bytes())
+            _codes[top] = digest.hexdigest()[:12]
+        return _codes[top]
 
 
 def foreign_code(entry: object) -> str | None:
-    """Hash the sources of an entry that is not this project's; None of one that is."""
-    return None if is_own(entry) else code_of(type(entry).__module__)
+    """Hash the sources of an entry or a function that is no part of this project; else None."""
+    return None if is_own(entry) else code_of(entry.__module__)
+
+
+def _sources(top: str, package: Distribution | None) -> list[Path]:
+    """List the files of a package, or of a module and those beside it, which it may import."""
+    module = sys.modules.get(top)
+    if places := getattr(module, "__path__", None):
+        return sorted(path for place in places for path in Path(place).rglob("*.py"))
+    if not (file := getattr(module, "__file__", None)):
+        return []
+    installed = [Path(package.locate_file(name)) for name in (package and package.files) or []]
+    listed = sorted(path for path in installed if path.suffix == ".py")
+    return listed if Path(file) in listed else sorted(Path(file).parent.glob("*.py"))
 
 
 def _import(entry: EntryPoint) -> None:
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
     try:
         entry.load()
+        code_of(entry.module, entry.dist)
         _loaded.append((entry.name, package, entry.module))
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises, exits too
         package = f" of {package}" if package else ""

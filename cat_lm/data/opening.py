@@ -62,16 +62,8 @@ def open_data(config: RunConfig, look: bool = True) -> tuple[TokenCorpus, TokenC
     Raises:
         UserError: there is no such data, or it does not fit the model or the context length.
     """
-    data, asked = config.data, config.model.vocab_size
-    corpus = open_split(data, "train", look)
-    if asked is not None and asked < corpus.vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
-            "entries; use at least that, or leave the key out"
-        )
-    held_out = open_split(data, "validation", look)
-    # Each on its own is few enough; all of them stay open together.
-    allow_open_files(len(corpus.shards) + len(held_out.shards))
+    data = config.data
+    corpus, held_out = open_splits(config, look)
     loader = TrainLoader(
         corpus,
         data.context_length,
@@ -85,6 +77,30 @@ def open_data(config: RunConfig, look: bool = True) -> tuple[TokenCorpus, TokenC
         for split in (corpus, held_out):
             _check_ends(split)
     return corpus, held_out, loader
+
+
+def open_splits(
+    config: RunConfig, look: bool = True
+) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
+    """The training and the validation split, without any order: cheap, see `open_split`.
+
+    Args:
+        look: as in `open_corpus`.
+
+    Raises:
+        UserError: there is no such data, or the model has too small a vocabulary.
+    """
+    data, asked = config.data, config.model.vocab_size
+    corpus = open_split(data, "train", look)
+    if asked is not None and asked < corpus.vocab_size:
+        raise UserError(
+            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
+            "entries; use at least that, or leave the key out"
+        )
+    held_out = open_split(data, "validation", look)
+    # Each on its own is few enough; all of them stay open together.
+    allow_open_files(len(corpus.shards) + len(held_out.shards))
+    return corpus, held_out
 
 
 def open_split(data: DataSection, split: str, look: bool = True) -> TokenCorpus | Mixture:

@@ -12,6 +12,7 @@ import glob
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from cat_lm.data.verified import verify
 from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError
 from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.locks import hold
+from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import empty_marked, is_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
@@ -36,6 +37,7 @@ from cat_lm.labels import IGNORE_INDEX
 PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 1
 GROUP = 100_000
+WAIT_SECONDS = 0.2  # between looks whether another process has made a plan
 _PURPOSE = "a packing plan on its way"
 
 
@@ -169,7 +171,7 @@ def plan_folder(
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             # Where there are no locks, each process makes the same plan, and the first one stays.
-            lock = hold(place.parent / f".{name}.lock")
+            lock = _patiently(place.parent / f".{name}.lock", progress)
         except OSError:
             if place is places[-1]:
                 raise
@@ -179,6 +181,16 @@ def plan_folder(
                 _make(place, corpus, identity, cache_dir, progress)
         return place
     raise AssertionError
+
+
+def _patiently(path: Path, progress: Callable[[str], object]) -> Lock:
+    """Hold a lock as soon as nobody else does, and tell meanwhile that it is waited for."""
+    while True:
+        try:
+            return hold(path, wait=False)
+        except Busy:
+            progress("waiting for a packing plan that another process makes")
+            time.sleep(WAIT_SECONDS)
 
 
 def _is_whole(folder: Path, identity: dict) -> bool:

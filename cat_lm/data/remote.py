@@ -28,7 +28,7 @@ from cat_lm.data.remote_shards import RemoteShard, locked
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, file_error
 from cat_lm.host import GIB
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import atomic_write
@@ -73,7 +73,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     except ConnectionError:
         raise
     except OSError as error:
-        raise UserError(f"data.cache_dir: {folder}: {error.strerror or error}") from error
+        raise file_error(f"data.cache_dir: {folder}: {error.strerror or error}", error) from error
     return RemoteCorpus(storage, folder, split, manifest)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.files import sync_directory
 from cat_lm.io.locks import Busy, hold
 from cat_lm.io.own_files import (
@@ -65,7 +65,7 @@ def check_file(path: Path | str) -> None:
             what = "a folder" if place.is_dir() else "no regular file"
             raise UserError(f"{name}: is {what}; give a file")
     except OSError as error:
-        raise UserError(f"{name}: {describe_os_error(error)}") from None
+        raise file_error(f"{name}: {describe_os_error(error)}", error) from None
     _check_place(place.parent, place, name, "a file in a folder")
 
 
@@ -86,7 +86,7 @@ def _check_place(folder: Path, named: Path, name: str, wanted: str) -> None:
             place = place.parent
         is_folder = place.is_dir()
     except OSError as error:
-        raise UserError(f"{name}: {describe_os_error(error)}") from None
+        raise file_error(f"{name}: {describe_os_error(error)}", error) from None
     if not is_folder:
         if place.is_symlink() and not place.exists():
             resolve(place)  # a loop is said as such
@@ -145,7 +145,8 @@ def atomic_folder(
                 remove_marked(folder, _PURPOSE.format(place.name))
                 _restore(place, old, listing)
     except OSError as error:
-        raise UserError(f"OUT {out}: cannot be written: {describe_os_error(error)}") from error
+        text = f"OUT {out}: cannot be written: {describe_os_error(error)}"
+        raise file_error(text, error) from error
     except SafetensorError as error:  # which is no OSError, not even for a full disk
         raise UserError(f"OUT {out}: cannot be written: {error}") from error
 

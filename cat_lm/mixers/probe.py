@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 _WIDTHS = (64, 128, 256, 512, 1024)
 
+_TRIED: set[tuple[Any, ...]] = set()  # by a kind's id: its class may say that none is another
+
 
 def try_mixer(mixer: Mixer, setting: Setting) -> None:
     """Try a mixer with its options, once; a layer is all that those of a model may differ by.
@@ -41,10 +42,12 @@ def try_mixer(mixer: Mixer, setting: Setting) -> None:
     kind = mixer.kind
     too_short = kind.longest is not None and kind.longest < 2 * TIME
     if kind.computes_on_cpu and not too_short and not is_apart():
-        _try(mixer, replace(setting, layer=min(setting.layer, 1)))
+        setting = replace(setting, layer=min(setting.layer, 1))
+        if (tried := (id(kind), mixer.options, setting)) not in _TRIED:
+            _try(mixer, setting)
+            _TRIED.add(tried)
 
 
-@functools.cache
 def _try(mixer: Mixer, setting: Setting) -> None:
     with apart():
         try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.mixers import Mixer
+from eval.common.grids.code import code_of_mixer
 from eval.common.grids.training import count_steps, steps
 from eval.long_range import mixers
 from eval.long_range.ranges import RANGES
@@ -66,7 +67,7 @@ class Settings:
         """Give all that decides the result, as plain values."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["place"]
-        return values
+        return values | code_of_mixer(self.mixer)
 
     def make_task(self) -> Task:
         """The task. Raises UserError for options that do not fit."""

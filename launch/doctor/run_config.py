@@ -110,11 +110,11 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     """Tell whether two checkpoints have room; of a run that has some already, the next one."""
-    from cat_lm.training.checkpoint import complete_checkpoints
     from cat_lm.training.estimate import checkpoint_bytes
+    from cat_lm.training.preflight.folder import saved_checkpoints
 
     one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
-    needed = one * max(1, 2 - len(complete_checkpoints(folder / "checkpoints")))
+    needed = one * max(1, 2 - saved_checkpoints(folder))
     free, problem = shutil.disk_usage(parent).free, None
     if free < needed:
         problem = (

@@ -38,6 +38,8 @@ def names(line: str) -> list[str]:
     """
     found = []
     for word in shlex.split(line, comments=True):
+        if " " in word.partition("=")[0]:
+            continue  # a value in quotes, as of --comment
         if word.startswith("--"):
             found.append(word[2:].partition("=")[0])
         elif word.startswith("-"):

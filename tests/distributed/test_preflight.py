@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -208,7 +209,7 @@ def planned(ranks, data: str) -> tuple[int, int]:
     values = run_values(data, "unused")
     values["data"]["packing"] = "best_fit"
     config = RunConfig.model_validate(values)
-    plans.make(config, ranks, ranks.is_first, tell)
+    assert plans.make(config, ranks, ranks.is_first, tell) is None
     packing.pack = None  # what follows finds the plan
     return len(told), open_data(config)[2].samples_per_epoch
 
@@ -224,7 +225,8 @@ def unplanned(ranks, data: str) -> str:
     values = run_values(data, "unused")
     values["data"]["packing"] = "best_fit"
     config = RunConfig.model_validate(values)
-    plans.make(config, ranks, ranks.is_first, lambda what: None)  # is no error here
+    failed = plans.make(config, ranks, ranks.is_first, lambda what: None)  # is said below
+    assert isinstance(failed, UserError) == ranks.is_first
     try:
         preflight.check(config, ranks)
     except UserError as error:
@@ -235,3 +237,32 @@ def unplanned(ranks, data: str) -> str:
 def test_data_that_cannot_be_packed_are_said_once(tmp_path):
     for message in run_on_ranks(unplanned, 2, str(tmp_path / "none")):
         assert message.count("none") == 1 and "rank 0" in message
+
+
+def packed_on_a_full_disk(ranks, data: str, folder: str) -> tuple[int, str, list[str]]:
+    """(times that was packed, the error, what is left in the run's folder)."""
+    packed = []
+
+    def full(*arguments):
+        packed.append(arguments)
+        raise OSError(errno.ENOSPC, "No space left on device", "pieces.bin")
+
+    packing.pack = full
+    values = run_values(data, folder)
+    values["data"]["packing"] = "best_fit"
+    message = ""
+    try:
+        preflight.check(RunConfig.model_validate(values), ranks)
+    except UserError as error:
+        message = str(error)
+    ranks.barrier()
+    return len(packed), message, os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def test_what_was_wrong_in_packing_is_said_and_not_tried_again(tmp_path):
+    """The others would wait for it in a collective, and count as hung."""
+    data = write_prepared(tmp_path / "data", random_documents(20, 40))
+    found = run_on_ranks(packed_on_a_full_disk, 2, str(data), str(tmp_path / "run"))
+    assert [times for times, *_ in found] == [1, 0]
+    for _, message, left in found:
+        assert "pieces.bin: the disk is full" in message and not left

@@ -16,6 +16,7 @@ from cat_lm.data.best_fit import best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import UserError
+from cat_lm.io.locks import hold
 from cat_lm.io.own_files import is_marked, make_marked
 from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import EOD, random_documents, write_prepared
@@ -255,3 +256,21 @@ def test_the_log_tells_the_padding_and_the_cuts(corpus):
     (line,) = PackedWindows(corpus, T).describe()
     cut = sum(len(document) > T for document in documents_of(corpus))
     assert f"{cut:,} of {corpus.num_documents:,} documents are longer than a window" in line
+
+
+def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
+    """Else it would count as hung after a while."""
+    monkeypatch.setattr(packing_module, "WAIT_SECONDS", 0.01)
+    told = []
+    name = packing_module._plan_name(corpus.split, T, corpus.fingerprint)
+    place = corpus.folder / "packing"
+    place.mkdir(exist_ok=True)
+    lock = hold(place / f".{name}.lock")
+
+    def tell(what: str) -> None:
+        told.append(what)
+        if len(told) == 3:
+            lock.close()
+
+    packing_module.plan_folder(corpus, T, progress=tell)
+    assert all("another process" in what for what in told[:3]) and len(told) > 3

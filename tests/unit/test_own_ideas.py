@@ -348,6 +348,22 @@ def test_the_cells_of_a_plugin_s_mixer_are_named_by_its_sources_too(tmp_path, mo
     cell, own = (Cell("mqar", name, 16, 16) for name in ("leaky", "cat"))
     assert "code" not in own.key() and own.key() == dataclasses.asdict(own)
     before = cell.key()
-    (tmp_path / "leaky_idea.py").write_text(code + "# another\n", encoding="utf-8")
+    (tmp_path / "leaky_modules.py").write_text("# what its build imports\n", encoding="utf-8")
+    (tmp_path / ".#leaky_idea.py").symlink_to("an.editor@host.123")
+    assert cell.key() == before, "as it was when it was imported, whatever is edited meanwhile"
+    monkeypatch.setattr(plugins, "_codes", {})  # another process
     assert cell.key()["code"] != before["code"] and len(before["code"]) == 12
     sys.modules.pop("leaky_idea")
+    monkeypatch.setattr(plugins, "_codes", {})
+    assert len(cell.key()["code"]) == 12, "of a class that stands in no module"
+
+
+def test_a_convolution_of_a_plugin_is_in_the_key_of_a_mixer_that_has_it(ideas):
+    from eval.common.grids.code import code_of_mixer
+    from eval.long_range.cell import Cell as LongRangeCell
+
+    assert not code_of_mixer("cat:conv_type=depthwise") and not code_of_mixer("las")
+    assert code_of_mixer("cat:conv_type=neighbour").keys() == {"code"}
+    sizes = {"d_model": 16, "layers": 1, "lr": 1e-3, "batch_size": 2, "epochs": 1}
+    key = LongRangeCell("smnist", "cat:conv_type=neighbour", **sizes).key()
+    assert "code" in key and "code" not in LongRangeCell("smnist", "las", **sizes).key()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +259,10 @@ def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_pat
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
 
 
+def fail(path: Path) -> None:
+    raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+
 def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     probe = Probe(tmp_path, "t", "n000")
     probe.write()
@@ -270,7 +275,10 @@ def test_a_folder_without_write_permission(tmp_path, monkeypatch):
         return real(path, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", refused)
-    assert "cannot be written to" in probe.look(is_first=False, written=True).problem
+    found = probe.look(is_first=False, written=True)
+    assert "cannot be written to" in found.problem and not found.may_pass
+    monkeypatch.setattr(Path, "write_text", stale := lambda path, *_, **__: fail(path))
+    assert probe.look(is_first=False, written=True).may_pass and stale
     probe.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -300,6 +308,9 @@ def test_what_may_pass_is_told_from_what_must_be_mended():
     slow = {"data": None, "data_problem": "data.path=x: Stale file handle"}
     assert is_temporary_with(**slow, data_may_come=True)
     assert not is_temporary_with(**slow)
+    folder = FolderFacts("cannot be written to: run: Stale file handle", may_pass=True)
+    assert is_temporary_with(folder=folder)
+    assert not is_temporary_with(folder=replace(folder, may_pass=False))
     held = {"free_memory": 2**20}  # by processes of an earlier start
     assert is_temporary_with(**held) and not is_temporary_with(**held, gpu_memory=2**20)
     assert not is_temporary_with(**held, versions={"python": "3.10"})

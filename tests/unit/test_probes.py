@@ -20,6 +20,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform, probe
 from cat_lm.model.attention.call import visible_keys
 from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.probing import Wrong, check_same, stir
 from cat_lm.training.building import without_weights
 from tests.unit.test_mixers import SPECIFICATIONS, WIDTH
 from tests.unit.tiny_models import GROUPED, VARIANTS, cat_model, random_ids
@@ -29,7 +30,7 @@ from tests.unit.tiny_models import GROUPED, VARIANTS, cat_model, random_ids
 def anew(monkeypatch):
     """Forgets what was tried, and takes away what a test registers."""
     monkeypatch.setattr(probe, "_TRIED", set())
-    mixer_probe._try.cache_clear()
+    monkeypatch.setattr(mixer_probe, "_TRIED", set())
     entries = {kind: dict(known) for kind, known in attention._ENTRIES.items()}
     monkeypatch.setattr(attention, "_ENTRIES", entries)
     monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
@@ -560,3 +561,31 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried():
             model = make()
             drawn.append([*model.parameters(), torch.rand(3)])
         assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
+
+
+def test_a_bias_that_masks_is_no_wrong_form():
+    """Of -inf in both there is no difference, and of one alone there is."""
+    wanted = torch.tensor([0.5, -torch.inf])
+    check_same(wanted.clone(), wanted, "other")
+    for other in ([0.5, 1.0], [0.6, -torch.inf], [0.5, torch.nan]):
+        with pytest.raises(Wrong, match="other"):
+            check_same(torch.tensor(other), wanted, "other")
+
+
+def test_what_is_no_number_to_learn_is_left_as_it_is():
+    module = nn.Module()
+    module.rows = nn.Parameter(torch.arange(3), requires_grad=False)
+    module.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
+    module.gain = nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        stir(module)
+    assert module.rows.tolist() == [0, 1, 2] and module.mask[0] == 0
+    assert not (module.gain == 1).any()
+
+
+def test_a_pattern_of_other_lengths_is_not_tried():
+    def length_problems(self, model, length):
+        return [] if length % 16 == 0 else [f"of {length} tokens"]
+
+    pattern(next(iter(WRONG_PATTERNS)), length_problems=length_problems)
+    cat_model(attention="odd")

@@ -311,6 +311,8 @@ def test_ranks_agree_on_their_votes_alone(votes, code):
         (PermissionError(errno.EACCES, "Permission denied", "a"), 2, "error: a: no permission"),
         (RuntimeError("Symlink loop from 'a'"), 2, "error: a: a loop of symbolic links"),
         (OSError(errno.ESTALE, "Stale file handle", "a"), 75, "error: a: Stale file handle"),
+        (OSError(errno.ESTALE, "Stale file handle"), 75, "error: OSError: Stale file handle"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), 75, "error: ConnectionResetError: "),
         (TemporaryError("not all ranks met"), 75, "error: not all ranks met"),
         (shared_error("a: Stale file handle", temporary=True), 75, "error: a: Stale"),
         (file_error("a: gone", OSError(errno.EIO, "x")), 75, "error: a: gone"),

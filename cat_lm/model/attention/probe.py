@@ -68,6 +68,8 @@ def try_entries(body: nn.Module) -> None:
     for kind, entry in attention.chosen_entries(body.config).items():
         if is_own(entry) or not entry.computes_on_cpu:
             continue
+        if kind is Pattern and entry.length_problems(body.config, TIME):
+            continue
         implementation = _on_cpu(entry, body.config)
         if implementation is None:
             continue

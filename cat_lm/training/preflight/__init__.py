@@ -57,9 +57,10 @@ def check(
     if ranks.device.type == "cuda":
         node.keep_triton_cache_here()
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
-    plans.make(config, ranks, leads, progress)
     try:
-        gathered = ranks.gather(facts.collect(config, ranks, probe if leads else None, written))
+        failed = plans.make(config, ranks, leads, progress)
+        found = facts.collect(config, ranks, probe if leads else None, written, failed)
+        gathered = ranks.gather(found)
     finally:
         if ranks.is_first:
             probe.remove()

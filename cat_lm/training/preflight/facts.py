@@ -76,12 +76,22 @@ class Facts:
     kernel_problem: str | None = None
 
 
-def collect(config: RunConfig, ranks: Ranks, probe: Probe | None, written: bool) -> Facts:
-    """This rank's facts; with `probe`, which was `written` or not, also those of its host."""
+def collect(
+    config: RunConfig,
+    ranks: Ranks,
+    probe: Probe | None,
+    written: bool,
+    failed: BaseException | None = None,
+) -> Facts:
+    """This rank's facts; with `probe`, which was `written` or not, also those of its host.
+
+    Args:
+        failed: what was wrong when the data were packed; they are not tried again.
+    """
     data = data_problem = folder = None
     data_may_come = False
     if probe is not None:
-        data, data_problem, data_may_come = _tried(lambda: read_data(config))
+        data, data_problem, data_may_come = _tried(lambda: read_data(config), failed)
         folder = probe.look(ranks.is_first, written)
     on_gpu = ranks.device.type == "cuda"
     return Facts(
@@ -117,9 +127,11 @@ def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
     return why_no_kernel(device)
 
 
-def _tried(action: Callable[[], Any]) -> tuple[Any, str | None, bool]:
+def _tried(action: Callable[[], Any], failed: BaseException | None) -> tuple[Any, str | None, bool]:
     """(the result, None, False), or (None, what was wrong, whether it may pass)."""
     try:
+        if failed is not None:
+            raise failed
         return action(), None, False
     except UserError as error:
         return None, str(error), is_temporary(error)

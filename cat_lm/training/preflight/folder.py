@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import describe_os_error
+from cat_lm.errors import describe_os_error, is_temporary
 
 # A network file system may show a new file late, and a folder that was looked for before it was
 # made later still: NFS asks the server again after 30 seconds.
@@ -24,6 +24,7 @@ class FolderFacts:
 
     Attributes:
         problem: why it cannot be used from there, or None.
+        may_pass: whether the problem may be gone at the next start.
         free: bytes that are free in it; 0 where there is a problem.
         checkpoints: complete ones that it holds already, two for all that are more; None where
             another node counted them, as each of many ranks has files to be looked at.
@@ -32,6 +33,7 @@ class FolderFacts:
     problem: str | None
     free: int = 0
     checkpoints: int | None = None
+    may_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,38 +67,40 @@ class Probe:
             is_first: on the node that wrote the file.
             written: whether it could; else there is nothing to wait for.
         """
-        from cat_lm.training.checkpoint import is_complete, step_folders
-
         seen = _sees(self.file, PATIENCE_SECONDS if written and not is_first else 0)
-        problem = self._writing_problem()
-        if problem is None and not seen:
-            problem = (
+        try:
+            self._try_to_write()
+        except OSError as error:
+            where = error.filename or self.folder
+            problem = f"cannot be written to: {where}: {describe_os_error(error)}"
+            return FolderFacts(problem, may_pass=is_temporary(error))
+        if not seen:
+            return FolderFacts(
                 f"is not the folder that rank 0 writes to on {self.host}; "
                 "choose one on a file system that all nodes share"
             )
-        if problem is not None:
-            return FolderFacts(problem)
         free = shutil.disk_usage(self.folder).free
-        if not is_first:
-            return FolderFacts(None, free)
-        newest_first = reversed(step_folders(self.folder / "checkpoints"))
-        complete = (path for path in newest_first if is_complete(path))
-        return FolderFacts(None, free, len(list(itertools.islice(complete, 2))))
+        return FolderFacts(None, free, saved_checkpoints(self.folder) if is_first else None)
 
-    def _writing_problem(self) -> str | None:
+    def _try_to_write(self) -> None:
+        """Write to the folder, or make it where it is not there. Raises OSError."""
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)  # says best what stands in the way
+            os.rmdir(self.folder)
+            return
         own = self.folder / f".preflight-{self.token}-{socket.gethostname()}-{os.getpid()}"
         try:
-            if not self.folder.is_dir():
-                self.folder.mkdir(parents=True)  # says best what stands in the way
-                os.rmdir(self.folder)
-                return None
-            try:
-                own.write_text(self.token, encoding="ascii")
-            finally:
-                own.unlink(missing_ok=True)
-        except OSError as error:
-            return f"cannot be written to: {error.filename or own}: {describe_os_error(error)}"
-        return None
+            own.write_text(self.token, encoding="ascii")
+        finally:
+            own.unlink(missing_ok=True)
+
+
+def saved_checkpoints(folder: Path) -> int:
+    """Count the complete checkpoints of a run's folder that have their room already, up to two."""
+    from cat_lm.training.checkpoint import is_complete, step_folders
+
+    newest_first = reversed(step_folders(folder / "checkpoints"))
+    return len(list(itertools.islice(filter(is_complete, newest_first), 2)))
 
 
 def _sees(path: Path, patience: float) -> bool:

@@ -7,26 +7,30 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from cat_lm.config import RunConfig
 from cat_lm.data.mixture import Mixture
-from cat_lm.data.opening import open_split
+from cat_lm.data.opening import open_splits
 from cat_lm.data.packing import plan_folder
 from cat_lm.training.distributed import Ranks
 
 POLL_SECONDS = 1.0
 
 
-def make(config: RunConfig, ranks: Ranks, leads: bool, progress: Callable[[str], None]) -> None:
+def make(
+    config: RunConfig, ranks: Ranks, leads: bool, progress: Callable[[str], None]
+) -> BaseException | None:
     """Make the plans that the run needs and that are not there yet (a collective).
 
-    One rank of a host makes them, or waits for another host's, in a thread; meanwhile all ranks
-    meet, so that none seems to hang in a collective, nor behind a lock. What is wrong with the data
-    is said where they are opened.
+    One rank of a host makes them, or waits for another's, in a thread; meanwhile all ranks meet, so
+    that none seems to hang in a collective, nor behind a lock.
 
     Args:
         leads: whether this rank is the one of its host.
-        progress: told whenever some rank got on.
+        progress: told whenever some rank got on, or waited.
+
+    Returns:
+        What was wrong, on this rank.
     """
     if config.data.packing != "best_fit":
-        return
+        return None
     number, latest = 0, "packing"
 
     def note(what: str) -> None:
@@ -44,11 +48,11 @@ def make(config: RunConfig, ranks: Ranks, leads: bool, progress: Callable[[str],
             known = done
             progress(latest)
         if not busy:
-            return
+            return futures[0].exception() if futures else None
 
 
 def _plan(config: RunConfig, progress: Callable[[str], object]) -> None:
     data = config.data
-    corpus = open_split(data, "train")
+    corpus, _ = open_splits(config)
     for part in corpus.parts if isinstance(corpus, Mixture) else [corpus]:
         plan_folder(part, data.context_length, data.cache_dir, progress)

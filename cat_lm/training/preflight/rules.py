@@ -235,9 +235,10 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     vocab_size = config.model.vocab_size or vocab_size
     for fact in verdict.facts:
         if fact.folder is not None and fact.folder.problem is not None:
-            verdict.problems[
-                f"train.output_dir={config.train.output_dir}: {fact.folder.problem}"
-            ].append(fact.rank)
+            text = f"train.output_dir={config.train.output_dir}: {fact.folder.problem}"
+            verdict.problems[text].append(fact.rank)
+            if fact.folder.may_pass:
+                verdict.passing.add(text)
     if vocab_size is None:
         return  # the data are not there, which is said already
     try:

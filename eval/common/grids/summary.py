@@ -94,7 +94,7 @@ def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     found = [record["provenance"] for record in records]
     dates = sorted(each["date"] for each in found)
     return {
-        "commits": sorted({str(each["commit"]) for each in found}),
+        "commits": sorted({each["commit"] or "unknown" for each in found}),
         "machines": sorted({f"{each['machine']}, {each['device']}" for each in found}),
         "first": dates[0],
         "last": dates[-1],

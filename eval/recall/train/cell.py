@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cat_lm import mixers, plugins
 from cat_lm.errors import UserError
 from cat_lm.io.readers import Record
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
+from eval.common.grids.code import code_of_mixer
 from eval.common.grids.training import Step, count_steps, steps
 from eval.recall.model import (
     embedding_dropout,
@@ -25,13 +25,6 @@ STOP_ABOVE = 0.99
 # Of what a record says. 1 stopped, and took the best epoch and rate, by the test rows; its cells
 # have other names.
 PROTOCOL = 2
-
-
-def code_of_mixer(specification: str) -> dict[str, str]:
-    """Give what a cell's key has besides where a mixer is a plugin's, whose code may change."""
-    name, _ = parse_specification(specification)
-    code = plugins.foreign_code(mixers.get(name, "--mixer"))
-    return {} if code is None else {"code": code}
 
 
 @dataclass(frozen=True)

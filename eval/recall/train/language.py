@@ -25,6 +25,7 @@ from cat_lm.io.readers import Record
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
+from eval.common.grids.code import code_of_mixer
 from eval.common.grids.training import own_loss
 from eval.recall.model import (
     RecallModel,
@@ -32,7 +33,6 @@ from eval.recall.model import (
     learned_filters,
     parameters,
 )
-from eval.recall.train.cell import code_of_mixer
 from eval.recall.train.held_out import HeldOut, check_documents, held_out, over_documents
 from eval.recall.train.records import FilterRecord, delays
 

@@ -86,7 +86,12 @@ def test_what_the_script_rests_on_has_other_forms(tmp_path, option):
     "option",
     [
         *("--time-min=10", "--ntasks-per-socket=2", "--wait-all-nodes=1", "-c 4", "-H", "-C a100"),
-        *('--comment="by -N2"', "--hint=nomultithread # -N2", "--nodelist=n1"),
+        *(
+            '--comment="by -N2"',
+            '--comment "-N foo"',
+            "--hint=nomultithread # -N2",
+            "--nodelist=n1",
+        ),
     ],
 )
 def test_what_only_looks_like_the_script_s_own_is_the_site_s(tmp_path, option):
