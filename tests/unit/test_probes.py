@@ -475,7 +475,7 @@ def kind(module, **facts):
     return type("Odd", (Odd,), {"Options": Options} | facts)()
 
 
-@pytest.mark.parametrize("module", WRONG_MIXERS, ids=str)
+@pytest.mark.parametrize("module", WRONG_MIXERS, ids=lambda module: module.__name__)
 def test_a_wrong_mixer_is_not_built(module):
     for _ in range(2):
         with pytest.raises(UserError) as error:
