@@ -164,10 +164,12 @@ class Trainer:
             self.log.line(f"weights: from {config.train.init_from}{new}")
         self.engine = Engine(model, config, ranks)
         self.step = self.skipped = self.skipped_in_a_row = 0
+        self.was_validated = True
         if start_from is not None:
             found = self.checkpoints.load(start_from, self.engine, self.corpus.fingerprint)
             self.step, self.skipped = found.state.step, found.state.skipped
             self.skipped_in_a_row = found.state.skipped_in_a_row
+            self.was_validated = found.state.validated
             self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
     def run(self) -> int:
@@ -178,7 +180,7 @@ class Trainer:
         if self.step >= last_step:
             self.check_last_step()
         # A run that was told to stop does not validate first: the next one does.
-        is_left = self.is_validation_due() and self.validated_step != self.step
+        is_left = not self.was_validated and self.validated_step != self.step
         if self.step >= last_step and not is_left:
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
@@ -344,6 +346,7 @@ class Trainer:
         )
         if self.metrics:
             self.metrics.write({"step": self.step, "tokens": tokens, **result})
+        self.validated_step = self.step
         return 0
 
     def save(self) -> None:
@@ -356,6 +359,7 @@ class Trainer:
             "tokens": self.step * self.config.tokens_per_step,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "validated": not self.is_validation_due() or self.validated_step == self.step,
             "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
         }
         # A step that was skipped is no reason to delete what was saved before it.

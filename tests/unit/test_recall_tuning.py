@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -119,7 +120,7 @@ def test_validation_chooses_the_step_and_test_is_looked_at_once(monkeypatch):
             return {"accuracy": next(wanted)}
 
         monkeypatch.setattr(training, "measure", measured)
-        record = run_cell(training.dataclasses.replace(cell, stop_above=stop), quiet=True)
+        record = run_cell(dataclasses.replace(cell, stop_above=stop), quiet=True)
         assert looked == [12] * epochs + [8, 8]
         assert record["steps"] == epochs and record["validation"]["step"] == chosen
         assert record["validation"]["accuracy"] == (0.7, 0.9, 0.9, 0.1)[chosen - 1]

@@ -149,6 +149,7 @@ class RunState(Record):
     skipped: Size = 0
     skipped_in_a_row: Size = 0
     code: CodeVersion = CodeVersion()
+    validated: bool = True  # whether the validation that is due after this step was made
 
 
 def read_run_state(folder: Path) -> RunState:
