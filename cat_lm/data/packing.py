@@ -27,7 +27,7 @@ from cat_lm.data.shards import Shard
 from cat_lm.data.storage import cache_folder
 from cat_lm.data.verified import verify
 from cat_lm.data.windows import Batch, check_batch
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, is_temporary
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import empty_marked, is_marked, make_marked, remove_marked
@@ -194,7 +194,11 @@ def _patiently(path: Path, progress: Callable[[str], object]) -> Lock:
 
 
 def _is_whole(folder: Path, identity: dict) -> bool:
-    """Tell whether a plan is there. Raises `UserError` where it is damaged or of something else."""
+    """Tell whether a plan is there.
+
+    Raises:
+        UserError: it is damaged, or of something else; temporary where it cannot be read now.
+    """
     if not folder.is_dir():
         return False
     try:
@@ -202,7 +206,9 @@ def _is_whole(folder: Path, identity: dict) -> bool:
         sizes = {name: (folder / name).stat().st_size for name in ("windows.bin", "pieces.bin")}
         expected = {"windows.bin": 8 * plan.windows, "pieces.bin": PIECE.itemsize * plan.pieces}
         whole = sizes == expected and {key: getattr(plan, key) for key in identity} == identity
-    except (OSError, UserError):
+    except (OSError, UserError) as error:
+        if is_temporary(error):  # nobody is to delete it for that
+            raise
         whole = False
     if whole:
         return True

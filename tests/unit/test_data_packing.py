@@ -1,5 +1,6 @@
 """Best-fit packing: every token once an epoch, documents whole where they fit, labels in them."""
 
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
-from cat_lm.errors import UserError
+from cat_lm.errors import TemporaryError, UserError, file_error
 from cat_lm.io.locks import hold
 from cat_lm.io.own_files import is_marked, make_marked
 from cat_lm.labels import IGNORE_INDEX
@@ -204,6 +205,17 @@ def test_a_damaged_plan_is_an_error_that_says_what_to_delete(corpus, what):
     (plan,) = [p for p in (corpus.folder / "packing").iterdir() if p.is_dir()]
     damage(plan, what)
     with pytest.raises(UserError, match=rf"{plan.name}: the packing plan is damaged; delete"):
+        epoch(corpus)
+
+
+def test_a_plan_that_cannot_be_read_now_is_not_to_be_deleted(corpus, monkeypatch):
+    epoch(corpus)
+
+    def stale(path, *_):
+        raise file_error(f"{path}: Stale file handle", OSError(errno.ESTALE, "x"))
+
+    monkeypatch.setattr(packing_module, "read_json", stale)
+    with pytest.raises(TemporaryError, match=r"plan\.json: Stale file handle"):
         epoch(corpus)
 
 

@@ -1,0 +1,197 @@
+"""What a stranger's mixer is tried for before a layer has it; ours pass the same probes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+from cat_lm import mixers
+from cat_lm.errors import UserError
+from cat_lm.mixers import Mixer, MixerKind, Setting, make_mixer
+from cat_lm.mixers import probe as mixer_probe
+from tests.unit.test_mixers import SPECIFICATIONS, WIDTH
+
+
+@pytest.mark.parametrize("specification", SPECIFICATIONS)
+def test_our_mixers_pass(specification):
+    for layer in (0, 1):
+        mixer_probe.try_mixer(make_mixer(specification), Setting(64, layer, 2))
+
+
+@dataclass(frozen=True)
+class Options:
+    """None of them changes anything."""
+
+    note: str = "none"
+
+
+class Sum(nn.Module):
+    """The sum of all tokens so far; all that a mixer can do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.out_proj = nn.Linear(width, width)
+        nn.init.zeros_(self.out_proj.weight)  # which hides everything, if it stays
+
+    def forward(self, x, *, document_ids=None, padding_mask=None, state=None):
+        if padding_mask is not None:
+            x = x * padding_mask[..., None]
+        y = self.mixed(x)
+        if document_ids is not None:
+            y = self.apart(x, y, document_ids)
+        if state is not None:
+            y = y + (self.taken(state["sum"]) if state else 0)
+            state["sum"] = self.kept(y[:, -1:], padding_mask)
+        return self.given(self.out_proj(y))
+
+    def given(self, y):
+        return y
+
+    def mixed(self, x):
+        return x.cumsum(dim=1)
+
+    def taken(self, held):
+        return held
+
+    def kept(self, held, padding_mask):
+        return held
+
+    def apart(self, x, y, document_ids):
+        same = document_ids[:, None] == document_ids[..., None]
+        return (same.tril().to(x.dtype)) @ x
+
+
+class Later(Sum):
+    def mixed(self, x):
+        return x.cumsum(dim=1).flip(1)
+
+
+class Thin(Sum):
+    def given(self, y):
+        return y[..., :1]
+
+
+class Short(Sum):
+    def given(self, y):
+        return y[:, 1:]
+
+
+class Pair(Sum):
+    def given(self, y):
+        return y, None
+
+
+class OtherRows(Sum):
+    def mixed(self, x):
+        return x.cumsum(dim=1).cumsum(dim=0)
+
+
+class Packed(Sum):
+    def apart(self, x, y, document_ids):
+        return y
+
+
+class Padding(Sum):
+    def forward(self, x, *, document_ids=None, padding_mask=None, state=None):
+        return super().forward(x, document_ids=document_ids, state=state)
+
+
+class Lost(Sum):
+    def kept(self, held, padding_mask):
+        return 0 * held
+
+
+class Columns(Sum):
+    def kept(self, held, padding_mask):
+        return held.transpose(0, 1)
+
+    def taken(self, held):
+        return held.transpose(0, 1)
+
+
+class AfterPadding(Sum):
+    """Counts padding among what a state has seen."""
+
+    def kept(self, held, padding_mask):
+        return held if padding_mask is None else held + (~padding_mask).sum()
+
+
+class Broken(Sum):
+    def mixed(self, x):
+        return x.view(3, 5)
+
+
+WRONG_MIXERS = {
+    Later: "its module reads later tokens",
+    Thin: "its module gives [2, 7, 1]; must give [B, T, C], here [2, 7, 16]",
+    Short: "its module gives [2, 6, 16]; must give [B, T, C], here [2, 7, 16]",
+    Pair: "its module gives a tuple; must give a tensor [B, T, C]",
+    OtherRows: "its module reads other rows",
+    Packed: "its module supports documents, and reads other documents",
+    Padding: "its module supports padding, and reads it",
+    Lost: "its module supports state, and gives other outputs in parts than of the whole",
+    Columns: "its module supports state, and holds 'sum' that is no tensor with rows first",
+    AfterPadding: "its module supports padding and state, and goes on otherwise after padding",
+    Broken: "cannot mix 7 tokens: RuntimeError: shape '[3, 5]' is invalid for input of size 224 "
+    "(test_mixers.py",
+    lambda width: None: "build gives None; must return an nn.Module",
+}
+
+
+def kind(module, **facts):
+    class Odd(MixerKind):
+        name = "odd"
+        supports = frozenset(mixers.CAPABILITIES)
+
+        def build(self, options, setting):
+            return module(setting.d_model)
+
+        def mixing_flops(self, options, setting, length):
+            return 0.0
+
+        def saved_tensors(self, options, setting):
+            return 1.0
+
+        def state_numbers(self, options, setting, length):
+            return setting.d_model
+
+    return type("Odd", (Odd,), {"Options": Options} | facts)()
+
+
+@pytest.mark.parametrize("module", WRONG_MIXERS, ids=lambda module: module.__name__)
+def test_a_wrong_mixer_is_not_built(module):
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            Mixer(kind(module), Options("x")).build(Setting(WIDTH))
+        assert str(error.value).startswith(f"mixer odd:note=x: {WRONG_MIXERS[module]}")
+
+
+def test_what_a_mixer_does_not_support_is_not_tried():
+    for module in (Packed, Padding, Lost):
+        Mixer(kind(module, supports=frozenset()), Options()).build(Setting(WIDTH))
+    Mixer(kind(Later, computes_on_cpu=False), Options()).build(Setting(WIDTH))
+    Mixer(kind(Later, longest=4), Options()).build(Setting(WIDTH))
+
+
+def test_a_mixer_may_be_for_wide_models_alone():
+    class Wide(Sum):
+        def __init__(self, width):
+            super().__init__(width)
+            assert width >= 96
+
+    Mixer(kind(Wide), Options()).build(Setting(96))
+
+
+@pytest.mark.parametrize("count", ["saved_tensors", "mixing_flops", "state_numbers"])
+def test_counts_of_a_mixer_are_numbers(count):
+    for given, said in (
+        (lambda *_: None, f"{count} gives None; must be a number"),
+        (lambda *_: float("nan"), f"{count} gives nan; must be a number"),
+        (lambda self: 1.0, f"{count} cannot count: TypeError: "),
+    ):
+        given.__name__ = count
+        with pytest.raises(UserError) as error:
+            Mixer(kind(Sum, **{count: given}), Options()).check(Setting(WIDTH))
+        assert str(error.value).startswith(f"mixer odd: {said}")
