@@ -95,8 +95,8 @@ def test_interrupted_twice_equals_straight(world_size, settings, tiny_corpus, tm
         assert losses(tmp_path / "interrupted" / name) == straight, name
 
 
-def stopped_by_validations(ranks, data: str, folder: str) -> list[tuple[int, list[int]]]:
-    """(exit code, steps that were validated) of each start of a run that signals stop."""
+def stopped_by_validations(ranks, data: str, folder: str) -> list[tuple[int, int, list[int], int]]:
+    """(exit code, last step, steps that were validated, validations begun) of each start."""
     from cat_lm.training import validation
     from train import Trainer
 
@@ -106,6 +106,11 @@ def stopped_by_validations(ranks, data: str, folder: str) -> list[tuple[int, lis
 
     class Told(Trainer):
         signals: frozenset = frozenset()
+        begun = 0
+
+        def validate(self):
+            self.begun += 1
+            return super().validate()
 
         def train_step(self, batch, waited):
             super().train_step(batch, waited)
@@ -127,7 +132,8 @@ def stopped_by_validations(ranks, data: str, folder: str) -> list[tuple[int, lis
         with opened(Told, ranks, values) as trainer:
             code, last = trainer.run(), trainer.step
         rows = records(Path(folder) / "run")
-        found.append((code, last, [row["step"] for row in rows if "val_loss" in row]))
+        validated = [row["step"] for row in rows if "val_loss" in row]
+        found.append((code, last, validated, trainer.begun))
     return found
 
 
@@ -140,10 +146,10 @@ def test_a_stop_waits_for_no_validation_and_the_next_start_makes_up_for_it(
     found = run_on_ranks(stopped_by_validations, world_size, *folders)[0]
     stopped = REQUEUE_EXIT_CODE
     assert found == [
-        (stopped, 1 + world_size, []),
-        (stopped, 3, []),
-        (stopped, 6, [3]),
-        (0, 6, [3, 6]),
+        (stopped, 1 + world_size, [], 0),
+        (stopped, 3, [], 1),
+        (stopped, 6, [3], 2),
+        (0, 6, [3, 6], 1),
     ]
     saved = complete_checkpoints(tmp_path / "run/checkpoints")
     assert saved[-1].name == "step-00000006"
