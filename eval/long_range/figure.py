@@ -49,10 +49,10 @@ def figure(
     scale = scale.with_models(name, models) if models else scale
     scale = replace(scale, seeds=seeds, seeds_of={}) if seeds is not None else scale
     points = plan(name, scale, choice)
-    if not execution.estimate_only:
-        claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))
-    check_data_there(out, [run.cell for run in foreseen(points, out)])
     with alone_in(out, execution):
+        if not execution.estimate_only:
+            claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))
+        check_data_there(out, [run.cell for run in foreseen(points, out)])
         found = run_tuned(f"{name} at {scale_name} scale", points, out, execution)
     if found is None:
         return None

@@ -135,7 +135,7 @@ def test_a_grid_that_runs_has_its_folder_alone(grid, tmp_path, monkeypatch):
         with pytest.raises(UserError, match="another call of the study works in it"):
             GRIDS[grid](tmp_path, execution.Execution())
         assert GRIDS[grid](tmp_path, execution.Execution(estimate_only=True)) is None
-        assert not started
+        assert not started and [path.name for path in tmp_path.iterdir()] == [".lock"]
     monkeypatch.setattr(execution, "execute", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):  # alone it would train, and lets go when it ends
         GRIDS[grid](tmp_path, execution.Execution())

@@ -156,12 +156,14 @@ def test_both_controls_are_on_the_page():
         "reaches 0.9950 in the mean over seeds (least 0.9850); 0.99 or more is wanted: passed."
         in (text)
     )
+    enough = "The budget is enough for this model; another that fails may need more."
+    assert enough in text
     assert "at chance in 2 of 3 places; the highest against its limit is 0.2500 at" in text
     assert "MQAR, d = 8, length 16 (chance 0.1000, limit 0.2000): **failed**." in text
     assert text.split("\n\n")[1].startswith("> **The negative control failed at MQAR")
     found = {"positive": control(False, 0.5)["positive"], "negative": [good]}
     text = page.markdown(record([line("cat", 16, 0.995)], controls=found))
-    assert "(least 0.4900); 0.99 or more is wanted: **failed**." in text
+    assert "(least 0.4900); 0.99 or more is wanted: **failed**." in text and enough not in text
     assert "in 1 of 1 places" in text and "limit 0.2000): passed." in text
 
 

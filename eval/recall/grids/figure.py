@@ -64,9 +64,9 @@ def figure(
     places = plan(name, scale, panels)
     for place in places:
         place.run.cell.tests()  # refused now, not after hours of training
-    if not execution.estimate_only:
-        _claim(name, out)
     with alone_in(out, execution):
+        if not execution.estimate_only:
+            _claim(name, out)
         found = run_tuned(f"{name} at {scale_name} scale", places, out, execution)
     if found is None:
         return None

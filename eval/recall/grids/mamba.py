@@ -156,9 +156,9 @@ def study(
     scale, title = SCALES[scale_name], f"mamba at {scale_name} scale"
     places, checks = plan(scale, seeds, rates), controls(scale)
     runs = [*checks, *every_run(places)]
-    if not execution.estimate_only:
-        claim_outputs(out, "mamba.json", named("mamba", ".md", *PICTURES))
     with alone_in(out, execution):
+        if not execution.estimate_only:
+            claim_outputs(out, "mamba.json", named("mamba", ".md", *PICTURES))
         if not run_unfinished(title, runs, out, execution, later=foreseen(places, out)):
             return None
         tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []

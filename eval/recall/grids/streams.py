@@ -217,9 +217,9 @@ def ablation(
     """
     scale = SCALES[scale_name]
     places = plan(replace(scale, seeds=seeds or scale.seeds), texts)
-    if not execution.estimate_only:
-        claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
     with alone_in(out, execution):
+        if not execution.estimate_only:
+            claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
         rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
     if rows is None:
         return None

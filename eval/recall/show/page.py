@@ -132,8 +132,9 @@ def _controls(found: dict[str, Any]) -> list[str]:
     positive = [
         f"- Positive, {x['row']}: {_model(x)}, trained as all are, at width {x['d_model']} and "
         f"length {x['seq_len']} on `{x['task']}`, reaches {x['accuracy']:.4f} in the mean over "
-        f"seeds (least {x['min']:.4f}); {x['at_least']} or more is wanted: {_word(x['passed'])}. "
-        "So the budget is enough for this model; another that fails may still need more."
+        f"seeds (least {x['min']:.4f}); {x['at_least']} or more is wanted: {_word(x['passed'])}."
+        + " The budget is enough for this model; another that fails may need more."
+        * x["passed"]
         for x in found["positive"]
     ]
     return [
