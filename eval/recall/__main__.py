@@ -199,6 +199,17 @@ def _add_streams(commands: argparse._SubParsersAction) -> None:
     )
     add_grid_options(parser)
     add_seeds(parser)
+    for axis, names in {
+        "row": "MQAR, 'text: NAME' of a folder of --data",
+        "column": "a mixer and its kind of filter, as 'linear attention, head'",
+    }.items():
+        parser.add_argument(
+            f"--{axis}s",
+            nargs="+",
+            default=(),
+            metavar=axis.upper(),
+            help=f"of the page: {names} (default: all); the page then has these alone",
+        )
     parser.set_defaults(run=_streams)
 
 
@@ -210,7 +221,8 @@ def _streams(arguments: argparse.Namespace) -> None:
     from eval.recall.grids.streams import ablation
 
     execution, out = execution_of(arguments), arguments.out
-    ablation(arguments.scale, arguments.data, out, execution, arguments.seeds)
+    chosen = (arguments.seeds, arguments.rows, arguments.columns)
+    ablation(arguments.scale, arguments.data, out, execution, *chosen)
 
 
 def _add_mamba(commands: argparse._SubParsersAction) -> None:

@@ -338,8 +338,8 @@ WRONG = {
     "a start that nobody gives": (
         "scores",
         ("def initial_values", "def initial_value"),
-        "score_transform 'log_distance', score_options={\"slope\": 0.3}: nothing says how slopes of "
-        "LogDistanceScores must start",
+        "score_transform 'log_distance', score_options={\"slope\": 0.3}: nothing says how slopes "
+        "of LogDistanceScores must start",
     ),
     "a decay of no parameter": (
         "mixer",

@@ -48,17 +48,17 @@ def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
 
 @pytest.mark.parametrize("fixed", [0.5, 5.0])
 def test_a_language_models_start_is_no_part_of_its_steps(fixed, monkeypatch):
-    """Seconds of a run: `fixed`, and 0.1 for each row of each step."""
+    """Seconds of a run: `fixed`, 0.4 for each step and 0.1 for each row of it."""
 
     def run(cell, device, *, quiet):
-        return {"seconds": {"training": fixed + 0.1 * cell.steps * cell.batch_size}}
+        return {"seconds": {"training": fixed + (0.4 + 0.1 * cell.batch_size) * cell.steps}}
 
     monkeypatch.setattr(LanguageCell, "run", run)
     cell = LanguageCell("data", "0", "cat", 16, 32, 1, 100, 1e-3, batch_size=8)
-    assert cost.language_seconds(cell.timed(1), "cpu") == pytest.approx((0.8, 0.1))
+    assert cost.language_seconds(cell.timed(1), "cpu") == pytest.approx((1.2, 0.1))
     hours = estimate.hours_by_mixer([[cell]], "cpu")
     rows = cell.tested_rows / 3
-    assert hours == pytest.approx({"cat": (100 * 0.8 + rows * 0.1) / 3600})
+    assert hours == pytest.approx({"cat": (100 * 1.2 + rows * 0.1) / 3600})
 
 
 def test_the_estimate_times_real_steps_of_models_alone_stacked_and_on_text(tiny_corpus):

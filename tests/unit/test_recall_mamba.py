@@ -81,7 +81,7 @@ def test_a_run_is_over_its_plateau_where_it_is_first_above(lines):
 
 
 def test_the_page_tells_how_many_and_when(lines):
-    told = mamba.markdown({"lines": lines} | NOTHING)
+    told = mamba.tables({"lines": lines} | NOTHING)
     assert "| dropout | start | rate 0.001 | rate 0.01 |" in told
     assert "| 0 | own | 0 of 1; 0.12 to 0.12 | 2 of 3, 20 (10 to 30); 0.10 to 0.98 |" in told
 
@@ -137,7 +137,7 @@ def test_dropout_and_start_are_compared_by_pairs_corrected_for_their_number():
 def test_a_run_that_never_finds_the_task_leaves_no_interval():
     found = mamba.compared(tuned(VALUES | {(0.1, "own"): (41, None, 45)}))
     assert [x["low"] is None for x in found["differences"]] == [True, False, False, True]
-    told = mamba.markdown({"lines": []} | NOTHING | found)
+    told = mamba.tables({"lines": []} | NOTHING | found)
     assert "| L = 16 | 0.1 | own | ≥ 0.03 | 410, never, 450 |" in told
 
 
@@ -157,7 +157,7 @@ def test_controls_that_do_as_they_must_not_are_told_first():
     good.append(mamba._control(runs[1], record_of([0.1, 0.1], 0.1)))
     assert all(x["passed"] for x in good)
     bad = [good[0], mamba._control(runs[1], record_of([0.95], 1.0))]
-    told = mamba.markdown({"lines": []} | NOTHING | {"controls": bad})
+    told = mamba.tables({"lines": []} | NOTHING | {"controls": bad})
     assert told.startswith(
         "Controls, one run each. L = 16, none: found at step 10 (accuracy 1.000), and must not"
     )
@@ -166,7 +166,7 @@ def test_controls_that_do_as_they_must_not_are_told_first():
 
 def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):
     record = {"lines": lines} | NOTHING | mamba.compared(tuned(VALUES))
-    told = mamba.markdown(record)
+    told = mamba.tables(record)
     assert "| L = 16 | 0 | own | 0.01 | 100, 120, 110 |" in told
     assert "| L = 16 | 0.1 | own | ≥ 0.03 | 410, 470, 450 |" in told and "with seed 7" in told
     assert "In 1 of 4 rows it is the least or largest of those tried" in told
@@ -176,13 +176,13 @@ def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):
     assert re.search(first + r" higher \|", told)
     assert "paired by seed over 3 seeds; 95% for all 4 intervals together" in told
     one = mamba.compared(tuned({line: found[:1] for line, found in VALUES.items()}))
-    assert "Differences" not in mamba.markdown(record | one)  # of one seed: no interval
+    assert "Differences" not in mamba.tables(record | one)  # of one seed: no interval
 
 
 def test_a_rate_that_some_lines_have_alone_leaves_the_others_a_place(lines):
     wider = [{**lines[0], "rate": 3e-2, "start": "zoology"}]
     record = {"lines": lines + wider} | NOTHING
-    assert re.search(r"\| 0 \| own \| .* \| – \|$", mamba.markdown(record), re.M)
+    assert re.search(r"\| 0 \| own \| .* \| – \|$", mamba.tables(record), re.M)
     drawing = mamba.draw(lines + wider)
     labels = {text.get_text() for text in drawing.legends[0].get_texts()}
     assert labels == {"dropout 0, start own", "dropout 0, start zoology"}
@@ -225,6 +225,8 @@ def test_the_command_estimates_runs_and_goes_on(tmp_path, monkeypatch, capsys):
     run()
     record = json.loads(Path("out/mamba.json").read_text())
     assert len(record["lines"]) == len(ran) - 2 == 4
+    told = Path("out/mamba.md").read_text()
+    assert told.startswith("# mamba, at smoke scale\n\n`") and "Runs ended between" in told
     assert [x["mixer"] for x in record["controls"]] == ["attention", "none"]
     assert {(x["dropout"], x["start"]) for x in record["lines"]} == {
         (dropout, start) for dropout in mamba.DROPOUTS for start in mamba.STARTS

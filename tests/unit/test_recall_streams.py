@@ -250,6 +250,23 @@ def test_data_that_do_not_fit_are_one_line(tiny_corpus, tmp_path):
         streams.plan(tiny("smoke"), [str(tiny_corpus), str(tiny_corpus)])
 
 
+def test_rows_and_columns_are_chosen_by_their_names(tiny_corpus):
+    """Those chosen alone, in the page's order, with the runs that they have among all."""
+    scale, texts = tiny("smoke"), [str(tiny_corpus)]
+    every = streams.plan(scale, texts)
+    text, columns = f"text: {tiny_corpus.name}", ("DeltaNet, head", "softmax attention, head")
+    found = streams.plan(scale, texts, (text,), columns)
+    assert found == [p for p in every if p.run.row == text and p.run.column in columns]
+    assert [*dict.fromkeys(p.run.column for p in found)] == [*reversed(columns)]
+    assert streams.plan(scale, texts, (), ()) == every
+    with pytest.raises(UserError, match=r"^--rows 'text: b': choose among MQAR; text: "):
+        streams.plan(scale, texts, ("text: b",))
+    with pytest.raises(
+        UserError, match=r"^--columns 'DeltaNet': choose among softmax attention, h"
+    ):
+        streams.plan(scale, texts, (), ("DeltaNet",))
+
+
 def row_of(row: str, mixer: str, line: str, seed: int, value: float, choice: Choice) -> tuple:
     """A run, a record of it and its choice; of text with two documents."""
     record = {"accuracy": value}
@@ -376,8 +393,8 @@ def test_contrasts_have_tables_of_their_own(sums):
     assert re.search(r"\| k less none \| -1\.450 \[", between) and "k less q" not in between
     one = {("text: a", "DeltaNet, head", name): (2.0, 2.5) for name in ("none", "k", "v")}
     lines, contrasts = summarised(one, Choice(1e-2, {}, False))
-    assert "| k less v | +0.000 [+0.000, +0.000] |" in page.markdown(lines, contrasts)
-    assert "contrast" not in page.markdown(lines, [])
+    assert "| k less v | +0.000 [+0.000, +0.000] |" in page.tables(lines, contrasts)
+    assert "contrast" not in page.tables(lines, [])
 
 
 def test_the_contrasts_are_of_lines_and_mixers_of_the_grid():
@@ -389,7 +406,7 @@ def test_the_contrasts_are_of_lines_and_mixers_of_the_grid():
 
 
 def test_the_page_has_every_number_in_its_place(lines):
-    recall, text = page.markdown(lines, []).split("text: a: loss on held-out documents")
+    recall, text = page.tables(lines, []).split("text: a: loss on held-out documents")
     assert "| convolved | softmax attention, head |" in recall
     assert "| none | 0.125 (0.125 to 0.125); 0 † |" in recall and "by algebra" in recall
     assert "| k | 0.958 (0.875 to 1.000); 2 |" in recall
@@ -409,7 +426,7 @@ def test_one_seed_and_one_rate_are_told_without_intervals():
     choice = Choice(1e-2, {}, False)
     place = ("text: a", "DeltaNet, head")
     rows = [row_of(*place, "none", 0, 2.5, choice), row_of(*place, "k", 0, 2.25, choice)]
-    told = page.markdown(*streams.summary(rows))
+    told = page.tables(*streams.summary(rows))
     assert "| k | -0.250 |" in told and "One learning rate was run." in told
 
 
@@ -422,7 +439,7 @@ def test_a_run_that_diverged_says_nothing_and_leaves_the_rest():
     losses = {"none": (2.5, 2.6), "k": (math.nan, 2.1)}
     found, _ = summarised({(*place, name): of for name, of in losses.items()}, choice)
     assert found[1]["less_no_filters"]["verdict"] == "unclear"
-    assert "| k | -0.500 (1 of 2 seeds) |" in page.markdown(found, [])
+    assert "| k | -0.500 (1 of 2 seeds) |" in page.tables(found, [])
     page.draw(found)
     held = json.loads(json.dumps(finite(found), allow_nan=False))
     assert held[0]["rates_tried"] == {"0.01": -2.5, "0.03": None} and held[1]["mean"] is None
@@ -472,9 +489,10 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     assert {x["comparisons"] for x in of_each} == {2} and len(of_each) == 4
     text = [x for x in record["lines"] if x["row"].startswith("text: ")]
     assert all(len(x["runs"]) == 2 and len(x["rates_tried"]) >= 2 for x in text)
+    columns = [f"DeltaNet, {kind}" for kind in streams.CONV_TYPES]
     head, depthwise = (
-        next(x for x in text if (x["mixer"], x["streams"]) == (f"DeltaNet, {kind}", "none"))
-        for kind in streams.CONV_TYPES
+        next(x for x in text if (x["mixer"], x["streams"]) == (column, "none"))
+        for column in columns
     )
     assert head["runs"] == depthwise["runs"]
     assert len(set(ran)) == len(ran)
@@ -485,5 +503,13 @@ def test_the_study_runs_and_goes_on(tiny_corpus, tmp_path, monkeypatch, capsys):
     found = streams.ablation("smoke", texts, tmp_path, how)["lines"]
     assert [x for x in found if x["row"] != streams.RECALL] == text
     assert not ran
+    told = (tmp_path / "streams.md").read_text()
+    assert told.startswith("# streams, at smoke scale\n\n`") and "Not run" not in told
+    assert "Runs ended between" in told
+    chosen = streams.ablation("smoke", texts, tmp_path, how, 2, (streams.RECALL,), columns[:1])
+    assert not ran and chosen["not_run"] == [text[0]["row"], columns[1]]
+    assert f"Not run: {text[0]['row']}; {columns[1]}." in (tmp_path / "streams.md").read_text()
+    assert {(x["row"], x["mixer"]) for x in chosen["lines"]} == {(streams.RECALL, columns[0])}
+    assert {x["less_no_filters"]["comparisons"] for x in chosen["lines"][1:]} == {1}
     more = streams.ablation("smoke", texts, tmp_path, how, seeds=3)
     assert {cell.seed for cell in ran} == {2} and len(more["lines"][0]["runs"]) == 3

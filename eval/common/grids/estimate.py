@@ -75,12 +75,18 @@ def seconds_on_cpu(step: Callable[[int], object], rows: int) -> tuple[float, flo
     A step of hundreds of rows would take long to time; it costs a fixed part, and each row as much
     as another.
     """
+    return of_few_rows(lambda count: min(_seconds(step, count) for _ in range(2)), rows)
+
+
+def of_few_rows(seconds: Callable[[int], float], rows: int) -> tuple[float, float]:
+    """Give the seconds of a step of `rows`, and of a row, by what steps of few rows take."""
     few, many = few_rows(rows)
-    seconds = {count: min(_seconds(step, count) for _ in range(2)) for count in (few, many)}
     if few == many:
-        return seconds[many] * rows / many, seconds[many] / many
-    row = max(0.0, (seconds[many] - seconds[few]) / (many - few))
-    return seconds[many] + row * (rows - many), row
+        step = seconds(many)
+        return step * rows / many, step / many
+    step_of_few, step_of_many = seconds(few), seconds(many)
+    row = max(0.0, (step_of_many - step_of_few) / (many - few))
+    return step_of_many + row * (rows - many), row
 
 
 def _seconds(step: Callable[[int], object], rows: int) -> float:

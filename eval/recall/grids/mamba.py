@@ -26,7 +26,7 @@ from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, alone_in, run_unfinished
 from eval.common.grids.places import NEGATIVE
-from eval.common.grids.summary import told_edges, told_rate, training
+from eval.common.grids.summary import told_edges, told_rate, told_training, training
 from eval.common.grids.tuning import TUNING_SEED, Choice, foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
@@ -272,6 +272,17 @@ def _control(run: Run, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(record: dict[str, Any]) -> str:
+    """The page from what mamba.json holds: what was run, and `tables`."""
+    head = [
+        f"# mamba, at {record['scale']} scale",
+        f"`{record['provenance']['command']}`",
+        told_training(record["trained"]),
+        tables(record),
+    ]
+    return "\n\n".join(head)
+
+
+def tables(record: dict[str, Any]) -> str:
     """The controls, how many runs found the task and when, the chosen rates, the differences."""
     parts = (_controls(record), _found(record["lines"]), _chosen_rates(record))
     return "\n".join(line for part in (*parts, _differences(record)) for line in part)

@@ -142,12 +142,17 @@ def specification(mixer: str, conv_type: str, line: Line) -> str:
     return ",".join(options + ["shared_kv=true"] * line.shared_kv)
 
 
-def plan(scale: Scale, texts: Sequence[str]) -> list[Place]:
+def plan(
+    scale: Scale, texts: Sequence[str], rows: Sequence[str] = (), columns: Sequence[str] = ()
+) -> list[Place]:
     """All places: a row for recall and one a text, a column a mixer and kind of filter.
+
+    Args:
+        rows, columns: by their names; none: all.
 
     Raises:
         UserError: a text that is no prepared data, has too few held-out documents, or the name of
-            another.
+            another; a row or column that is not there.
     """
     bases = [(RECALL, _recall(scale), scale.rates)]
     for data in texts:
@@ -155,14 +160,26 @@ def plan(scale: Scale, texts: Sequence[str]) -> list[Place]:
         if row in (other for other, *_ in bases):
             raise UserError(f"--data {data}: there is another folder of this name")
         bases.append((row, _language(scale, data), scale.text_rates))
+    bases = _chosen("--rows", {base[0]: base for base in bases}, rows)
+    kinds = {f"{name}, {kind}": (name, kind) for name in MIXERS for kind in CONV_TYPES}
     return [
-        Place(Run(row, f"{name}, {kind}", line.name, make(specification(mixer, kind, line))), *how)
+        Place(
+            Run(row, f"{name}, {kind}", line.name, make(specification(MIXERS[name], kind, line))),
+            rates,
+            scale.seeds,
+        )
         for row, make, rates in bases
-        for how in [(rates, scale.seeds)]
-        for name, mixer in MIXERS.items()
-        for kind in CONV_TYPES
+        for name, kind in _chosen("--columns", kinds, columns)
         for line in LINES
     ]
+
+
+def _chosen(option: str, known: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """Give those that are named, in their own order; none named: all. Raises UserError."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} {name!r}: choose among {'; '.join(known)}")
+    return [value for name, value in known.items() if name in (names or known)]
 
 
 def _recall(scale: Scale) -> Callable[[str], Cell]:
@@ -206,33 +223,50 @@ def ablation(
     out: Path,
     execution: Execution,
     seeds: int | None = None,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Estimates, runs what is not finished, and writes streams.json, .csv, .md and a picture.
 
     Args:
         seeds: runs of each model at its rate; none: the scale's.
+        rows, columns: of the page, by their names; none: all.
 
     Returns:
         What streams.json got, or none after an estimate alone.
     """
     scale = SCALES[scale_name]
-    places = plan(replace(scale, seeds=seeds or scale.seeds), texts)
+    places = plan(replace(scale, seeds=seeds or scale.seeds), texts, rows, columns)
+    left_out = [name for name in _names(plan(scale, texts)) if name not in _names(places)]
     with alone_in(out, execution):
         if not execution.estimate_only:
             claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))
-        rows = run_tuned(f"streams at {scale_name} scale", places, out, execution)
-    if rows is None:
+        found = run_tuned(f"streams at {scale_name} scale", places, out, execution)
+    if found is None:
         return None
-    lines, contrasts = summary(rows)
-    record = {"scale": scale_name, "data": list(texts), "lines": lines, "contrasts": contrasts}
-    record["trained"] = training(found for _, found, _ in rows)
-    record["provenance"] = provenance()
+    lines, contrasts = summary(found)
+    record = {
+        "scale": scale_name,
+        "data": list(texts),
+        "not_run": left_out,
+        "lines": lines,
+        "contrasts": contrasts,
+        "trained": training(record for _, record, _ in found),
+        "provenance": provenance(),
+    }
+    told = page.markdown(record)
     write_json(out / "streams.json", finite(record))  # a rate may diverge
-    write_text(out / "streams.md", page.markdown(lines, contrasts))
+    write_text(out / "streams.md", told)
     write_text(out / "streams.csv", page.csv_text(lines))
     save_figure(page.draw(lines), out / "streams")
-    print(page.markdown(lines, contrasts))
+    print(told)
     return record
+
+
+def _names(places: Sequence[Place]) -> list[str]:
+    """The page's rows and columns, in their order."""
+    runs = [place.run for place in places]
+    return list(dict.fromkeys([run.row for run in runs] + [run.column for run in runs]))
 
 
 def summary(

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.common.comparison import UNCLEAR
+from eval.common.grids.summary import told_training
 from eval.common.style import STYLE, run_colour, run_marker
 from eval.common.text_table import markdown_table
 from eval.recall.show.page import FOUND
@@ -30,7 +31,19 @@ ALGEBRA = (
 )
 
 
-def markdown(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]]) -> str:
+def markdown(record: dict[str, Any]) -> str:
+    """The page from what streams.json holds: what was run, and the tables of each task."""
+    left_out = "; ".join(record["not_run"])
+    head = [
+        f"# streams, at {record['scale']} scale",
+        f"`{record['provenance']['command']}`",
+        told_training(record["trained"]) + (f" Not run: {left_out}." if left_out else ""),
+        tables(record["lines"], record["contrasts"]),
+    ]
+    return "\n\n".join(head)
+
+
+def tables(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]]) -> str:
     """For each task: values by line and mixer, the differences from no filters, the contrasts."""
     text = []
     for row in dict.fromkeys(line["row"] for line in lines):

@@ -10,7 +10,7 @@ import torch
 
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
-from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
+from eval.common.grids.estimate import few_rows, of_few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.recall.tasks import generate
 from eval.recall.train import stack, trial
 from eval.recall.train.trial import Trial
@@ -42,15 +42,19 @@ def _steps(cell: Cell, size: int, device: str) -> Callable[[int], object]:
 
 
 def language_seconds(cell: LanguageCell, device: str) -> tuple[float, float]:
-    """The same for a language model, which is never stacked: steps of one row on a CPU."""
-    rows = cell.batch_size
+    """The same for a language model, which is never stacked."""
+
+    def step(rows: int) -> float:
+        few = dataclasses.replace(cell, batch_size=rows)
+        first = few.run(device, quiet=True)["seconds"]["training"]
+        more = 1 if first > _LONG else 8
+        longer = few.timed(1 + more).run(device, quiet=True)["seconds"]["training"]
+        return max(0.0, longer - first) / more
+
     if torch.device(device).type == "cpu":
-        cell = dataclasses.replace(cell, batch_size=1)
-    first = cell.run(device, quiet=True)["seconds"]["training"]
-    more = 1 if first > _LONG else 8
-    longer = cell.timed(1 + more).run(device, quiet=True)["seconds"]["training"]
-    seconds = max(0.0, longer - first) / more * (rows / cell.batch_size)
-    return seconds, seconds / rows
+        return of_few_rows(step, cell.batch_size)
+    seconds = step(cell.batch_size)
+    return seconds, seconds / cell.batch_size
 
 
 def bytes_of(cell: Cell) -> int:
