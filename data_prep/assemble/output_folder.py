@@ -200,7 +200,8 @@ def _check_place(folder: Path, marker: Unfinished, work: WorkFolder, together: b
 def _can_continue(
     marker: Unfinished, work: WorkFolder, differing: list[str], identity: dict
 ) -> bool:
-    reusable = set(differing) <= set(SELECTING) and not _limited(identity)
+    # Other sets under a limit are other documents; the same arguments are the same ones.
+    reusable = not differing or (set(differing) <= set(SELECTING) and not _limited(identity))
     return reusable and marker.scratch == work.scratch and work.path.is_dir()
 
 

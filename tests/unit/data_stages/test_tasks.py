@@ -126,3 +126,17 @@ def test_the_estimate_counts_what_is_held_out(tmp_path, sets, prepare, capsys, o
     size = sum(file.stat().st_size for split in splits for file in out.glob(f"{split}-*"))
     told = float(re.search(r"disk: about ([0-9.]+) kB in", printed)[1]) * 1000
     assert 0.6 < told / size < 1.5
+
+
+@pytest.mark.parametrize("limit", [("--max-documents", 150), ("--max-bytes", 20_000)])
+def test_tasks_with_a_limit_keep_each_others_parts(tmp_path, sets, prepare, limit):
+    """Each task's start took the preparation for another one, and removed what there was."""
+    arguments = set_flags(sets, *limit)
+    whole = digests(prepare(tmp_path / "whole", *arguments))
+    parts: dict[str, int] = {}
+    for task in range(2):
+        out = prepare(tmp_path / "out", *arguments, "--stage", "encode", "--task", f"{task}/2")
+        there = {path.name: path.stat().st_ino for path in (out / "parts").glob("part-*.json")}
+        assert parts.items() < there.items()
+        parts = there
+    assert digests(prepare(out, *arguments, "--stage", "assemble")) == whole
