@@ -32,6 +32,7 @@ TEXT_PER_FILE_BYTE = {
     ".jsonl.zst": 3.5,
     ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
+COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".parquet")  # of these no file has no bytes
 PARQUET_ROWS = 1024
 
 
@@ -173,6 +174,8 @@ def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]
             yield block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path}: broken gzip file ({_one_line(str(error))})") from None
+    if source is not stream and not stream.tell():  # the library takes no bytes for no text
+        raise UserError(f"{path}: broken gzip file (it is empty)")
 
 
 def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
@@ -194,6 +197,8 @@ def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
         raise UserError(f"{path}: broken zstd file ({_one_line(str(error))})") from None
     if frame is not None:
         raise UserError(f"{path}: broken zstd file (cut short)")
+    if not stream.tell():
+        raise UserError(f"{path}: broken zstd file (it is empty)")
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
@@ -235,7 +240,9 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
             columns = [column for column in names if column in wanted]
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 yield from _rows(batch)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None):  # the disk's; the library's own for a page has none
+            raise
         raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None
 
 

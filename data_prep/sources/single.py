@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cat_lm.errors import UserError
 from data_prep.sources.base import Part, Piece
 from data_prep.sources.documents import (
+    COMPRESSED,
     MAX_DOCUMENT,
     Malformed,
     Reading,
@@ -77,7 +78,8 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> Division | N
     `UserError` for a document that cannot be cut: it is too short, or a separator was to divide it
     and does not.
     """
-    files = [file for file in files if file.size]
+    # An empty file has no document; an empty compressed one is damaged, which reading it says.
+    files = [file for file in files if file.size or suffix_of(file.path) in COMPRESSED]
     if len(files) != 1:
         return None
     (file,) = files

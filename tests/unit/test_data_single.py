@@ -178,3 +178,13 @@ def test_the_nearest_end_of_a_line_or_else_of_a_word(text, fraction, expected):
     assert single.find_cut(text.encode(), fraction) == expected
     if expected:
         assert text.encode()[: expected[1]].decode().isspace() is False
+
+
+def test_an_empty_compressed_file_beside_one_text_is_damaged(tmp_path):
+    (tmp_path / "a.txt").write_text("a line of it\n" * 50)
+    (tmp_path / "b.jsonl").write_bytes(b"")
+    assert open_source("files", str(tmp_path), Reading(), validation_fraction=0.1).division
+    (tmp_path / "c.jsonl.zst").write_bytes(b"")
+    source = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
+    with pytest.raises(UserError, match=r"c\.jsonl\.zst: broken zstd file \(it is empty\)"):
+        [*map(list, map(source.read, source.parts))]

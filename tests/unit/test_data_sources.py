@@ -195,6 +195,10 @@ BAD_FILES = {
     "z.jsonl.zst": (zstandard.compress(json_lines())[:-3], "broken zstd file .cut short"),
     "w.jsonl.zst": (b"not zstd at all", r"w\.jsonl\.zst: broken zstd file"),
     "p.parquet": (b"PAR1 broken", r"p\.parquet: broken parquet file"),
+    # What a download or a copy leaves that was cut short at once.
+    "g0.jsonl.gz": (b"", r"g0\.jsonl\.gz: broken gzip file \(it is empty\)"),
+    "z0.jsonl.zst": (b"", r"z0\.jsonl\.zst: broken zstd file \(it is empty\)"),
+    "p0.parquet": (b"", r"p0\.parquet: broken parquet file"),
 }
 
 
@@ -215,6 +219,16 @@ def test_a_parquet_file_damaged_in_a_page_is_named(tmp_path):
     (tmp_path / "x.parquet").write_bytes(bytes(data))
     with pytest.raises(UserError, match=r"x\.parquet: (broken parquet file|cannot be read)"):
         texts("files", tmp_path)
+
+
+def test_a_damaged_page_is_named_where_no_file_is_open_here(tmp_path):
+    """From the Hub the library's error came through, an `OSError` of no file, as a traceback."""
+    stream = io.BytesIO()
+    table = pyarrow.table({"text": [f"{number} text" * 20 for number in range(5000)]})
+    pyarrow.parquet.write_table(table, stream, compression="zstd")
+    stream.getbuffer()[100:5000] = bytes(4900)
+    with pytest.raises(UserError, match=r"^hf://x\.parquet: broken parquet file \("):
+        list(documents_module.read_records(stream, "hf://x.parquet", "x", Reading()))
 
 
 def test_zstd_windows_beyond_the_librarys_default_are_read(tmp_path):
