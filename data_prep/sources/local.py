@@ -181,6 +181,31 @@ def _below(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
+def _matches(pattern: str) -> set[Path]:
+    """What a glob matches; ** goes through folders as `_below` does.
+
+    The library's goes forty times through a link to a folder above, and past what it cannot list.
+    """
+    pieces = Path(pattern).parts
+    if "**" not in pieces:
+        return {Path(name) for name in glob.glob(pattern)}
+    cut = pieces.index("**")
+    begin = Path(*pieces[:cut])
+    tops = [Path(name) for name in glob.glob(str(begin))] if cut else [begin]
+    found = ((top, file) for top in tops if top.is_dir() for file in _below(top))
+    return {file for top, file in found if _fits(file.relative_to(top).parts, pieces[cut:])}
+
+
+def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
+    """Tell whether a path's names are what a pattern's pieces stand for, ** for any number."""
+    if not pieces:
+        return not names
+    if pieces[0] == "**":
+        rests = (names[start:] for start in range(len(names) + 1))
+        return len(pieces) == 1 or any(_fits(rest, pieces[1:]) for rest in rests)
+    return bool(names) and fnmatch.fnmatchcase(names[0], pieces[0]) and _fits(names[1:], pieces[1:])
+
+
 def find_files(path: str, flag: str) -> list[Part]:
     """Files that `path` (a file, folder or glob) stands for, with names relative to it.
 
@@ -195,7 +220,7 @@ def find_files(path: str, flag: str) -> list[Part]:
     if root.is_dir():
         candidates = _below(root)
     else:
-        candidates = {Path(name) for name in glob.glob(path, recursive=True)}  # ** may match twice
+        candidates = _matches(path)
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")

@@ -341,6 +341,22 @@ def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
         texts("files", root)
 
 
+def test_globs_follow_links_but_not_to_folders_above(tmp_path):
+    there, root = tmp_path / "other disk", tmp_path / "mirror"
+    for folder in (there, root / "chunk1"):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_bytes(json_lines([folder.name]))
+    (root / "chunk2").symlink_to(there)
+    (root / "chunk1" / "up").symlink_to(root)
+    (there / "here").symlink_to(there)
+    source = open_source("files", f"{root}/**/*.jsonl", Reading())
+    assert names(source) == ["chunk1/a.jsonl", "chunk2/a.jsonl"]
+    # Who names the link means it.
+    assert texts("files", f"{root}/*/up/chunk1/*.jsonl") == ["chunk1"]
+    assert texts("files", f"{root}/**/chunk?/**/**") == ["chunk1", "other disk"]
+    assert texts("files", f"{root}/chunk1/up/**/a.jsonl") == ["chunk1", "other disk"]
+
+
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("x")
