@@ -74,8 +74,9 @@ class Estimate:
         result += tokens / max(1e-9, measured.tokens_per_byte) * document * INDEX_BYTES
         parts = encoded * measured.text_bytes
         parts *= measured.tokens_per_byte * item + document * DOCUMENT.itemsize
-        done = [record for unit in job.units if (record := job.record(unit, 0))]
-        parts_there = sum(sum(record["bytes"].values()) for record in done)
+        rounds = range(len(job.plan.rounds))
+        records = (job.record(unit, number) for unit in job.units for number in rounds)
+        parts_there = sum(sum(record["bytes"].values()) for record in records if record)
         out_there = sum(
             file.stat().st_size for split in SPLITS for file in arguments.out.glob(f"{split}-*")
         )

@@ -4,11 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+from fractions import Fraction
 
 import pytest
 
 from cat_lm.errors import UserError
-from data_prep.assemble import output_folder
+from data_prep.assemble import output_folder, stage
+from data_prep.encode import plan
+from data_prep.encode.estimate import Estimate
 from data_prep.sources import open_source
 from data_prep.sources.documents import Reading
 from data_prep.sources.units import task_units, units_of
@@ -46,9 +49,9 @@ def test_a_scratch_folder_that_another_machine_does_not_have_is_an_error(tmp_pat
     prepare(tmp_path / "out", *arguments, "encode", "--task", "0/2")
     shutil.move(tmp_path / "s", tmp_path / "of another machine")
     before = digests(tmp_path / "out" / "tokenizer")
-    for stage in (("encode", "--task", "1/2"), ("assemble",)):
+    for rest in (("encode", "--task", "1/2"), ("assemble",)):
         with pytest.raises(UserError, match=r"--scratch .* need one that they share"):
-            prepare(tmp_path / "out", *arguments, *stage)
+            prepare(tmp_path / "out", *arguments, *rest)
     assert digests(tmp_path / "out" / "tokenizer") == before
     shutil.move(tmp_path / "of another machine", tmp_path / "s")
     prepare(tmp_path / "out", *arguments, "assemble")
@@ -140,3 +143,21 @@ def test_tasks_with_a_limit_keep_each_others_parts(tmp_path, sets, prepare, limi
         assert parts.items() < there.items()
         parts = there
     assert digests(prepare(out, *arguments, "--stage", "assemble")) == whole
+
+
+def test_a_restart_asks_for_no_disk_for_parts_that_are_there(tmp_path, sets, prepare, monkeypatch):
+    """Those of further rounds were asked for again, and might not fit a second time."""
+
+    def stop(*_):
+        raise UserError("stopped")
+
+    to_come = []
+    monkeypatch.setattr(plan, "MARGIN", Fraction(1, 5))  # the estimate comes out too low
+    monkeypatch.setattr(stage, "plan_shards", stop)
+    monkeypatch.setattr(Estimate, "check_disk", lambda self: to_come.append(self.parts_to_come))
+    for _ in range(2):
+        with pytest.raises(UserError, match="stopped"):
+            prepare(tmp_path / "out", *set_flags(sets, "--tokens", "60K"))
+    first, second = (list((tmp_path / "out/parts").glob(f"part-*.{n}.bin")) for n in (0, 1))
+    assert len(first) == len(second) == 7
+    assert to_come[1] < 0.2 * sum(file.stat().st_size for file in second)
