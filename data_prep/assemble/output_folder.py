@@ -275,7 +275,8 @@ def _end(folder: Path, work: WorkFolder) -> None:
     if work.is_ours():
         work.remove()
     _remove_locks(folder, SETUP_LOCK)
-    (folder / MARKER).unlink(missing_ok=True)
+    if os.path.lexists(folder / MARKER):  # a disk that is only read refuses to remove nothing, too
+        (folder / MARKER).unlink(missing_ok=True)
 
 
 def _remove_locks(folder: Path, name: str) -> None:

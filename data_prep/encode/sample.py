@@ -40,7 +40,7 @@ def held_out_fraction(source: Source, encoding: Encoding, spec: SelectionSpec) -
     """
     fraction, size = encoding.validation_fraction, 0
     places: set[float] = set()
-    for document in _first_documents(source, encoding):
+    for document in _first_documents(source, encoding, spec):
         size += len(document.text)
         if document.split or len(places) >= FEW_DOCUMENTS or size > FEW_CHARACTERS:
             return fraction
@@ -53,8 +53,11 @@ def held_out_fraction(source: Source, encoding: Encoding, spec: SelectionSpec) -
     return sum(neighbours) / 2
 
 
-def _first_documents(source: Source, encoding: Encoding) -> Iterator[Document]:
-    """The documents with text from the beginning, up to the limits, each split's own."""
+def _first_documents(source: Source, encoding: Encoding, spec: SelectionSpec) -> Iterator[Document]:
+    """The documents with text from the beginning, up to the limits, each split's own.
+
+    Only those of wanted sets count towards a limit, as where they are encoded.
+    """
     counts: dict[str | None, Counter] = {}
     first, good = None, False
     malformed = 0
@@ -74,7 +77,8 @@ def _first_documents(source: Source, encoding: Encoding) -> Iterator[Document]:
             if not item.text:
                 continue
             yield item
-            seen.update(documents=1, bytes=len(item.text.encode()))
+            if spec.holds_out(item.set):
+                seen.update(documents=1, bytes=len(item.text.encode()))
             if encoding.limit_reached(part.split, seen["documents"], seen["bytes"]):
                 break
     if malformed and not good:

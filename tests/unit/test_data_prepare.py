@@ -1,9 +1,11 @@
 """The preparation as a whole: same result for any number of workers, kills, errors, arguments."""
 
 import collections
+import errno
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -114,8 +116,13 @@ def test_again_with_the_same_arguments_does_nothing(
         "already complete with these arguments, nothing to do\n"
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+    def read_only(path, **_):  # the kernel says so of files that are not there, too
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
     with monkeypatch.context() as patched:  # as where nothing can be written
         patched.delattr(output_folder, "locked")
+        patched.setattr(os, "unlink", read_only)
         prepare(out, *flags(some_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
         prepare(out, *flags(some_documents, "--seed", 1))
@@ -266,6 +273,19 @@ def test_limits(tmp_path, prepare, many_documents):
     out = prepare(tmp_path / "b", *flags(many_documents, "--max-bytes", 10_000, "--workers", 1))
     size = sum(open_corpus(out, split).num_bytes for split in ("train", "validation"))
     assert 10_000 <= size < 10_500
+
+
+def test_few_documents_under_a_limit_are_those_of_the_wanted_sets(tmp_path, prepare):
+    """Others before them were counted: then none was held out, which is an error."""
+    records = [
+        {"text": f"text {n}", "meta": {"redpajama_set_name": "AB"[n >= 20]}} for n in range(40)
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = flags(tmp_path / "x.jsonl", "--sets", "B", "--max-documents", 10, "--workers", 1)
+    for seed in range(3):
+        out = prepare(tmp_path / f"out{seed}", *given, "--seed", seed)
+        found = [text for split in ("train", "validation") for text in texts_of(out, split)]
+        assert sorted(found) == [f"text {n}" for n in range(20, 30)]
 
 
 @pytest.mark.parametrize("limit", [("--max-documents", 3), ("--max-bytes", 5)])
