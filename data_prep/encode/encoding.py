@@ -18,7 +18,7 @@ from cat_lm.errors import UserError
 from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
 from data_prep.locks import file_lock
 from data_prep.sources import Source
-from data_prep.sources.documents import MAX_DOCUMENT, Document, Malformed
+from data_prep.sources.documents import MAX_DOCUMENT, Document, Malformed, too_large
 from data_prep.sources.units import Unit
 
 CHUNK_BYTES = 1 << 20
@@ -219,7 +219,7 @@ def _candidates(task: UnitTask, tally: UnitCounts, writer: PartWriter) -> Iterat
     for part in task.unit.parts:
         for item in encoding.source.read(part):
             if isinstance(item, Document) and len(item.text) > MAX_DOCUMENT:
-                item = too_large(item, part.name)
+                item = too_large(part.name, len(item.text), item.text)
             if isinstance(item, Malformed):
                 tally.malformed += 1
                 # Keys that are quoted may hold what UTF-8 cannot.
@@ -264,16 +264,6 @@ def _count(candidate: Candidate, tally: UnitCounts, ranges: Ranges) -> bool:
                     "hold something else (choose with --set-key)"
                 )
     return wanted
-
-
-def too_large(document: Document, where: str) -> Malformed:
-    """The complaint about a document that cannot be encoded in one piece."""
-    return Malformed(
-        where,
-        f"a document of {len(document.text) / 1e6:.0f} million characters (it begins "
-        f"{document.text[:40]!r}) is too large to encode, {MAX_DOCUMENT / 1e6:.0f} million is the "
-        "most; cut a text file into documents with --document-separator",
-    )
 
 
 def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:

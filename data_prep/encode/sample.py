@@ -17,11 +17,10 @@ from data_prep.encode.encoding import (
     hash_place,
     place_of,
     split_of,
-    too_large,
 )
 from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source
-from data_prep.sources.documents import Document, Malformed
+from data_prep.sources.documents import Document, Malformed, too_large
 
 # Sources up to this size are looked through first, so that no split comes out empty by chance.
 FEW_DOCUMENTS, FEW_CHARACTERS = 500, 100_000_000
@@ -67,7 +66,7 @@ def _first_documents(source: Source, encoding: Encoding, spec: SelectionSpec) ->
             continue
         for item in source.read(part):
             if isinstance(item, Document) and len(item.text) > MAX_DOCUMENT:
-                item = too_large(item, part.name)
+                item = too_large(part.name, len(item.text), item.text)
             if isinstance(item, Malformed):
                 first, malformed = first or item, malformed + 1
                 if malformed >= ALL_MALFORMED and not good:

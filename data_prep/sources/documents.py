@@ -6,6 +6,7 @@ What is wrong with a file as a whole (cut short, damaged, without the column) ra
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -22,6 +23,7 @@ BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
 MAX_LINE = 1 << 29
 MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
+SHOWN = 40  # characters of one that is too large
 MAX_ZSTD_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # How much text a byte of such a file holds, for the estimate of disk space only.
 TEXT_PER_FILE_BYTE = {
@@ -108,7 +110,7 @@ def read_records(
     """
     suffix = suffix_of(path)
     if suffix in (".txt", ".md"):
-        yield from _read_text(stream, path, reading)
+        yield from _read_text(stream, path, name, reading)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
             yield _parse_row(row, f"{name}: row {number}", reading)
@@ -146,22 +148,76 @@ def _parse_line(line: bytes | None, where: str, reading: Reading) -> Record | Ma
     return record_of(record, where, reading)
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte {error.object[error.start]:#04x} at {error.start})"
+def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
+    return f"not UTF-8 (byte {error.object[error.start]:#04x} at {before + error.start})"
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _read_text(stream: IO[bytes], path: str, reading: Reading) -> Iterator[Record]:
-    try:
-        text = stream.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: {_not_utf8(error)}; convert it first") from None
-    parts = [text] if reading.separator is None else text.split(reading.separator)
-    for part in parts:
-        yield part, {}
+def _read_text(
+    stream: IO[bytes], path: str, name: str, reading: Reading
+) -> Iterator[Record | Malformed]:
+    """The documents of a text; its file may be larger than memory, no document may be."""
+    separator, document, end = reading.separator, _Growing(name), ""
+    for piece in _decoded(stream, path):
+        *texts, rest = (end + piece).split(separator) if separator else [piece]
+        for text in texts:
+            document.add(text)
+            yield document.take()
+        # The next piece may complete a separator that its last characters begin.
+        settled = max(0, len(rest) - len(separator) + 1) if separator else len(rest)
+        document.add(rest[:settled])
+        end = rest[settled:]
+    document.add(end)
+    yield document.take()
+
+
+class _Growing:
+    """A document that comes in pieces; of one that is too large the beginning alone is held."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pieces: list[str] = []
+        self._size = 0
+
+    def add(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > MAX_DOCUMENT:
+            self._pieces = ["".join(self._pieces)[:SHOWN]]
+
+    def take(self) -> Record | Malformed:
+        """What there is; the next document begins."""
+        text, size = "".join(self._pieces), self._size
+        self._pieces, self._size = [], 0
+        return (text, {}) if size <= MAX_DOCUMENT else too_large(self._name, size, text)
+
+
+def _decoded(stream: IO[bytes], path: str) -> Iterator[str]:
+    """The characters of a UTF-8 file without its byte order mark, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read, block = 0, b"begin"
+    while block:
+        block = stream.read(BLOCK)
+        data = block if read else block.removeprefix(codecs.BOM_UTF8)
+        first = read + len(block) - len(data) - len(decoder.getstate()[0])
+        try:
+            yield decoder.decode(data, final=not block)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: {_not_utf8(error, first)}; convert it first") from None
+        read += len(block)
+
+
+def too_large(where: str, characters: int, begin: str) -> Malformed:
+    """The complaint about a document that cannot be encoded in one piece; it begins so."""
+    return Malformed(
+        where,
+        f"a document of {characters / 1e6:.0f} million characters (it begins "
+        f"{begin[:SHOWN]!r}) is too large to encode, {MAX_DOCUMENT / 1e6:.0f} million is the "
+        "most; cut a text file into documents with --document-separator",
+    )
 
 
 def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]:

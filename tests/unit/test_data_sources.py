@@ -143,6 +143,43 @@ def test_lines_too_long_for_memory_are_skipped_and_named(tmp_path, monkeypatch):
     assert found[0].reason == "a line of more than 2 MiB"
 
 
+def test_a_text_larger_than_memory_is_read_document_by_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "BLOCK", 1 << 16)
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT", 1 << 20)
+    paragraph, long = "wörter " * 1000, "ab" * (1 << 20)
+    parts = [*[paragraph] * 1500, long, "kept", long]
+    (tmp_path / "a.txt").write_text("\n\n".join(parts), encoding="utf-8")
+    (tmp_path / "b.md").write_text(long * 4, encoding="utf-8")
+    tracemalloc.start()
+    source = open_source("files", str(tmp_path), Reading(separator="\n\n"))
+    items = (item for part in source.parts for item in source.read(part))
+    found = [item if isinstance(item, Malformed) else hash(item.text) for item in items]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 << 20
+    said = [f"a document of {n} million characters (it begins 'abab" for n in (2, 2, 8)]
+    assert found[:1500] == [hash(paragraph)] * 1500 and found[1501] == hash("kept")
+    for item, where, begin in zip(
+        (found[1500], found[1502], found[1503]), ("a.txt", "a.txt", "b.md"), said, strict=True
+    ):
+        assert item.where == where and item.reason.startswith(begin)
+
+
+@pytest.mark.parametrize("block", [3, 4, 5, 7])
+def test_texts_are_cut_alike_wherever_blocks_end(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents_module, "BLOCK", block)
+    for text in ("", "\n", "äa\n\n\nb", "\n\n\n\n", "\ufeffaab\n\n🙂\ufeff\n", "\r\n\n a\n\n"):
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        for separator in ("\n\n", "\n", "🙂", "aab", None):
+            whole = text.removeprefix("\ufeff")
+            expected = [whole] if separator is None else whole.split(separator)
+            assert texts("files", tmp_path, Reading(separator=separator)) == expected
+    for text, place in ((b"ab\xffcd", 2), ("ö".encode() * 5 + b"\xc3", 10)):
+        (tmp_path / "a.txt").write_bytes(text)
+        with pytest.raises(UserError, match=rf"not UTF-8 \(byte 0x.. at {place}\); convert"):
+            texts("files", tmp_path)
+
+
 def text_column(values):
     """A string column of raw bytes, which may not be UTF-8; None for null."""
     return pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
