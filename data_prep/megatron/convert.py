@@ -22,6 +22,7 @@ from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
 from cat_lm.io.locks import Busy
 from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
+from cat_lm.io.readers import resolve
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes
@@ -66,18 +67,18 @@ def adopt(arguments: argparse.Namespace) -> None:
         *(_open_pair(text, "validation") for text in arguments.validation),
     ]
     _check_pairs(pairs)
-    making = out.with_name(f".{out.name}.adopt.tmp")  # a kill leaves this, the next run removes it
+    place = resolve(out)  # of a link, the folder that it points to
+    making = place.with_name(f".{place.name}.adopt.tmp")  # a kill leaves it to the next run
     make_marked(making, _PURPOSE)
     try:
         with file_lock(making / MARK, wait=False):
-            _make(making, pairs, arguments)
+            _make(making, place, pairs, arguments)
     except Busy:
         raise UserError(f"--out {out}: another adoption is writing to it") from None
 
 
-def _make(making: Path, pairs: list[Pair], arguments: argparse.Namespace) -> None:
+def _make(making: Path, out: Path, pairs: list[Pair], arguments: argparse.Namespace) -> None:
     """Makes the data in `making`, which is held, and gives them their name."""
-    out: Path = arguments.out
     try:
         empty_marked(making)
         made = making / out.name
@@ -96,7 +97,7 @@ def _make(making: Path, pairs: list[Pair], arguments: argparse.Namespace) -> Non
     finally:
         remove_marked(making, _PURPOSE)
     print_counts(manifest)
-    print(f"{out}: complete")
+    print(f"{arguments.out}: complete")
 
 
 def _check_free(out: Path) -> None:

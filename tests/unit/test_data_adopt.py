@@ -233,6 +233,19 @@ def test_bad_pairs_are_one_clear_error_and_leave_nothing(tmp_path, pairs, name):
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
+def test_the_current_folder_and_a_link_are_folders(tmp_path, pairs, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("there")
+    run(tmp_path / "link", *pairs)
+    assert (tmp_path / "link").is_symlink()
+    monkeypatch.chdir(tmp_path / "here")
+    run(".", *pairs)
+    for name in ("here", "there"):
+        assert texts_of(tmp_path / name, "train") == TRAIN
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"here", "link", "there"}
+
+
 def test_two_adoptions_into_one_folder_do_not_meet(tmp_path, pairs, monkeypatch):
     real, said = convert.build_tokenizer, []
 
