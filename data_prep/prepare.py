@@ -131,8 +131,8 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     add(
         "--exclude",
         metavar="GLOB,GLOB",
-        help="files, python-stdlib: no files whose path below --path or the library's folder "
-        "matches, such as 'encodings/*'; * stands for / too",
+        help="files, python-stdlib: no files whose path below --path, --validation-path or the "
+        "library's folder matches, such as 'encodings/*'; * stands for / too",
     )
     add("--sets", metavar="NAME,NAME", help="only documents of these sets")
     add("--exclude-sets", metavar="NAME,NAME", help="no documents of these sets")
