@@ -126,9 +126,14 @@ def record_of(record: object, where: str, reading: Reading) -> Record | Malforme
         return Malformed(where, f"a JSON object is needed, not {type(record).__name__}")
     text = record.get(reading.text_key)
     if not isinstance(text, str):
+        reason = f"no text under the key {reading.text_key!r}"
+        if reading.text_key in record:
+            kind = "null" if text is None else type(text).__name__
+            return Malformed(where, _one_line(f"{reason} but {kind}"))
         keys = ", ".join(map(str, list(record)[:20])) or "none"
-        reason = f"no text under the key {reading.text_key!r}; its keys are {keys}"
-        return Malformed(where, _one_line(f"{reason} (choose with --text-key)"))
+        return Malformed(
+            where, _one_line(f"{reason}; its keys are {keys} (choose with --text-key)")
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -302,10 +302,7 @@ def test_a_repository_without_such_files_is_streamed_by_split(server, monkeypatc
     source = open_hub()
     assert documents(source)[:3] == [
         Document("a", "S", "train"),
-        Malformed(
-            "train: row 2",
-            "no text under the key 'text'; its keys are text (choose with --text-key)",
-        ),
+        Malformed("train: row 2", "no text under the key 'text' but null"),
         Document("b", "unknown", "train"),
     ]
     assert asked == [(NAME, split, True, COMMIT) for split in ("train", "validation")]
