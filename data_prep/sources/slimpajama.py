@@ -50,6 +50,9 @@ class SlimPajama(Source):
         self.path = path
         self.reading = reading
         self.parts = with_splits(files)
+        chosen = {part.name for part in self.parts}
+        nameless = [f.name for f in files if f.name not in chosen and not split_of_name(f.name)]
+        self._left_out = (len(nameless), nameless[0]) if nameless else None
         if not any(part.split != "validation" for part in self.parts):
             raise UserError(f"--path {path}: its files are all held out, none is for training")
 
@@ -67,12 +70,19 @@ class SlimPajama(Source):
                 yield Document(item[0], set_name(item[1], self.reading, default), part.split)
 
     def notes(self, held_out: float) -> list[str]:
-        if self.has_validation:
-            return []
-        return [
-            f"held out: {100 * held_out:.4g}% of the documents of {self.path}, by a hash of their "
-            "text (--validation-fraction); it has no validation split"
-        ]
+        lines = []
+        if self._left_out:
+            number, first = self._left_out
+            lines.append(
+                f"note: {self.path}: {number:,} files are left out, whose names tell no split "
+                f"beside others that say train; the first is {first}"
+            )
+        if not self.has_validation:
+            lines.append(
+                f"held out: {100 * held_out:.4g}% of the documents of {self.path}, by a hash of "
+                "their text (--validation-fraction); it has no validation split"
+            )
+        return lines
 
     def describe(self) -> dict:
         return {**super().describe(), "path": self.path}

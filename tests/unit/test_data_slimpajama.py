@@ -1,6 +1,7 @@
 """SlimPajama in the layouts in which it can be had, from the Hub and from a local copy alike."""
 
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -214,3 +215,18 @@ def test_the_withdrawn_repository_names_its_copy(monkeypatch):
     message = str(error.value)
     assert message.startswith("--path hub:cerebras/SlimPajama-627B: cannot be read from the Hub")
     assert "hub:gmongaras/SlimPajama-627B_Reupload is a copy" in message and "\n" not in message
+
+
+def test_files_that_tell_no_split_beside_train_are_left_out_and_named(tmp_path):
+    """They were left out without a word: of a copy with one odd name, that may be nearly all."""
+    for name in ("train/a.jsonl", "validation/b.jsonl", "test/c.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    assert open_source("slimpajama", str(tmp_path), Reading()).notes(0.05) == []
+    for chunk in ("chunk1", "chunk2"):
+        (tmp_path / chunk).mkdir()
+        (tmp_path / chunk / "d.jsonl").write_text(json.dumps({"text": chunk}) + "\n")
+    source = open_source("slimpajama", str(tmp_path), Reading())
+    assert [part.name for part in source.parts] == ["train/a.jsonl", "validation/b.jsonl"]
+    (line,) = source.notes(0.05)
+    assert re.match(r"note: .*: 2 files are left out, .* the first is chunk1/d\.jsonl$", line)
