@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import itertools
 import os
 import shlex
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         with warning_where(arguments.print):
             check_inputs(parsed)
     folder = PrepareFolder.of(parsed.out)
-    inputs = [os.path.abspath(v) for v in _values(parsed) if os.path.exists(v)]
+    places = map(_place, _values(parsed))
+    inputs = [os.path.abspath(place) for place in places if os.path.exists(place)]
     stages = (
         Stage("encode", "encode-%a.log", ("--stage", "encode", "--task"), arguments.tasks),
         Stage("assemble", "assemble.log", ("--stage", "assemble")),
@@ -102,8 +104,19 @@ def check_inputs(parsed: argparse.Namespace) -> None:
     check_spec(parsed.tokenizer)
     for name in ("path", "validation_path"):
         path = getattr(parsed, name)
-        if path and not path.startswith("hub:") and not glob.glob(path):
+        if not path or path.startswith("hub:") or os.path.exists(path):
+            continue
+        if not any(glob.iglob(path, recursive=True)):
             raise UserError(f"--{name.replace('_', '-')} {path}: no such file or folder")
+
+
+def _place(path: str) -> str:
+    """What a container needs of a path: of a glob the folder before its first wildcard."""
+    if os.path.exists(path):
+        return path
+    pieces = itertools.takewhile(lambda piece: not glob.has_magic(piece), Path(path).parts)
+    folder = Path(*pieces)
+    return path if folder == Path("/") else str(folder)  # the image has a root of its own
 
 
 def _values(parsed: argparse.Namespace) -> list[str]:

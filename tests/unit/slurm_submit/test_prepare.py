@@ -71,6 +71,25 @@ def test_prepare_in_a_container(place, monkeypatch):
     assert f"--container-workdir={here}\n" in out
 
 
+def test_globs_and_names_with_brackets_are_what_prepare_takes_them_for(place, monkeypatch):
+    """A ** was taken for one folder, a folder's name for a pattern, and no glob was mounted."""
+    monkeypatch.chdir(place.folder)
+    for name in ("data/deep/below/a.txt", "more/b.txt", "set [1]/c.txt"):
+        (place.folder / name).parent.mkdir(parents=True)
+        (place.folder / name).write_text("text")
+    common = ("--source", "files", "--tokenizer", "bytes", "--out", "corpus", "--path")
+    for path in ("data/**/*.txt", "data/deep/**/*.txt", "set [1]", "[m]ore/*.txt"):
+        code, _, warning = place("prepare", "--tasks", 2, "--print", "--", *common, path)
+        assert (code, warning) == (0, ""), path
+    missing = place.fails("prepare", "--tasks", 2, "--", *common, "data/**/*.md")
+    assert "--path data/**/*.md: no such file or folder" in missing
+    elsewhere = place.folder.parent / f"{place.folder.name} data"
+    (elsewhere / "in").mkdir(parents=True)
+    given = ("--container", "image.sqsh", "--print", "--", *common, f"{elsewhere}/in/*/x*.txt")
+    _, printed, _ = place("prepare", "--tasks", 2, *given)
+    assert f"{elsewhere}/in:{elsewhere}/in" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
