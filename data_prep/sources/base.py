@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import describe_os_error, file_error
 from cat_lm.io.checksums import sha256
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
@@ -183,5 +183,6 @@ def _contents_sha256(parts: Iterable[Part]) -> str:
         try:
             total.update(bytes.fromhex(sha256(part.path)))
         except OSError as error:
-            raise UserError(f"{part.path}: cannot be read ({describe_os_error(error)})") from None
+            text = f"{part.path}: cannot be read ({describe_os_error(error)})"
+            raise file_error(text, error) from None
     return total.hexdigest()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
@@ -97,7 +97,7 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
     except OSError as error:
         # Libraries raise it too, with lines of their own.
         reason = describe_os_error(error) if error.errno else _one_line(str(error))
-        raise UserError(f"{path}: cannot be read ({reason})") from None
+        raise file_error(f"{path}: cannot be read ({reason})", error) from None
 
 
 def read_records(

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.errors import UserError
+from cat_lm.errors import TemporaryError, UserError
 from data_prep.sources import Part, open_source, sample_texts
 from data_prep.sources import documents as documents_module
 from data_prep.sources.base import in_natural_order
@@ -393,6 +393,25 @@ def test_globs_follow_links_but_not_to_folders_above(tmp_path):
     assert texts("files", f"{root}/*/up/chunk1/*.jsonl") == ["chunk1"]
     assert texts("files", f"{root}/**/chunk?/**/**") == ["chunk1", "other disk"]
     assert texts("files", f"{root}/chunk1/up/**/a.jsonl") == ["chunk1", "other disk"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [("ESTALE", TemporaryError), ("EACCES", UserError)])
+@pytest.mark.parametrize(
+    "call", ["data_prep.sources.documents.open", "data_prep.sources.base.sha256"]
+)
+def test_what_a_file_system_does_for_a_while_is_temporary(
+    tmp_path, monkeypatch, call, number, kind
+):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["x"]))
+    source = open_source("files", str(tmp_path), Reading())
+
+    def failing(*_):
+        raise OSError(getattr(errno, number), "failed")
+
+    monkeypatch.setattr(call, failing, raising=False)
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(") as error:
+        source.describe() if call.endswith("sha256") else documents(source)
+    assert type(error.value) is kind
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
