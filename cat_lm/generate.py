@@ -68,7 +68,7 @@ def sampling_options(temperature: float, top_p: float, greedy: bool) -> dict[str
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
-def _refuse_nonsense(input_ids: Tensor, scores: Tensor) -> Tensor:
+def refuse_nonsense(input_ids: Tensor, scores: Tensor) -> Tensor:
     """Pass finite scores [B, V] on; greedy decoding would take NaN for the likeliest token.
 
     Raises:
@@ -98,7 +98,7 @@ def continue_text(
     """
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
     options = {**options, "max_new_tokens": max_new_tokens, "streamer": streamer}
-    options["logits_processor"] = [_refuse_nonsense]
+    options["logits_processor"] = [refuse_nonsense]
     try:
         ids = model.generate(**inputs, **options)[0]
     except (ValueError, TypeError) as error:

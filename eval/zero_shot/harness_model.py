@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from cat_lm.errors import UserError
+from cat_lm.generate import refuse_nonsense
 from cat_lm.memory import free_bytes
 from cat_lm.pretrained import check_vocabulary, choose_device, load_model, load_tokenizer
 
@@ -119,7 +121,9 @@ class Scorer(HFLM):
         # Where another rank has more, the harness repeats the last one.
         self._repeated = len(requests) - len({id(request) for request in requests})
         with agreed(self.ranks):
-            return super().loglikelihood(requests, disable_tqdm=True)
+            answers = super().loglikelihood(requests, disable_tqdm=True)
+            _require_numbers([likelihood for likelihood, _ in answers])
+            return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
@@ -127,7 +131,9 @@ class Scorer(HFLM):
             windows = sum(-(-length // self.max_length) for length in lengths)
             self._progress.add_work(windows, "windows")
         with agreed(self.ranks):
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+            answers = super().loglikelihood_rolling(requests, disable_tqdm=True)
+            _require_numbers(answers)
+            return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False):
         if self._progress is not None:
@@ -189,6 +195,9 @@ class Scorer(HFLM):
         self.positions += inps.numel()
         return super()._model_call(inps, *args, **kwargs)
 
+    def _model_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super()._model_generate(*args, logits_processor=[refuse_nonsense], **kwargs)
+
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]] | None:
         """Gather what the ranks have of each task in the order of the rows: rank r has every w-th.
 
@@ -221,6 +230,17 @@ class Encoder(HFLM):
 def _require_prefix(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {folder}: has neither a BOS nor an EOS token to begin with")
+
+
+def _require_numbers(likelihoods: Sequence[float]) -> None:
+    """Refuse what is no number: the harness would take the first choice for the likeliest."""
+    wrong = sum(not math.isfinite(likelihood) for likelihood in likelihoods)
+    if wrong:
+        raise UserError(
+            f"{wrong} of {len(likelihoods)} log-likelihoods are not finite: the model has "
+            "diverged, or its numbers are too large for --dtype; use --dtype float32 or another "
+            "model"
+        )
 
 
 def launched_ranks() -> int:

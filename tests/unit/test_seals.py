@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from cat_lm.generate import _refuse_nonsense
+from cat_lm.generate import refuse_nonsense
 from cat_lm.io.seals import SEAL, opened, write_sealed
 
 RECORD = {"loss": 1.5, "lengths": (32, 64), "by_step": {10: 1.0, 9: 2.0}, "none": None}
@@ -27,8 +27,8 @@ def test_a_record_is_whole_until_a_value_changes(tmp_path):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_scores_that_are_no_numbers_are_refused(wrong):
     ids, scores = torch.zeros(1, 2, dtype=torch.long), torch.randn(1, 5)
-    assert _refuse_nonsense(ids, scores) is scores
-    assert _refuse_nonsense(ids, scores.index_fill(1, torch.tensor([0]), -torch.inf)) is not None
+    assert refuse_nonsense(ids, scores) is scores
+    assert refuse_nonsense(ids, scores.index_fill(1, torch.tensor([0]), -torch.inf)) is not None
     for bad in (scores.index_fill(1, torch.tensor([3]), wrong), torch.full((1, 5), -torch.inf)):
         with pytest.raises(UserError, match="scores of the next token are not finite"):
-            _refuse_nonsense(ids, bad)
+            refuse_nonsense(ids, bad)

@@ -7,8 +7,11 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from cat_lm.export import export_model
+from cat_lm.pretrained import load_tokenizer
 from eval.zero_shot.results import table
 from tests.finished_runs import finished_run, tiny_model
 from tests.unit.zero_shot.runs import CONTEXT, command
@@ -32,6 +35,26 @@ class TestCommand:
         assert last.endswith(f"the 1 others are in {tmp_path / 'out'}")
         result = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))
         assert list(result["tasks"]) == ["wikitext"]
+
+    def test_a_diverged_model_gets_no_accuracy(
+        self, tmp_path, tiny_corpus, rows, monkeypatch, capsys
+    ):
+        """Of choices that are all NaN the harness takes the first, which is often right."""
+        model = tiny_model(257, max_position_embeddings=CONTEXT)
+        with torch.no_grad():
+            model.base_model.final_layer_norm.weight.fill_(3e38)  # finite, and its logits are not
+        folder = export_model(model, load_tokenizer(tiny_corpus / "tokenizer"), tmp_path / "model")
+        chats = {"arc_challenge_chat": ROWS["arc_challenge"]}
+        data = write_rows(tmp_path / "rows", {**ROWS, **chats})
+        tasks = "piqa,wikitext,arc_challenge_chat"
+        given = (folder, "--out", tmp_path / "out", "--data-dir", data, "--max-length", 900)
+        code, out, err = command(monkeypatch, capsys, *given, "--tasks", tasks)
+        assert (code, out) == (2, "")
+        last = err.splitlines()[-1]
+        assert "3 of 3 tasks failed: task piqa: 10 of 10 log-likelihoods are not finite: " in last
+        assert "--dtype" in last and "task wikitext: 5 of 5 log-likelihoods" in last
+        assert "task arc_challenge_chat: the model's scores of the next token are not" in last
+        assert not list((tmp_path / "out").rglob("*piqa*"))
 
     def test_prefetch_on_several_ranks_is_refused(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("WORLD_SIZE", "2")
