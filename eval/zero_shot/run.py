@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -274,7 +275,9 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
     """All of a task that its numbers depend on."""
-    definition = {key: v for key, v in task.dump_config().items() if key not in _OF_DATA}
+    # With its functions: the harness's text of one that has no source has an address in it.
+    found = task.config.to_dict(keep_callable=True)
+    definition = {key: v for key, v in found.items() if key not in _OF_DATA}
     # The few-shot examples' split is left out of it too: the rows have their own hash.
     definition["fewshot_config"] = {
         key: v for key, v in definition["fewshot_config"].items() if key != "split"
@@ -303,9 +306,17 @@ def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     }
 
 
-def _source_of(value: Any) -> str:
+def _source_of(value: Any) -> Any:
     """A function of a definition as text; its `str` has an address in it, new in each process."""
-    return inspect.getsource(value) if callable(value) else str(value)
+    if isinstance(value, functools.partial):
+        return [_source_of(value.func), value.args, value.keywords]
+    if not callable(value):
+        return str(value)
+    try:
+        return inspect.getsource(value)
+    except (TypeError, OSError):  # an object that is called, or one of Python's own
+        kind = value if hasattr(value, "__qualname__") else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 # What is said about a result

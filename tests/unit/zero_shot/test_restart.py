@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import shutil
 from typing import ClassVar
@@ -13,6 +14,8 @@ import pytest
 from cat_lm.errors import UserError
 from eval.zero_shot import run as zero_shot_run
 from eval.zero_shot.run import run
+from eval.zero_shot.tasks.catalog import Catalog
+from eval.zero_shot.tasks.sources import LocalFolder
 from tests.unit.zero_shot.runs import CONTEXT, FEW, settings
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -87,6 +90,22 @@ class TestRestart:
         with pytest.raises(UserError, match=r"has results with the tokenizer [0-9a-f]{12}…, this"):
             run(folder, ["piqa"], out, settings(rows))
         assert len(evaluations) == 1
+
+    def test_definitions_whose_functions_are_no_plain_ones_have_a_name(self, tmp_path):
+        """MMLU-Pro's are `functools.partial` objects, without source and with an address."""
+        row = {"question": "1+1?", "options": ["2", "3"], "answer": "A", "answer_index": 0}
+        texts = {"cot_content": "A: Let's think step by step. 2.", "category": "math", "src": ""}
+        rows = {name: [row | texts] * 6 for name in ("mmlu_pro_math", "mmlu_pro_math.validation")}
+        folder = write_rows(tmp_path / "rows", rows)
+
+        def key(change=None) -> dict:
+            catalog = Catalog(["mmlu_pro_math"])
+            task = catalog.load("mmlu_pro_math", LocalFolder(folder))
+            made = task.config.process_docs
+            task.config.process_docs = functools.partial(made.func, **(change or made.keywords))
+            return zero_shot_run._key("mmlu_pro_math", task)
+
+        assert key() == key() != key({"subject": "law"})
 
     def test_slow_tokenizer_s_own_files_count(self, tmp_path):
         class Slow:
