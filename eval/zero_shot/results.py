@@ -34,6 +34,7 @@ SHARED = {
     "limit": "--limit",
     "bootstrap_iterations": "--bootstrap-iterations",
     "harness": "lm_eval",
+    "plugins": "the plugins",
 }
 
 

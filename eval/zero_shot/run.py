@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
+from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
 from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import DTYPES, model_folder, model_label
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.outputs import claim_outputs
-from eval.common.precision import evaluation_dtype
+from eval.common.precision import evaluation_device, evaluation_dtype
 from eval.common.provenance import provenance
 from eval.zero_shot.harness import quiet
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
@@ -159,6 +160,8 @@ def _task_values(
 
 
 def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
+    # For every dtype: a number must not depend on whether its dtype was given or found.
+    evaluation_device(settings.device)
     dtype = settings.dtype
     if dtype == "auto" and (dtype := _stored_dtype(folder)) == "float32":
         dtype = evaluation_dtype("auto", [folder], settings.device)
@@ -294,8 +297,10 @@ def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """All else that they depend on; not the batch size and not the number of ranks."""
     # Earlier results in narrow dtypes summed rounded log-probabilities; those in fp32 are the same.
-    narrow = {} if model["dtype"] == "float32" else {"log_softmax": "float32"}
-    return narrow | {
+    added = {} if model["dtype"] == "float32" else {"log_softmax": "float32"}
+    if used := plugins.describe():  # of which the model may have a part
+        added["plugins"] = used
+    return added | {
         "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
         "bootstrap_iterations": settings.bootstrap_iterations,

@@ -112,6 +112,19 @@ class TestNumbers:
         rounded = found.bfloat16().to(found.dtype)
         assert len(found) >= 2 and (rounded != found).all()
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_products_sum_in_fp32_when_the_dtype_is_given_too(self, models, rows, tmp_path, dtype):
+        """Else `--dtype bfloat16` had other numbers on a GPU than auto, under one key."""
+        matmul = torch.backends.cuda.matmul
+        name = "allow_bf16_reduced_precision_reduction"
+        before = getattr(matmul, name)
+        setattr(matmul, name, True)
+        try:
+            run(models["rope"], ["piqa"], tmp_path, settings(rows, dtype=dtype, limit=1))
+            assert getattr(matmul, name) is False
+        finally:
+            setattr(matmul, name, before)
+
     def test_result_file(self, evaluated, rows):
         result, model, _ = evaluated
         assert list(result["tasks"]) == list(table2.TASKS)

@@ -164,6 +164,24 @@ class TestRestart:
         with pytest.raises(UserError, match=r"has results with the model [0-9a-f]{12}…, this call"):
             run(models["nope"], ["arc_easy"], tmp_path, settings(rows))
 
+    def test_sources_of_plugins_count(self, model, rows, tmp_path, monkeypatch, evaluations):
+        """A model may have a part of theirs; without any the key is that of earlier versions."""
+
+        def computed(code: str | None) -> bool:
+            evaluations.clear()
+            (tmp_path / "zero_shot.json").unlink(missing_ok=True)
+            used = {} if code is None else {"mine": f"my_package 1.0, {code}"}
+            monkeypatch.setattr(zero_shot_run.plugins, "describe", lambda: used)
+            result = run(model, ["piqa"], tmp_path, settings(rows))
+            assert result["tasks"]["piqa"]["key"].get("plugins", {}) == used
+            return bool(evaluations)
+
+        assert computed(None) and computed("a") and computed("b")
+        assert not computed("a") and not computed(None)
+        monkeypatch.setattr(zero_shot_run.plugins, "describe", lambda: {"mine": "b"})
+        with pytest.raises(UserError, match=r"the plugins none, this call has \{'m"):
+            run(model, ["arc_easy"], tmp_path, settings(rows))
+
     def test_damaged_files_are_computed_again(self, model, rows, tmp_path, evaluations, capsys):
         before = run(model, ["piqa"], tmp_path, settings(rows))
         (path,) = (tmp_path / "tasks").iterdir()
