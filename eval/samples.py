@@ -22,13 +22,11 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 
 def held_out_prompts(
-    data: Path | str,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    prompt_tokens: int,
-    reference_tokens: int,
+    data: Path | str, count: int, prompt_tokens: int, reference_tokens: int
 ) -> tuple[list[dict[str, str]], dict[str, int]]:
     """Beginnings of `count` documents spread over the validation split, and how they go on.
+
+    Tokens are those of the data, whose own tokenizer spells them: a model's may be another one.
 
     Returns:
         Dictionaries with `prompt` and `reference` (the document's own next tokens); and how many
@@ -42,7 +40,7 @@ def held_out_prompts(
 
     from cat_lm.data.opening import open_verified
 
-    corpus = open_verified(data, "validation")
+    corpus, tokenizer = open_verified(data, "validation"), load_tokenizer(Path(data) / "tokenizer")
     # Prompts from the first million tokens: a few of them need no more of a large split.
     tokens = corpus.tokens(0, min(corpus.num_tokens, 1_000_000))
     ends = np.flatnonzero(tokens == corpus.eod_id)
@@ -120,7 +118,7 @@ def write_samples(
     from eval.common.provenance import provenance
 
     check_vocabulary(tokenizer, model.config)
-    prompts, documents = held_out_prompts(data, tokenizer, count, prompt_tokens, max_new_tokens)
+    prompts, documents = held_out_prompts(data, count, prompt_tokens, max_new_tokens)
     result = {
         "data": str(data),
         "documents": documents,

@@ -228,6 +228,29 @@ class TestReport:
         assert found["tokens_looked_at"] + found["tokens_left_out"] == corpus.num_tokens
         assert f"2 of {len(lengths)} documents are continued; left out: " in err
 
+    def test_samples_of_data_with_another_tokenizer_begin_with_its_text(
+        self, runs, tmp_path, prepare, monkeypatch, capsys
+    ):
+        """Its ids mean nothing, or other text, to the model's tokenizer."""
+        text = tmp_path / "text.txt"
+        beginnings = [f"Number {n} went to the market with seven birds." for n in range(40)]
+        text.write_text("\n\n".join(beginnings), encoding="utf-8")
+        data = prepare(
+            tmp_path / "data",
+            *("--source", "files", "--path", text, "--document-separator", r"\n\n"),
+            *("--tokenizer", "train:sentencepiece:300", "--validation-fraction", 0.3),
+            *("--workers", 1),
+        )
+        arguments = (runs[0], "--data", data, "--count", 2, "--prompt-tokens", 12)
+        code, _, err = command(
+            monkeypatch, capsys, "eval.samples", *arguments, "--max-new-tokens", 8
+        )
+        assert code == 0, err
+        samples = json.loads((runs[0] / "eval/samples.json").read_text())["samples"]
+        assert len(samples) == 2
+        for sample in samples:
+            assert any(b.startswith(sample["prompt"] + sample["reference"]) for b in beginnings)
+
     @pytest.mark.parametrize(
         ("module", "options", "message"),
         [
