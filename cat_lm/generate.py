@@ -26,6 +26,7 @@ from cat_lm.pretrained import (
     load_tokenizer,
     model_config,
     quiet_transformers,
+    refuse_beyond_positions,
 )
 
 if TYPE_CHECKING:
@@ -163,6 +164,9 @@ def _check_length(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int)
             f"than {EXTRAPOLATION.high} times the {trained:,} that the model was trained on; "
             f"together they must be at most {trained * EXTRAPOLATION.high:,}"
         )
+    # The last new token is not read.
+    given = f"prompt: its {prompt_tokens:,} tokens and --max-new-tokens {new_tokens:,}"
+    refuse_beyond_positions(config, prompt_tokens + new_tokens - 1, given)
 
 
 def _note_length(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int) -> None:

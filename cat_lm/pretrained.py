@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 SETTINGS = ("config.json", "generation_config.json")
 # No folder runs its code here, and none is looked for on the Hub.
+# Buffers of positions, in GPT-J and CTRL; and positions before the first token's, 2 in OPT.
+_POSITION_TABLES, _SPARE_POSITIONS = ("embed_positions", "pos_encoding"), 8
 _AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -287,6 +289,50 @@ def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
             return architectures.of_config(config).classes_of(config).causal_lm(config)
     except Exception as error:
         raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error
+
+
+def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) -> None:
+    """Refuse a length for which a model has no positions, as it looks them up in a table.
+
+    What is beyond a table is a traceback on a CPU, and on a GPU the end of the process. Families of
+    ours compute positions at every length.
+
+    Args:
+        config: of a model of any type.
+        length: tokens that it is to read at once.
+        what: begins the message.
+
+    Raises:
+        UserError: there is such a table, and it is too short.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or length <= longest or architectures.find(config) is not None:
+        return
+    if _has_position_table(config, longest):
+        raise UserError(
+            f"{what}: model type {config.model_type} has positions for {longest:,} tokens and none "
+            "beyond; give less"
+        )
+
+
+def _has_position_table(config: PreTrainedConfig, longest: int) -> bool:
+    """Tell whether a model has an embedding of positions (GPT-2, OPT), or a table (GPT-J)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # whoever loads it says why
+        return False
+    words = model.get_input_embeddings()
+    embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    rows = [module.num_embeddings for module in embeddings if module is not words]
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in _POSITION_TABLES:
+            rows.append(len(buffer))
+    return any(longest <= number <= longest + _SPARE_POSITIONS for number in rows)
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:

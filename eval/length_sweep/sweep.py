@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
-from cat_lm.pretrained import model_config, model_folder, model_label
+from cat_lm.pretrained import (
+    model_config,
+    model_folder,
+    model_label,
+    refuse_beyond_positions,
+)
 from eval.common.models import folder_sha256
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.precision import evaluation_dtype
@@ -126,7 +131,7 @@ def sweep(
     dtype = evaluation_dtype(dtype, models, device)  # before anything is read
     scaling, computing = (factor, temperature_scope), (dtype, device, batch_tokens)
     protocol = Protocol(stride, documents, *scaling, *computing, max_document_tokens, skip_tokens)
-    subjects = _subjects(models, tuple(methods), protocol, training_length)
+    subjects = _subjects(models, lengths[-1], tuple(methods), protocol, training_length)
     if documents == PAGES:
         from eval.length_sweep.wikitext import page_streams
 
@@ -177,6 +182,7 @@ def _fill(
 
 def _subjects(
     models: Sequence[Path | str],
+    largest: int,
     methods: tuple[str, ...],
     protocol: Protocol,
     training_length: int | None,
@@ -186,6 +192,7 @@ def _subjects(
     configs = [model_config(folder) for folder in folders]
     found = []
     for folder, label, config in zip(folders, labels(folders), configs, strict=True):
+        refuse_beyond_positions(config, largest, f"--lengths {largest}: model {label}")
         chosen = resolve_methods(config, methods, label)
         trained = training_length or trained_length(folder, config)
         check_scaling(config, chosen, label, trained, protocol)

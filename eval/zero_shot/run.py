@@ -31,7 +31,13 @@ from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
 from cat_lm.io.readers import read_object, short
-from cat_lm.pretrained import DTYPES, model_folder, model_label
+from cat_lm.pretrained import (
+    DTYPES,
+    model_config,
+    model_folder,
+    model_label,
+    refuse_beyond_positions,
+)
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.outputs import claim_outputs
 from eval.common.precision import evaluation_device, evaluation_dtype
@@ -162,6 +168,9 @@ def _task_values(
 def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
     # For every dtype: a number must not depend on whether its dtype was given or found.
     evaluation_device(settings.device)
+    if settings.max_length is not None:
+        given = f"--max-length {settings.max_length}"
+        refuse_beyond_positions(model_config(folder), settings.max_length, given)
     dtype = settings.dtype
     if dtype == "auto" and (dtype := _stored_dtype(folder)) == "float32":
         dtype = evaluation_dtype("auto", [folder], settings.device)
