@@ -63,6 +63,8 @@ class _Row(Record):
     standard_error: _MaybeNumber
     training_length: int | None
     document_count: int | None = None
+    stride: int | None = None
+    documents: str | None = None
     positions: list[_Bin] | None = None
 
 

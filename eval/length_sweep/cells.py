@@ -282,7 +282,7 @@ def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str,
 def scaling_text(effective: dict[str, Any]) -> str:
     """A loaded model's scaling in a few words."""
     if effective["rope_type"] is None:
-        parts = ["no positions"]
+        parts = ["no rotary positions"]  # perhaps others, which a model of the library may have
     elif effective["rope_type"] == "default":
         parts = ["rope default"]
     else:

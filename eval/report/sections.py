@@ -73,9 +73,7 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
     def draw(size: tuple[float, float]) -> Figure:
         return length_figure(rows, size, order=[run.label for run in runs])
 
-    others = len({row["tokens_sha256"] for row in rows}) > 1
-    warning = "The runs were scored on different tokens." if others else ""
-    figures = [drawn(draw, "lengths", _length_caption(runs, rows), warning)]
+    figures = [drawn(draw, "lengths", _length_caption(runs, rows), _length_warning(rows))]
     # One line a run: the methods would hide each other.
     plain = [row for row in rows if row["method"] == "none" and row.get("positions")]
     if plain:
@@ -85,6 +83,18 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
         )
         figures.append(drawn(lambda size: position_figure(plain, size), "positions", caption))
     return figures
+
+
+def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
+    """Say what makes lines that are drawn together no measurements of the same; "" for none."""
+    known = [row for row in rows if row.get("stride") and row.get("documents")]
+    windows = {(row["length"], row["stride"], row["documents"]) for row in known}
+    differing = {
+        "on different tokens": len({row["tokens_sha256"] for row in rows}) > 1,
+        "in different windows": len(windows) > len({row["length"] for row in known}),
+    }
+    parts = " and ".join(part for part, is_so in differing.items() if is_so)
+    return f"The runs were scored {parts}." if parts else ""
 
 
 def _strangers_note(runs: Sequence[Run]) -> str:

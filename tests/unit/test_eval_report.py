@@ -399,6 +399,31 @@ class TestWhoseResults:
         assert "21.75" in page and "oo(y):" in page and "12,3" not in page
         assert "other weights" not in page
 
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({}, ""),
+            ({"length": 64}, ""),
+            ({"stride": 8}, "The runs were scored in different windows."),
+            ({"documents": "per-document"}, "The runs were scored in different windows."),
+            (
+                {"stride": 8, "tokens_sha256": "b" * 64},
+                "The runs were scored on different tokens and in different windows.",
+            ),
+        ],
+    )
+    def test_sweeps_that_cannot_be_compared_are_said(
+        self, measured, runs, tmp_path, monkeypatch, capsys, change, said
+    ):
+        other = shutil.copytree(runs["mh"], tmp_path / "other")
+        protocol = {"stride": 32, "documents": "concatenated"}
+        for run, more in ((measured, {}), (other, change)):
+            row = sweep_row(run, run.name, 21.75) | protocol | more
+            write_json(run / "eval/length_sweep.json", {"text": "x", "rows": [row]})
+        assert report(monkeypatch, capsys, measured, other, "--out", tmp_path / "out") == (0, "")
+        page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
+        assert ("The runs were scored" in page) is bool(said) and said in page
+
     def test_rows_of_other_models_are_left_out_and_said(
         self, measured, runs, tmp_path, monkeypatch, capsys
     ):
