@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import plugins
+from cat_lm.training.checkpoint.code import copied_commit
 
 PACKAGES = (
     *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),
@@ -57,7 +58,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+changes` where tracked files differ; None without git."""
+    """The checkout's commit, with `+changes` where tracked files differ; None without git.
+
+    Of a copy that `launch.slurm` made, which may lie in a checkout that has gone on since, it is
+    that of the code that was copied.
+    """
+    if copied := copied_commit(Path(__file__).resolve().parents[2]):
+        return copied.replace("+", "+changes")
 
     def git(*arguments: str) -> str:
         return subprocess.run(

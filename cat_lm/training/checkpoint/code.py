@@ -22,11 +22,12 @@ class CopiedCode(Record):
 def code_version() -> dict[str, Any]:
     """Return cat_lm's version, its git commit (`+`: with changes) if known, and the plugins."""
     checkout = Path(__file__).resolve().parents[3]
-    commit = _copied_commit(checkout) or _git_commit(checkout)
+    commit = copied_commit(checkout) or _git_commit(checkout)
     return {"cat_lm": __version__, "commit": commit, "plugins": plugins.describe()}
 
 
-def _copied_commit(checkout: Path) -> str | None:
+def copied_commit(checkout: Path) -> str | None:
+    """Return the commit, `+` with changes, of which `checkout` is a copy; None where it is none."""
     try:
         record = CopiedCode.model_validate_json((checkout.parent / "code.json").read_bytes())
     except (OSError, ValidationError):
