@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 SETTINGS = ("config.json", "generation_config.json")
 # No folder runs its code here, and none is looked for on the Hub.
+_AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
 # Buffers of positions, in GPT-J and CTRL; and positions before the first token's, 2 in OPT.
 _POSITION_TABLES, _SPARE_POSITIONS = ("embed_positions", "pos_encoding"), 8
-_AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
 
 
 def model_folder(path: Path | str) -> Path:

@@ -6,14 +6,13 @@ import datetime
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from cat_lm import plugins
-from cat_lm.training.checkpoint.code import copied_commit
+from cat_lm.commit import commit
 
 PACKAGES = (
     *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),
@@ -55,32 +54,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def commit() -> str | None:
-    """The checkout's commit, with `+changes` where tracked files differ; None without git.
-
-    Of a copy that `launch.slurm` made, which may lie in a checkout that has gone on since, it is
-    that of the code that was copied.
-    """
-    if copied := copied_commit(Path(__file__).resolve().parents[2]):
-        return copied.replace("+", "+changes")
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def machine() -> str:

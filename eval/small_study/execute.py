@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from cat_lm.commit import commit
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
@@ -21,7 +22,6 @@ from cat_lm.io.locks import Lock
 from cat_lm.io.readers import Record, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
-from eval.common.provenance import commit
 from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -70,21 +69,3 @@ def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):
     for precision, ends in (("highest", "2 x H100"), ("high", "H100, fp32 products in TF32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda given=precision: given)
         assert provenance()["machine"].endswith(ends)
-
-
-def test_a_record_of_a_copy_of_the_code_has_its_commit(tmp_path, monkeypatch):
-    """The copy may lie in a checkout, whose own commit is another one by now."""
-    from eval.common import provenance as module
-
-    checkout = tmp_path / "checkout"
-    copy = checkout / "runs/mine/slurm/code"
-    (copy / "eval/common").mkdir(parents=True)
-    identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
-    for arguments in (("init", "-q"), (*identity, "commit", "-q", "--allow-empty", "-m", "one")):
-        subprocess.run(["git", *arguments], cwd=checkout, check=True)
-    monkeypatch.setattr(module, "__file__", str(copy / "eval/common/provenance.py"))
-    assert len(module.commit()) == 40
-    for dirty, said in ((False, "abc"), (True, "abc+changes")):
-        record = json.dumps({"commit": "abc", "dirty": dirty})
-        (copy.parent / "code.json").write_text(record, encoding="utf-8")
-        assert module.commit() == said

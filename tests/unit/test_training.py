@@ -522,21 +522,3 @@ def test_what_all_ranks_share_is_said_once(rank, printed, temporary, code, monke
     with pytest.raises(SystemExit) as ended:
         command(fails)()
     assert ended.value.code == code and capfd.readouterr().err == printed
-
-
-def test_a_copy_of_the_code_knows_its_commit(tmp_path, monkeypatch):
-    from cat_lm.training.checkpoint import code
-
-    module = tmp_path / "slurm/code/cat_lm/training/checkpoint/code.py"
-    monkeypatch.setattr(code, "__file__", str(module))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    module.parent.mkdir(parents=True)
-    assert code.code_version()["commit"] is None
-    record = tmp_path / "slurm/code.json"
-    for content, commit in (
-        ('{"commit": "abc", "dirty": true}', "abc+"),
-        ('{"commit": "abc", "dirty": false}', "abc"),
-        ('{"commit": null, "dirty": null}', None),
-    ):
-        record.write_text(content)
-        assert code.code_version()["commit"] == commit

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cat_lm import __version__, plugins
+from cat_lm.commit import commit
 from cat_lm.io.checksums import checksum
 from cat_lm.io.files import sync_directory, write_json, write_text
 from cat_lm.io.own_files import make_marked, remove_marked
-from cat_lm.training.checkpoint.code import code_version
 from cat_lm.training.checkpoint.finding import Say
 from cat_lm.training.checkpoint.folder import LATEST, PURPOSE, put_aside, unmark_saved
 from cat_lm.training.checkpoint.records import (
@@ -135,7 +136,7 @@ def write_own_files(
             engine.model.config.save_pretrained(temporary / "model")
             shutil.copytree(tokenizer, temporary / "tokenizer")
             engine.config.save(temporary / RUN_CONFIG)
-            code = code_version()
+            code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
             write_json(temporary / STATE, {**state, "world_size": ranks.world_size, "code": code})
             small = [*(temporary / "model").rglob("*"), *(temporary / "tokenizer").rglob("*")]
             for path in (temporary / RUN_CONFIG, temporary / STATE, *small):

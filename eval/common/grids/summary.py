@@ -103,11 +103,13 @@ def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def told_training(found: Mapping[str, Any]) -> str:
     """Write what `training` gives as a sentence."""
-    commits = ", ".join(commit[:9] for commit in found["commits"])
+    commits = ", ".join(each[:9] + "+" * ("+" in each) for each in found["commits"])
+    changed = " (+: with changes)" if "+" in commits else ""
     plural = "s" if len(found["commits"]) > 1 else ""
     machines = "; ".join(found["machines"])
     first, last = (found[end][:16].replace("T", " ") for end in ("first", "last"))
-    return f"Runs ended between {first} and {last} UTC, at commit{plural} {commits}; {machines}."
+    where = f"at commit{plural} {commits}{changed}; {machines}"
+    return f"Runs ended between {first} and {last} UTC, {where}."
 
 
 def told_rate(line: dict[str, Any]) -> str:

@@ -1,0 +1,46 @@
+"""The commit of the code that runs, for checkpoints and results."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from cat_lm.io.readers import Record
+
+
+class CopiedCode(Record):
+    """code.json, which `launch.slurm` puts beside a copy of the code."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def commit() -> str | None:
+    """Return the commit of this code, `+` behind it where tracked files differ; None if unknown.
+
+    A copy by `launch.slurm` has that of what was copied: the checkout that its run lies in may have
+    gone on since. Code that is installed below another repository has none of that one's.
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    try:
+        record = CopiedCode.model_validate_json((checkout.parent / "code.json").read_bytes())
+    except (OSError, ValidationError):
+        return _git_commit(checkout)
+    return record.commit and record.commit + ("+" if record.dirty else "")
+
+
+def _git_commit(checkout: Path) -> str | None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout:
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
