@@ -219,7 +219,7 @@ def _candidates(task: UnitTask, tally: UnitCounts, writer: PartWriter) -> Iterat
     for part in task.unit.parts:
         for item in encoding.source.read(part):
             if isinstance(item, Document) and len(item.text) > MAX_DOCUMENT:
-                item = too_large(part.name, len(item.text), item.text)
+                item = too_large(part.name, item.text)
             if isinstance(item, Malformed):
                 tally.malformed += 1
                 # Keys that are quoted may hold what UTF-8 cannot.

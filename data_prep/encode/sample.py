@@ -66,7 +66,7 @@ def _first_documents(source: Source, encoding: Encoding, spec: SelectionSpec) ->
             continue
         for item in source.read(part):
             if isinstance(item, Document) and len(item.text) > MAX_DOCUMENT:
-                item = too_large(part.name, len(item.text), item.text)
+                item = too_large(part.name, item.text)
             if isinstance(item, Malformed):
                 first, malformed = first or item, malformed + 1
                 if malformed >= ALL_MALFORMED and not good:

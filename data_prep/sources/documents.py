@@ -169,14 +169,14 @@ def _read_text(
     for piece in _decoded(stream, path):
         *texts, rest = (end + piece).split(separator) if separator else [piece]
         for text in texts:
-            document.add(text)
-            yield document.take()
+            yield document.ended(text)
         # The next piece may complete a separator that its last characters begin.
         settled = max(0, len(rest) - len(separator) + 1) if separator else len(rest)
         document.add(rest[:settled])
         end = rest[settled:]
-    document.add(end)
-    yield document.take()
+        if separator is None and document.is_too_large:
+            break  # which the rest of the file, perhaps hundreds of gigabytes, does not mend
+    yield document.ended(end)
 
 
 class _Growing:
@@ -187,17 +187,24 @@ class _Growing:
         self._pieces: list[str] = []
         self._size = 0
 
+    @property
+    def is_too_large(self) -> bool:
+        return self._size > MAX_DOCUMENT
+
     def add(self, piece: str) -> None:
         self._pieces.append(piece)
         self._size += len(piece)
-        if self._size > MAX_DOCUMENT:
+        if self.is_too_large:
             self._pieces = ["".join(self._pieces)[:SHOWN]]
 
-    def take(self) -> Record | Malformed:
-        """What there is; the next document begins."""
-        text, size = "".join(self._pieces), self._size
+    def ended(self, piece: str) -> Record | Malformed:
+        """What there is with the last piece; the next document begins."""
+        if not self._size and len(piece) <= MAX_DOCUMENT:
+            return piece, {}  # nearly all, where documents are small
+        self.add(piece)
+        text, is_too_large = "".join(self._pieces), self.is_too_large
         self._pieces, self._size = [], 0
-        return (text, {}) if size <= MAX_DOCUMENT else too_large(self._name, size, text)
+        return too_large(self._name, text) if is_too_large else (text, {})
 
 
 def _decoded(stream: IO[bytes], path: str) -> Iterator[str]:
@@ -215,13 +222,13 @@ def _decoded(stream: IO[bytes], path: str) -> Iterator[str]:
         read += len(block)
 
 
-def too_large(where: str, characters: int, begin: str) -> Malformed:
+def too_large(where: str, begin: str) -> Malformed:
     """The complaint about a document that cannot be encoded in one piece; it begins so."""
     return Malformed(
         where,
-        f"a document of {characters / 1e6:.0f} million characters (it begins "
-        f"{begin[:SHOWN]!r}) is too large to encode, {MAX_DOCUMENT / 1e6:.0f} million is the "
-        "most; cut a text file into documents with --document-separator",
+        f"a document of more than {MAX_DOCUMENT / 1e6:.0f} million characters (it begins "
+        f"{begin[:SHOWN]!r}) is too large to encode; cut a text file into documents with "
+        "--document-separator",
     )
 
 
