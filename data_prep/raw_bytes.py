@@ -17,7 +17,7 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
 from cat_lm.data.verified import note_shards
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.folders import check_output
@@ -62,7 +62,8 @@ def _describe(file: Path, sizes: list[int]) -> dict:
     try:
         there, digest = file.stat().st_size, sha256(file)
     except OSError as error:
-        raise UserError(f"--path {file}: cannot be read ({describe_os_error(error)})") from None
+        text = f"--path {file}: cannot be read ({describe_os_error(error)})"
+        raise file_error(text, error) from None
     if sum(sizes) > there:
         raise UserError(
             f"--splits {','.join(map(str, sizes))}: are {sum(sizes):,} bytes, and {file} has "

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from data_prep.amounts import cut
 from data_prep.sources.base import Part, Source, in_natural_order, set_name
 from data_prep.sources.documents import (
@@ -71,7 +71,10 @@ class PythonStdlib(Source):
             with open(part.path, "rb") as stream:
                 encoding, _ = tokenize.detect_encoding(stream.readline)
             text = part.path.read_bytes().decode(encoding)
-        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        except OSError as error:
+            text = f"{part.path}: cannot be read ({describe_os_error(error)})"
+            raise file_error(text, error) from None
+        except (SyntaxError, UnicodeDecodeError) as error:
             raise UserError(f"{part.path}: cannot be read ({error})") from None
         yield Document(text, self.kind)
 
@@ -170,30 +173,50 @@ def left_in(found: Sequence[list[Part]], exclude: Sequence[str]) -> list[list[Pa
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """All that is below a folder, and behind links to folders; not a link's own folders above."""
+    """All that is below a folder and behind links to folders, but for what is hidden.
+
+    A link to a folder that the walk is in already, by whatever links, is not followed.
+    """
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read ({describe_os_error(error)})")
+        text = f"{error.filename}: cannot be read ({describe_os_error(error)})"
+        raise file_error(text, error)
 
+    # Of each folder to come, the folders whose links lead to it.
+    left: dict[str, tuple[Path, ...]] = {str(root): ()}
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        here = Path(folder).resolve()
-        folders[:] = [n for n in folders if not here.is_relative_to(Path(folder, n).resolve())]
+        before = left.pop(folder)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in tuple(folders):
+            path = os.path.join(folder, name)
+            way = (*before, Path(folder).resolve()) if os.path.islink(path) else before
+            if way != before and _leads_up(Path(path).resolve(), way):
+                folders.remove(name)
+            else:
+                left[path] = way
         yield from (Path(folder, name) for name in names)
 
 
-def _matches(pattern: str) -> set[Path]:
+def _leads_up(target: Path, way: Sequence[Path]) -> bool:
+    return any(folder.is_relative_to(target) for folder in way)
+
+
+def matches(pattern: str) -> Iterator[Path]:
     """What a glob matches; ** goes through folders as `_below` does.
 
     The library's goes forty times through a link to a folder above, and past what it cannot list.
     """
     pieces = Path(pattern).parts
     if "**" not in pieces:
-        return {Path(name) for name in glob.glob(pattern)}
+        yield from map(Path, glob.iglob(pattern))
+        return
     cut = pieces.index("**")
     begin = Path(*pieces[:cut])
     tops = [Path(name) for name in glob.glob(str(begin))] if cut else [begin]
-    found = ((top, file) for top in tops if top.is_dir() for file in _below(top))
-    return {file for top, file in found if _fits(file.relative_to(top).parts, pieces[cut:])}
+    for top in tops:
+        if top.is_dir():
+            files = ((file, file.relative_to(top).parts) for file in _below(top))
+            yield from (file for file, names in files if _fits(names, pieces[cut:]))
 
 
 def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
@@ -220,7 +243,7 @@ def find_files(path: str, flag: str) -> list[Part]:
     if root.is_dir():
         candidates = _below(root)
     else:
-        candidates = _matches(path)
+        candidates = list(matches(path))
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")

@@ -18,10 +18,12 @@ import pytest
 import zstandard
 
 from cat_lm.errors import TemporaryError, UserError
+from data_prep import raw_bytes
 from data_prep.sources import Part, open_source, sample_texts
 from data_prep.sources import documents as documents_module
 from data_prep.sources.base import in_natural_order
 from data_prep.sources.documents import Document, Malformed, Reading
+from data_prep.sources.local import PythonStdlib
 
 TEXTS = ["one", "zwei\nZeilen", "drei \U0001f600", ""]
 
@@ -405,6 +407,29 @@ def test_globs_follow_links_but_not_to_folders_above(tmp_path):
     assert texts("files", f"{root}/chunk1/up/**/a.jsonl") == ["chunk1", "other disk"]
 
 
+def test_links_that_lead_to_each_other_are_followed_once(tmp_path):
+    """Neither folder lies above the other: each document was found some forty times."""
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
+        (tmp_path / name / "other").symlink_to(f"../{other}")
+    expected = ["a/other/x.jsonl", "a/x.jsonl", "b/other/x.jsonl", "b/x.jsonl"]
+    for path in (tmp_path, tmp_path / "**/*.jsonl"):
+        assert sorted(names(open_source("files", str(path), Reading()))) == expected
+
+
+def test_hidden_folders_are_not_looked_into(tmp_path, monkeypatch):
+    """Nothing in them counts, and perhaps nobody may list them, as snapshots of a file system."""
+    for name in (".snapshot", "a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    for path in (tmp_path, tmp_path / "**/*.jsonl"):
+        assert names(open_source("files", str(path), Reading())) == ["a/x.jsonl", "b/x.jsonl"]
+    assert listed and not any(".snapshot" in str(path) for path in listed)
+
+
 @pytest.mark.parametrize(("number", "kind"), [("ESTALE", TemporaryError), ("EACCES", UserError)])
 @pytest.mark.parametrize(
     "call", ["data_prep.sources.documents.open", "data_prep.sources.base.sha256"]
@@ -422,6 +447,28 @@ def test_what_a_file_system_does_for_a_while_is_temporary(
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(") as error:
         source.describe() if call.endswith("sha256") else documents(source)
     assert type(error.value) is kind
+
+
+def test_a_folder_that_cannot_be_listed_for_a_while_is_temporary(tmp_path, monkeypatch):
+    def failing(path):
+        raise OSError(errno.ESTALE, "failed", str(path))
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(TemporaryError, match=r": cannot be read \("):
+        open_source("files", str(tmp_path), Reading())
+
+
+def test_the_standard_library_and_raw_bytes_say_what_is_temporary(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.ESTALE, "failed")
+
+    monkeypatch.setattr("data_prep.sources.local.open", failing, raising=False)
+    with pytest.raises(TemporaryError, match=r"\.py: cannot be read \("):
+        next(object.__new__(PythonStdlib).read(Part(tmp_path / "x.py", "x.py")))
+    (tmp_path / "text8").write_bytes(b"text")
+    monkeypatch.setattr(raw_bytes, "sha256", failing)
+    with pytest.raises(TemporaryError, match=r"^--path .*text8: cannot be read \("):
+        raw_bytes._describe(tmp_path / "text8", [4])
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):

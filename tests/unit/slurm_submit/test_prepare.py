@@ -83,6 +83,9 @@ def test_globs_and_names_with_brackets_are_what_prepare_takes_them_for(place, mo
         assert (code, warning) == (0, ""), path
     missing = place.fails("prepare", "--tasks", 2, "--", *common, "data/**/*.md")
     assert "--path data/**/*.md: no such file or folder" in missing
+    for link in ("here", "too"):  # the library's glob goes through both, 2 ** 40 times
+        (place.folder / "data" / link).symlink_to(".")
+    assert place.fails("prepare", "--tasks", 2, "--", *common, "data/**/*.md") == missing
     elsewhere = place.folder.parent / f"{place.folder.name} data"
     (elsewhere / "in").mkdir(parents=True)
     given = ("--container", "image.sqsh", "--print", "--", *common, f"{elsewhere}/in/*/x*.txt")
