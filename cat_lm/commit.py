@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from cat_lm.io.readers import Record
+
+_OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
 class CopiedCode(Record):
@@ -32,10 +35,13 @@ def commit() -> str | None:
 
 
 def _git_commit(checkout: Path) -> str | None:
+    # A hook of another repository hands on where that one is.
+    here = {k: v for k, v in os.environ.items() if k not in _OF_A_REPOSITORY}
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        return done.stdout.strip()
+        told = {"capture_output": True, "text": True, "env": here}
+        return subprocess.run(command, check=True, timeout=60, **told).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout:

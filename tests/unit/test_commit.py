@@ -63,3 +63,14 @@ def test_what_is_installed_below_another_repository_has_none_of_its_commits(runs
     other = checkout_at(tmp_path / "other")
     assert runs_in(other / ".venv/lib/python3/site-packages") is None
     assert runs_in(other) is not None
+
+
+def test_a_hook_of_another_repository_names_none_of_its_commits(runs_in, tmp_path, monkeypatch):
+    checkout, other = (checkout_at(tmp_path / name) for name in ("checkout", "other"))
+    (other / "cat_lm/commit.py").write_text("two")  # so that its state is told apart, `+`
+    mine = runs_in(checkout)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert runs_in(checkout) == mine and not mine.endswith("+")
+    monkeypatch.setenv("GIT_WORK_TREE", str(checkout))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other / "no index"))
+    assert runs_in(checkout) == mine
