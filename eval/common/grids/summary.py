@@ -103,12 +103,13 @@ def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def told_training(found: Mapping[str, Any]) -> str:
     """Write what `training` gives as a sentence."""
-    commits = ", ".join(each[:9] + "+" * ("+" in each) for each in found["commits"])
-    changed = " (+: with changes)" if "+" in commits else ""
-    plural = "s" if len(found["commits"]) > 1 else ""
+    # Earlier versions wrote +changes for +.
+    commits = dict.fromkeys(each[:9] + "+" * ("+" in each) for each in found["commits"])
+    plural = "s" if len(commits) > 1 else ""
+    changed = " (+: with changes)" if "+" in "".join(commits) else ""
     machines = "; ".join(found["machines"])
     first, last = (found[end][:16].replace("T", " ") for end in ("first", "last"))
-    where = f"at commit{plural} {commits}{changed}; {machines}"
+    where = f"at commit{plural} {', '.join(commits)}{changed}; {machines}"
     return f"Runs ended between {first} and {last} UTC, {where}."
 
 
