@@ -275,8 +275,7 @@ def _end(folder: Path, work: WorkFolder) -> None:
     if work.is_ours():
         work.remove()
     _remove_locks(folder, SETUP_LOCK)
-    if os.path.lexists(folder / MARKER):  # a disk that is only read refuses to remove nothing, too
-        (folder / MARKER).unlink(missing_ok=True)
+    (folder / MARKER).unlink(missing_ok=True)
 
 
 def _remove_locks(folder: Path, name: str) -> None:
@@ -304,6 +303,8 @@ def finish(folder: Path, work: WorkFolder, manifest: dict) -> None:
 
 def tidy(folder: Path, work: WorkFolder) -> None:
     """Removes the parts and the marker of complete data, where a kill has left them."""
+    if not os.access(folder, os.W_OK):
+        return  # of a mount that is only read, or somebody else's
     try:
         marker = read_marker(folder)
     except UserError:

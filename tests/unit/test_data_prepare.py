@@ -106,6 +106,33 @@ def test_data_that_are_being_replaced_are_not_taken_for_finished(
         prepare(out, *flags(some_documents, "--seed", 1, "--overwrite"))
 
 
+def read_only(patched):
+    """Let the system say what it says of a disk that is only read."""
+
+    def refuse(path, *_, **__):  # the kernel says so of files that are not there, too
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    patched.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    for name in ("unlink", "rmdir"):
+        patched.setattr(os, name, refuse)
+
+
+def test_what_a_kill_left_of_complete_data_goes_where_it_can(
+    tmp_path, prepare, some_documents, capsys, monkeypatch
+):
+    given = flags(some_documents, "--workers", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(output_folder, "_end", lambda *_: None)
+        out = prepare(tmp_path / "out", *given)
+    assert (out / "parts").is_dir() and (out / "unfinished.json").is_file()
+    with monkeypatch.context() as patched:
+        read_only(patched)
+        prepare(out, *given)
+    assert capsys.readouterr().out.endswith("nothing to do\n") and (out / "parts").is_dir()
+    prepare(out, *given)
+    assert not (out / "parts").exists() and not (out / "unfinished.json").exists()
+
+
 def test_again_with_the_same_arguments_does_nothing(
     tmp_path, prepare, some_documents, capsys, monkeypatch
 ):
@@ -117,12 +144,9 @@ def test_again_with_the_same_arguments_does_nothing(
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
-    def read_only(path, **_):  # the kernel says so of files that are not there, too
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
     with monkeypatch.context() as patched:  # as where nothing can be written
         patched.delattr(output_folder, "locked")
-        patched.setattr(os, "unlink", read_only)
+        read_only(patched)
         prepare(out, *flags(some_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
         prepare(out, *flags(some_documents, "--seed", 1))
