@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cat_lm.data.manifest import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, is_temporary
 from cat_lm.io.folders import check_output
 from data_prep.assemble import output_folder
 from data_prep.assemble.stage import UselessInput, assemble
@@ -19,7 +19,7 @@ from data_prep.encode.encoding import PLACES, Encoding
 from data_prep.encode.estimate import Estimate
 from data_prep.encode.job import Job
 from data_prep.encode.parts import disk_errors
-from data_prep.encode.plan import Plan, dtype_name, first_round, make_tokenizer
+from data_prep.encode.plan import PLAN, Plan, dtype_name, first_round, make_tokenizer
 from data_prep.encode.sample import held_out_fraction, measure
 from data_prep.encode.work_folder import WorkFolder
 from data_prep.locks import file_lock
@@ -65,8 +65,9 @@ def prepare(arguments: argparse.Namespace) -> None:
             except UselessInput:
                 output_folder.discard(arguments.out, work)
                 raise
-            except UserError:
-                if arguments.stage != "encode":  # others may be at work beside this one
+            except UserError as error:
+                # Others may be at work beside this one, or the next start may go on.
+                if arguments.stage != "encode" and not is_temporary(error):
                     output_folder.abandon(arguments.out, work)
                 raise
 
@@ -102,8 +103,11 @@ def _set_up(arguments: argparse.Namespace, source: Source, identity: dict, work:
             estimate.check_disk()
             if new:
                 plan.save(work.path)
-        except UserError:
-            output_folder.abandon(arguments.out, work)
+        except UserError as error:
+            # By a plan that is saved, other tasks of an array may be at work on their first parts.
+            planned = arguments.stage == "encode" and (work.path / PLAN).is_file()
+            if not planned and not is_temporary(error):
+                output_folder.abandon(arguments.out, work)
             raise
     info, seconds = plan.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.errors import TemporaryError, UserError
 from data_prep.assemble import output_folder, stage
 from data_prep.encode import plan
 from data_prep.encode.estimate import Estimate
@@ -68,6 +68,46 @@ def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepar
         pytest.raises(UserError, match="another preparation"),
     ):
         prepare(tmp_path / "out", *encode)
+
+
+@pytest.mark.parametrize("kind", [TemporaryError, UserError])
+def test_a_task_that_cannot_begin_leaves_the_others_their_work(
+    tmp_path, sets, prepare, monkeypatch, kind
+):
+    """Where none had finished a part yet, it removed the folder in which they were encoding."""
+    out, encode = tmp_path / "out", (*set_flags(sets), "--stage", "encode", "--task")
+
+    def failing(*_):
+        raise kind("failed")
+
+    def encoding(*_):
+        before = {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())}
+        with monkeypatch.context() as patched:
+            patched.setattr("data_prep.pipeline.held_out_fraction", failing)
+            with pytest.raises(kind, match="failed"):
+                prepare(out, *encode, "1/2")
+        assert {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())} == before
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_prep.encode.job.Job.encode", encoding)
+        prepare(out, *encode, "0/2")
+    prepare(out, *set_flags(sets))
+
+
+def test_what_may_pass_leaves_what_was_begun(tmp_path, sets, prepare, monkeypatch):
+    out, kind = tmp_path / "out", TemporaryError
+
+    def failing(*_):
+        raise kind("failed")
+
+    monkeypatch.setattr("data_prep.encode.job.Job.encode", failing)
+    with pytest.raises(TemporaryError):
+        prepare(out, *set_flags(sets))
+    assert (out / "parts/plan.json").is_file()
+    kind = UserError
+    with pytest.raises(UserError):
+        prepare(out, *set_flags(sets))
+    assert not list(out.iterdir())
 
 
 def test_without_file_locks_the_work_is_done_and_a_note_says_so(
