@@ -34,6 +34,7 @@ TEXT_PER_FILE_BYTE = {
     ".jsonl.zst": 3.5,
     ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
+PLAIN = (".txt", ".md")
 COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".parquet")  # of these no file has no bytes
 PARQUET_ROWS = 1024
 
@@ -109,7 +110,7 @@ def read_records(
     that is damaged or lacks the text's column; `name` says where a `Malformed` is.
     """
     suffix = suffix_of(path)
-    if suffix in (".txt", ".md"):
+    if suffix in PLAIN:
         yield from _read_text(stream, path, name, reading)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):

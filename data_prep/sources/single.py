@@ -11,6 +11,7 @@ from data_prep.sources.base import Part, Piece
 from data_prep.sources.documents import (
     COMPRESSED,
     MAX_DOCUMENT,
+    PLAIN,
     Malformed,
     Reading,
     Record,
@@ -86,7 +87,7 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> Division | N
     text = _only_text(file, reading)
     if text is None or len(text) > MAX_DOCUMENT:
         return None
-    if reading.separator is not None and suffix_of(file.path) in (".txt", ".md"):
+    if reading.separator is not None and suffix_of(file.path) in PLAIN:
         raise UserError(
             f"--document-separator {reading.separator!r}: {file.path} is a single document by it, "
             "which leaves none to hold out; give another, or none to hold out the text's last part"
@@ -110,6 +111,8 @@ def _only_text(file: Part, reading: Reading) -> str | None:
     for number, item in enumerate(read_file(file.path, file.name, file.size, reading)):
         if number == LOOKED_AT:
             return None
+        if isinstance(item, Malformed) and suffix_of(file.path) in PLAIN:
+            return None  # a document, too, but too large
         if isinstance(item, Malformed) or not item[0]:
             continue
         if text is not None:

@@ -188,3 +188,13 @@ def test_an_empty_compressed_file_beside_one_text_is_damaged(tmp_path):
     source = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
     with pytest.raises(UserError, match=r"c\.jsonl\.zst: broken zstd file \(it is empty\)"):
         [*map(list, map(source.read, source.parts))]
+
+
+def test_a_document_that_is_too_large_is_one_that_a_separator_divides(tmp_path, monkeypatch):
+    """The other one was said to be a single document by the separator."""
+    for module in ("documents", "single"):
+        monkeypatch.setattr(f"data_prep.sources.{module}.MAX_DOCUMENT", 100)
+    (tmp_path / "a.txt").write_text("a line\n" * 50 + "---" + "a line\n" * 10)
+    reading = Reading(separator="---")
+    source = open_source("files", str(tmp_path), reading, validation_fraction=0.1)
+    assert source.division is None and len(source.parts) == 1
