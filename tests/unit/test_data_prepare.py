@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -355,9 +354,10 @@ def test_chunks_are_bounded(monkeypatch):
 
 
 def test_help_is_quick_and_complete():
-    start = time.monotonic()
+    start = os.times()
     done = run("--help")
-    assert time.monotonic() - start < 2
+    end = os.times()  # of work: a busy machine takes longer
+    assert end.children_user + end.children_system < start.children_user + start.children_system + 2
     for flag in ("--source", "--path", "--tokenizer", "--out", "--workers", "--overwrite"):
         assert flag in done.stdout
 
