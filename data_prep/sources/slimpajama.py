@@ -74,7 +74,7 @@ class SlimPajama(Source):
         if self._left_out:
             number, first = self._left_out
             lines.append(
-                f"note: {self.path}: {number:,} files are left out, whose names tell no split "
+                f"note: {self.path}: files are left out ({number:,}), whose names tell no split "
                 f"beside others that say train; the first is {first}"
             )
         if not self.has_validation:
