@@ -24,7 +24,8 @@ def commit() -> str | None:
     """Return the commit of this code, `+` behind it where tracked files differ; None if unknown.
 
     A copy by `launch.slurm` has that of what was copied: the checkout that its run lies in may have
-    gone on since. Code that is installed below another repository has none of that one's.
+    gone on since. Of a repository that the code lies in without being tracked by it, such as one
+    with a virtual environment, there is none.
     """
     checkout = Path(__file__).resolve().parents[1]
     try:
@@ -44,9 +45,8 @@ def _git_commit(checkout: Path) -> str | None:
         return subprocess.run(command, check=True, timeout=60, **told).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout:
-            return None
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        git("ls-files", "--error-unmatch", __file__)
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
         return git("rev-parse", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

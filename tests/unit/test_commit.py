@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def test_what_is_installed_below_another_repository_has_none_of_its_commits(runs
     other = checkout_at(tmp_path / "other")
     assert runs_in(other / ".venv/lib/python3/site-packages") is None
     assert runs_in(other) is not None
+
+
+def test_what_another_repository_tracks_is_of_its_commits(runs_in, tmp_path):
+    """A laboratory's own, with this code in a folder of it; what else has changed is no matter."""
+    checkout_at(tmp_path / "theirs/cat")
+    shutil.rmtree(tmp_path / "theirs/cat/.git")
+    theirs = checkout_at(tmp_path / "theirs")
+    found = runs_in(theirs / "cat")
+    assert found is not None and found == runs_in(theirs)
+    (theirs / "cat_lm/commit.py").write_text("two")
+    assert runs_in(theirs / "cat") == found and runs_in(theirs) == f"{found}+"
 
 
 def test_a_hook_of_another_repository_names_none_of_its_commits(runs_in, tmp_path, monkeypatch):

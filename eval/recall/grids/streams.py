@@ -237,7 +237,8 @@ def ablation(
     """
     scale = SCALES[scale_name]
     places = plan(replace(scale, seeds=seeds or scale.seeds), texts, rows, columns)
-    left_out = [name for name in _names(plan(scale, texts)) if name not in _names(places)]
+    shown = _names(places)
+    left_out = [name for name in _names(plan(scale, texts)) if name not in shown]
     with alone_in(out, execution):
         if not execution.estimate_only:
             claim_outputs(out, "streams.json", named("streams", ".md", ".csv", *PICTURES))

@@ -1,0 +1,236 @@
+"""Which files a path stands for: folders, globs, links, hidden and excluded ones."""
+
+import errno
+import os
+
+import pytest
+
+from cat_lm.errors import TemporaryError, UserError
+from data_prep import raw_bytes
+from data_prep.sources import Part, open_source
+from data_prep.sources.documents import Reading
+from data_prep.sources.local import PythonStdlib
+from tests.unit.data_sources.folders import (
+    TEXTS,
+    documents,
+    json_lines,
+    names,
+    texts,
+)
+
+
+def test_paths_that_hold_nothing_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x")
+    for path, message in (
+        (tmp_path / "absent", "no such file or folder"),
+        (tmp_path / "a.csv", "unknown kind of file; known are .txt"),
+        (tmp_path, "no file of a known kind in it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            texts("files", path)
+        with pytest.raises(UserError, match="--path"):
+            texts("files", path)
+    with pytest.raises(UserError, match="needs --path"):
+        open_source("files", None, Reading())
+    with pytest.raises(UserError, match="takes no --path"):
+        open_source("python-stdlib", "x", Reading())
+
+
+def test_files_are_left_out_by_their_paths(tmp_path):
+    for name in ("a.txt", "b.md", "sub/a.txt", "sub/deep/c.txt", "subs/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+
+    def left(*exclude):
+        return names(open_source("files", str(tmp_path), Reading(), exclude=exclude))
+
+    whole = ["a.txt", "b.md", "sub/a.txt", "sub/deep/c.txt", "subs/d.txt"]
+    assert left() == whole
+    assert left("sub/*") == ["a.txt", "b.md", "subs/d.txt"], "* stands for / too"
+    assert left("*.md", "sub?/*") == ["a.txt", "sub/a.txt", "sub/deep/c.txt"]
+    assert left("[ab].*") == whole[2:], "a whole path must match"
+    for pattern in ("sub", "SUB/*", "encodings/*", f"{tmp_path}/*", "x" * 999):
+        with pytest.raises(UserError, match=r"^--exclude .*: matches no file; .* sub/a\.txt$"):
+            left("a.txt", pattern)
+    with pytest.raises(UserError, match=r"--exclude \*: leaves no file"):
+        left("*")
+
+
+def test_files_are_left_out_of_both_splits(tmp_path):
+    for name in ("t/a.txt", "t/gen/b.txt", "v/c.txt", "v/gen/d.txt", "v/own.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def left(*exclude):
+        options = {"validation_path": str(tmp_path / "v"), "exclude": exclude}
+        return names(open_source("files", str(tmp_path / "t"), Reading(), **options))
+
+    assert left("gen/*") == ["train/a.txt", "validation/c.txt", "validation/own.txt"]
+    assert "validation/own.txt" not in left("own.txt"), "one of the two has it"
+    with pytest.raises(UserError, match="leaves no file"):
+        left("gen/*", "a.txt")
+
+
+def test_of_several_files_one_is_left_and_divided(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a line of it\n" * 50)
+    both = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
+    one = open_source(
+        "files", str(tmp_path), Reading(), validation_fraction=0.1, exclude=("b.txt",)
+    )
+    assert names(both) == ["a.txt", "b.txt"]
+    assert names(one) == ["train/a.txt", "validation/a.txt"]
+
+
+def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
+    there, root = tmp_path / "other disk", tmp_path / "mirror"
+    for folder in (there / "deep", root / "chunk1"):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_bytes(json_lines([folder.name]))
+    (root / "chunk2").symlink_to(there)
+    (root / "chunk1" / "up").symlink_to(root)
+    (there / "deep" / "here").symlink_to(there / "deep")
+    (root / "chunk1" / "b.jsonl").symlink_to(there / "deep" / "a.jsonl")
+    source = open_source("files", str(root), Reading())
+    names = [part.name for part in source.parts]
+    assert names == ["chunk1/a.jsonl", "chunk1/b.jsonl", "chunk2/deep/a.jsonl"]
+    assert texts("files", root) == ["chunk1", "deep", "deep"]
+    (root / "chunk2").unlink()
+    (root / "chunk1" / "c.jsonl").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"--path .*c\.jsonl is a link to nothing"):
+        texts("files", root)
+
+
+def test_globs_follow_links_but_not_to_folders_above(tmp_path):
+    there, root = tmp_path / "other disk", tmp_path / "mirror"
+    for folder in (there, root / "chunk1"):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_bytes(json_lines([folder.name]))
+    (root / "chunk2").symlink_to(there)
+    (root / "chunk1" / "up").symlink_to(root)
+    (there / "here").symlink_to(there)
+    source = open_source("files", f"{root}/**/*.jsonl", Reading())
+    assert names(source) == ["chunk1/a.jsonl", "chunk2/a.jsonl"]
+    # Who names the link means it.
+    assert texts("files", f"{root}/*/up/chunk1/*.jsonl") == ["chunk1"]
+    assert texts("files", f"{root}/**/chunk?/**/**") == ["chunk1", "other disk"]
+    assert texts("files", f"{root}/chunk1/up/**/a.jsonl") == ["chunk1", "other disk"]
+
+
+def test_links_that_lead_to_each_other_are_followed_once(tmp_path):
+    """Neither folder lies above the other: each document was found some forty times."""
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
+        (tmp_path / name / "other").symlink_to(f"../{other}")
+    expected = ["a/other/x.jsonl", "a/x.jsonl", "b/other/x.jsonl", "b/x.jsonl"]
+    for path in (tmp_path, tmp_path / "**/*.jsonl"):
+        assert sorted(names(open_source("files", str(path), Reading()))) == expected
+
+
+def test_hidden_folders_are_not_looked_into(tmp_path, monkeypatch):
+    """Nothing in them counts, and perhaps nobody may list them, as snapshots of a file system."""
+    for name in (".snapshot", "a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    for path in (tmp_path, tmp_path / "**/*.jsonl"):
+        assert names(open_source("files", str(path), Reading())) == ["a/x.jsonl", "b/x.jsonl"]
+    assert listed and not any(".snapshot" in str(path) for path in listed)
+
+
+@pytest.mark.parametrize(("number", "kind"), [("ESTALE", TemporaryError), ("EACCES", UserError)])
+@pytest.mark.parametrize(
+    "call", ["data_prep.sources.documents.open", "data_prep.sources.base.sha256"]
+)
+def test_what_a_file_system_does_for_a_while_is_temporary(
+    tmp_path, monkeypatch, call, number, kind
+):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["x"]))
+    source = open_source("files", str(tmp_path), Reading())
+
+    def failing(*_):
+        raise OSError(getattr(errno, number), "failed")
+
+    monkeypatch.setattr(call, failing, raising=False)
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(") as error:
+        source.describe() if call.endswith("sha256") else documents(source)
+    assert type(error.value) is kind
+
+
+def test_a_folder_that_cannot_be_listed_for_a_while_is_temporary(tmp_path, monkeypatch):
+    def failing(path):
+        raise OSError(errno.ESTALE, "failed", str(path))
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(TemporaryError, match=r": cannot be read \("):
+        open_source("files", str(tmp_path), Reading())
+
+
+def test_the_standard_library_and_raw_bytes_say_what_is_temporary(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.ESTALE, "failed")
+
+    monkeypatch.setattr("data_prep.sources.local.open", failing, raising=False)
+    with pytest.raises(TemporaryError, match=r"\.py: cannot be read \("):
+        next(object.__new__(PythonStdlib).read(Part(tmp_path / "x.py", "x.py")))
+    (tmp_path / "text8").write_bytes(b"text")
+    monkeypatch.setattr(raw_bytes, "sha256", failing)
+    with pytest.raises(TemporaryError, match=r"^--path .*text8: cannot be read \("):
+        raw_bytes._describe(tmp_path / "text8", [4])
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    real = os.scandir
+
+    def scandir(folder):  # the tests may run as root, whom no mode stops
+        if str(folder).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"closed: cannot be read \(no permission\)"):
+        texts("files", tmp_path)
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    for name in ("a.txt", ".b.txt", ".trash/c.txt", "sub/.ipynb_checkpoints/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts("files", tmp_path) == ["a.txt"]
+    assert texts("files", tmp_path / ".trash") == [".trash/c.txt"]
+
+
+def test_a_file_is_taken_once_and_for_one_split(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("x")
+    assert texts("files", f"{tmp_path}/**/**/*.txt") == ["x"]
+    (tmp_path / "b.txt").write_text("y")
+    with pytest.raises(UserError, match=r"--validation-path .*: --path has .*sub/a.txt too"):
+        texts("files", tmp_path, validation_path=f"{tmp_path}/sub")
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/\xff.txt", "w") as stream:
+        stream.write("x")
+    with pytest.raises(UserError, match=r"--path .*: the name '.*udcff\.txt' is not UTF-8"):
+        texts("files", tmp_path)
+
+
+def test_a_file_that_changes_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    source = open_source("files", str(tmp_path), Reading())
+    (part,) = source.parts
+    found = source.read(part)
+    next(found)
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))  # written to, with as many bytes
+    with pytest.raises(UserError, match=r"a\.jsonl: has changed since the preparation began"):
+        list(found)
+    assert len(list(source.read(part))) == len(TEXTS)
+    with open(tmp_path / "a.jsonl", "ab") as stream:
+        stream.write(json_lines(["late"]))
+    with pytest.raises(UserError, match="has changed"):
+        next(source.read(part))
