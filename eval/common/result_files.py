@@ -77,10 +77,13 @@ class _Sweep(Record):
 class _TaskValues(Record):
     metrics: dict[str, _MaybeNumber]
     stderr: dict[str, _MaybeNumber] = Field(default_factory=dict)
+    key: dict[str, Any] = Field(default_factory=dict)
 
 
 class _Model(Record):
     sha256: str | None = None
+    max_length: _Length | None = None
+    dtype: str | None = None
 
 
 class _Settings(Record):

@@ -44,7 +44,7 @@ def table2_section(runs: Sequence[Run]) -> dict[str, Any]:
         "heads": list(table2.HEADS.values()),
         "groups": table2.groups(ours, table2.paper_rows()) if measured else [],
         "note": table2.NOTE,
-        "limits": table2.limit_note(ours),
+        "warnings": table2.warnings(ours),
         "todos": [(OUTDATED, outdated), ("Not measured, or not all of it", missing)],
     }
 

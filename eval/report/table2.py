@@ -8,7 +8,7 @@ single value marks nothing.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,9 @@ class Row:
         values: column -> value; None where there is none.
         errors: column -> standard error, where it is known.
         limit: rows of each task that were used, where not all of them.
+        context, dtype: the longest text that is read at once, in tokens, and the arithmetic's
+            dtype, where known.
+        tasks: task -> digests of its rows and definition, where known.
         copied: a row that the paper took from elsewhere.
     """
 
@@ -57,6 +60,9 @@ class Row:
     values: dict[str, float | None]
     errors: dict[str, float | None] = field(default_factory=dict)
     limit: int | None = None
+    context: int | None = None
+    dtype: str | None = None
+    tasks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     copied: bool = False
 
     @property
@@ -74,6 +80,7 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
             for column, (task, metric) in table2.COLUMNS.items()
         }
         average = table2.average(tasks)
+        model = run.zero_shot.get("model", {})
         rows.append(
             Row(
                 run.label,
@@ -81,9 +88,22 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
                 table2.columns(tasks) | {AVERAGE: average["value"]},
                 errors | {AVERAGE: average["stderr"]},
                 limit=run.zero_shot.get("settings", {}).get("limit"),
+                context=model.get("max_length"),
+                dtype=model.get("dtype"),
+                tasks=_what_was_asked(tasks),
             )
         )
     return rows
+
+
+def _what_was_asked(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    keys = {task: values.get("key", {}) for task, values in tasks.items()}
+    digests = ("rows_sha256", "definition_sha256")
+    return {
+        task: tuple(key[name] for name in digests)
+        for task, key in keys.items()
+        if all(name in key for name in digests)
+    }
 
 
 def paper_rows() -> list[Row]:
@@ -149,19 +169,38 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
                 mark = marked.get((index, column))
                 cells.append({"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(mark, text))
             lines.append([row.name, row.source, *cells])
-    limits = f"**{limit_note(ours)}**" if limit_note(ours) else ""
-    parts = (markdown_table(head, lines), limits, NOTE)
+    warning = f"**{warnings(ours)}**" if warnings(ours) else ""
+    parts = (markdown_table(head, lines), warning, NOTE)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def limit_note(rows: Sequence[Row]) -> str:
-    """Name the rows that were not measured on whole tasks; empty where all were."""
-    models: dict[int, list[str]] = {}
+def warnings(rows: Sequence[Row]) -> str:
+    """Say which rows were not measured on whole tasks, or not as the others; empty if none."""
+    said = []
+    if limits := _models_by(rows, "limit"):
+        parts = [f"the first {n:,} rows ({', '.join(names)})" for n, names in limits.items()]
+        said.append(f"Not whole tasks, by --limit: only {'; '.join(parts)} of each.")
+    if len(contexts := _models_by(rows, "context")) > 1:
+        parts = [f"{n:,} tokens ({', '.join(names)})" for n, names in contexts.items()]
+        said.append(f"Not at one length, by --max-length: {'; '.join(parts)}.")
+    if len(dtypes := _models_by(rows, "dtype")) > 1:
+        parts = [f"{dtype} ({', '.join(names)})" for dtype, names in dtypes.items()]
+        said.append(f"Not in one arithmetic, by --dtype: {'; '.join(parts)}.")
+    asked: dict[str, set[tuple[str, ...]]] = {}
+    for task, digests in (item for row in rows for item in row.tasks.items()):
+        asked.setdefault(task, set()).add(digests)
+    if unlike := sorted(task for task, found in asked.items() if len(found) > 1):
+        said.append(f"Not of the same rows, or by another definition: {', '.join(unlike)}.")
+    return " ".join(said)
+
+
+def _models_by(rows: Sequence[Row], attribute: str) -> dict[Any, list[str]]:
+    """Gather names of models by a value, where they have one; values in order."""
+    models: dict[Any, list[str]] = {}
     for row in rows:
-        if row.limit:
-            models.setdefault(row.limit, []).append(row.model)
-    parts = [f"the first {n:,} rows ({', '.join(names)})" for n, names in sorted(models.items())]
-    return f"Not whole tasks, by --limit: only {'; '.join(parts)} of each." if parts else ""
+        if value := getattr(row, attribute):
+            models.setdefault(value, []).append(row.model)
+    return dict(sorted(models.items()))
 
 
 NOTE = (
@@ -207,8 +246,9 @@ def write_csv(path: Path, ours: Sequence[Row], theirs: Sequence[Row]) -> None:
     with atomic_write(path) as file:
         writer = csv.writer(file)
         errors = [f"{column}_stderr" for column in COLUMNS]
-        writer.writerow(["model", "source", "limit", *COLUMNS, *errors])
+        writer.writerow(["model", "source", "limit", "context", "dtype", *COLUMNS, *errors])
         for row in (*ours, *theirs):
             values = [row.values[column] for column in COLUMNS]
             values += [row.errors.get(column) for column in COLUMNS]
-            writer.writerow([row.model, row.source, row.limit, *values])
+            how = (row.limit, row.context, row.dtype)
+            writer.writerow([row.model, row.source, *how, *values])

@@ -168,6 +168,41 @@ class TestTable2:
         assert line.count("–") == 2, "PIQA and the average"
         assert "**" not in line, "one run is neither best nor second"
 
+    def test_runs_that_were_not_measured_alike_are_said(self, runs, tmp_path, monkeypatch, capsys):
+        folders = [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
+
+        def warned(**second: object) -> str:
+            for folder, changes in zip(folders, ({}, second), strict=True):
+                result = zero_shot(folder)
+                result["model"] |= {"max_length": 1024, "dtype": "float32"} | changes
+                rows = result["model"].pop("rows", "a")
+                key = {"rows_sha256": rows, "definition_sha256": "d"}
+                result["tasks"]["piqa"]["key"] = key
+                write_json(folder / "zero_shot/zero_shot.json", result)
+            out = tmp_path / "out"
+            assert report(monkeypatch, capsys, *folders, "--out", out)[0] == 0
+            with open(out / "table2.csv", encoding="utf-8") as file:
+                row = list(csv.DictReader(file))[1]
+            expected = {"max_length": 1024, "dtype": "float32"} | second
+            assert (row["context"], row["dtype"]) == (
+                str(expected["max_length"]),
+                expected["dtype"],
+            )
+            text = (out / "table2.md").read_text(encoding="utf-8")
+            lines = [line[2:-2] for line in text.splitlines() if line.startswith("**")]
+            page = (out / "index.html").read_text(encoding="utf-8")
+            assert all(line in page for line in lines)
+            return " ".join(lines)
+
+        assert warned() == ""
+        length = "Not at one length, by --max-length: 512 tokens (pythia); 1,024 tokens (cat)."
+        assert warned(max_length=512) == length
+        assert (
+            warned(dtype="bfloat16")
+            == "Not in one arithmetic, by --dtype: bfloat16 (pythia); float32 (cat)."
+        )
+        assert warned(rows="b") == "Not of the same rows, or by another definition: piqa."
+
 
 class TestFilters:
     def test_read_as_stored_and_shown_by_kind(self, runs):
