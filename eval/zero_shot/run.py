@@ -125,7 +125,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
         }
         failed = {}
         for name, task in tasks.items():
-            key = _key(name, task) | shared
+            key = _key(name, task, folder) | shared
             try:
                 values = _task_values(name, task, scorer, settings, out, key)
             except UserError as error:
@@ -285,8 +285,8 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
 # What is finished
 
 
-def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
-    """All of a task that its numbers depend on."""
+def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
+    """All of a task that its numbers depend on, and how the model writes where it is to write."""
     # With its functions: the harness's text of one that has no source has an address in it.
     found = task.config.to_dict(keep_callable=True)
     definition = {key: v for key, v in found.items() if key not in _OF_DATA}
@@ -295,7 +295,8 @@ def _key(name: str, task: ConfigurableTask) -> dict[str, Any]:
         key: v for key, v in definition["fewshot_config"].items() if key != "split"
     }
     text = json.dumps(definition, sort_keys=True, default=_source_of)
-    return {
+    generates = task.OUTPUT_TYPE == "generate_until"
+    return ({"generation_sha256": _generation_sha256(folder)} if generates else {}) | {
         "task": name,
         "version": task.VERSION,
         "definition_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -318,6 +319,14 @@ def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         "dtype": model["dtype"],
         "max_length": model["max_length"],
     }
+
+
+def _generation_sha256(folder: Path) -> str:
+    """Of generation_config.json's values, but of the version that wrote them."""
+    path = folder / "generation_config.json"
+    values = read_object(path) if path.is_file() else {}
+    values.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _source_of(value: Any) -> Any:

@@ -72,6 +72,28 @@ class TestRestart:
         assert computed(rows=other)
         assert not computed()
 
+    def test_how_a_model_writes_is_of_tasks_that_it_writes_for(
+        self, model, rows, tmp_path, evaluations
+    ):
+        folder = shutil.copytree(model, tmp_path / "model")
+        # Without the list of the export's files, which refuses changed ones.
+        (folder / "export.json").unlink()
+        path = folder / "generation_config.json"
+        as_exported = json.loads(path.read_text(encoding="utf-8"))
+        asked = write_rows(tmp_path / "rows", {"arc_challenge_chat": ROWS["arc_challenge"][:1]})
+
+        def computed(task: str, data, **values: object) -> bool:
+            path.write_text(json.dumps(as_exported | values), encoding="utf-8")
+            evaluations.clear()
+            run(folder, [task], tmp_path / task, settings(data, max_length=900))
+            return bool(evaluations)
+
+        assert computed("arc_challenge_chat", asked) and computed("piqa", rows)
+        assert not computed("arc_challenge_chat", asked, transformers_version="5.0")
+        assert computed("arc_challenge_chat", asked, repetition_penalty=1.3)
+        assert not computed("arc_challenge_chat", asked, repetition_penalty=1.3)
+        assert not computed("piqa", rows, repetition_penalty=1.3)
+
     def test_another_tokenizer_is_another_task(self, model, rows, tmp_path, evaluations):
         """Whatever files it is in; a folder beside it is none."""
         from tokenizers import Tokenizer
@@ -103,7 +125,7 @@ class TestRestart:
             task = catalog.load("mmlu_pro_math", LocalFolder(folder))
             made = task.config.process_docs
             task.config.process_docs = functools.partial(made.func, **(change or made.keywords))
-            return zero_shot_run._key("mmlu_pro_math", task)
+            return zero_shot_run._key("mmlu_pro_math", task, folder)
 
         assert key() == key() != key({"subject": "law"})
 
