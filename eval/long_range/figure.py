@@ -12,9 +12,9 @@ from cat_lm.io.files import finite, write_json, write_text
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.places import CONTROL, Run
-from eval.common.grids.summary import differences, summary, training
+from eval.common.grids.summary import differences, diverged, summary, training
 from eval.common.grids.tuning import Choice as Rate
-from eval.common.grids.tuning import foreseen, run_tuned
+from eval.common.grids.tuning import all_records, foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
@@ -62,7 +62,7 @@ def figure(
     record |= {
         "protocol": choice.protocol,
         "is_causal": choice.is_causal,
-        "trained": training(found for _, found in rows),
+        "trained": training(all_records(points, out)),
         "provenance": provenance(),
     }
     drawing = pictures.draw(
@@ -102,11 +102,7 @@ def told(
         "metric": rows[0][1]["metric"],
         "controls": controls(rows),
         "lines": lines,
-        "diverged": [
-            {"row": run.row, "mixer": run.line, "seed": run.cell.seed}
-            for run, record in rows
-            if not math.isfinite(record["value"])
-        ],
+        "diverged": diverged((run, record["value"]) for run, record in rows),
         "differences": differences(lines, pairs),
         "tasks": {row: _task(*each) | {"level": levels[row]} for row, each in shown.items()},
         "seconds": round(sum(sum(record["seconds"].values()) for _, record in rows)),

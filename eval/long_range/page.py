@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
-from eval.common.grids.summary import told_edges, told_rate, told_training
+from eval.common.grids.summary import told_diverged, told_edges, told_rate, told_training
 from eval.common.text_table import markdown_table
 from eval.long_range.catalog import FIGURES
 
@@ -20,8 +20,9 @@ _LEAKS = {
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
-    """Warn, before the numbers are compared, of each failed control in a sentence."""
-    return [_warning(control) for control in record["controls"] if not control["passed"]]
+    """Warn, before the numbers are compared, of failed controls and of runs that diverged."""
+    found = [_warning(control) for control in record["controls"] if not control["passed"]]
+    return [*found, *filter(None, [told_diverged(record["diverged"])])]
 
 
 def _warning(control: dict[str, Any]) -> str:
@@ -70,7 +71,6 @@ def markdown(record: dict[str, Any]) -> str:
         _table(record),
         "",
         *_rates(record),
-        *_diverged(record),
         *_differences(record),
     ]
     return "\n".join(lines)
@@ -151,13 +151,6 @@ def _rates(record: dict[str, Any]) -> list[str]:
         return []
     chosen = "The rate was chosen by validation rows with a seed that is not among the reported. "
     return [(chosen + told_edges(record["lines"])).strip(), ""]
-
-
-def _diverged(record: dict[str, Any]) -> list[str]:
-    runs = [f"`{x['mixer']}` on {x['row']} with seed {x['seed']}" for x in record["diverged"]]
-    if not runs:
-        return []
-    return [f"Diverged, which is -inf here and no accuracy of chance: {', '.join(runs)}.", ""]
 
 
 def _differences(record: dict[str, Any]) -> list[str]:

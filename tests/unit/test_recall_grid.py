@@ -232,6 +232,8 @@ def test_the_page_names_the_models_that_were_not_run(tmp_path, monkeypatch):
     for _, record, _ in rows:
         record |= {"filters": [], "delays": []}
     monkeypatch.setattr(grid, "run_tuned", lambda *_: rows)
+    records = [record for _, record, _ in rows]
+    monkeypatch.setattr(grid, "all_records", lambda *_: records)
     monkeypatch.setattr(grid, "_draw", lambda *_: None)
     later = {"commit": "d" * 40, "date": "2026-11-28T00:00:59+00:00"}
     rows[0][1]["provenance"] = MADE | later
@@ -254,8 +256,17 @@ def test_a_figure_of_a_run_that_diverged_is_json(tmp_path, monkeypatch):
         record |= {"filters": [], "delays": []}
     lost = Choice(0.01, {0.01: 0.9, 0.1: math.nan}, True)
     monkeypatch.setattr(grid, "run_tuned", lambda *_: [(*row[:2], lost) for row in rows])
-    monkeypatch.setattr(grid, "_draw", lambda *_: None)
-    grid.figure("accuracy", "smoke", tmp_path, Execution())
+    monkeypatch.setattr(grid, "all_records", lambda *_: [record for _, record, _ in rows])
+    of_its_own = next(row for row in rows if row[0].line == "attention" and row[0].row != CONTROL)
+    nothing = next(row for row in rows if row[0].line == NEGATIVE)
+    for _, record, _ in (of_its_own, nothing):
+        record["accuracy"] = record["tests"]["trained length"]["accuracy"] = -math.inf
+    told = grid.figure("accuracy", "smoke", tmp_path, Execution())
+    assert {(x["mixer"], x["seed"]) for x in told["diverged"]} == {("attention", 0), (NEGATIVE, 0)}
+    where = f"`attention` on {of_its_own[0].row}, {of_its_own[0].column} with seed 0"
+    assert where in (tmp_path / "accuracy.md").read_text()
+    # A control without a number has shown nothing.
+    assert [x["passed"] for x in told["controls"]["negative"]].count(False) >= 1
     text = (tmp_path / "accuracy.json").read_text()
     assert "NaN" not in text and json.loads(text)["lines"][0]["tried"] == {"0.01": 0.9, "0.1": None}
 

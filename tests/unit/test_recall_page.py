@@ -28,12 +28,18 @@ def control(passed: bool, accuracy: float = 0.5) -> dict:
 
 
 def test_failed_controls_are_told():
-    positive, negative = page.warnings({"controls": control(False)})
+    positive, negative = page.warnings({"controls": control(False), "diverged": []})
     assert "0.5000" in positive and "under-trained" in positive
     assert "of MQAR failed: `attention` with 2 layers reaches" in positive
     assert "at width 8 and length 16" in positive
     assert "length 16" in negative and "0.2000" in negative
-    assert not page.warnings({"controls": control(True)})
+    assert not page.warnings({"controls": control(True), "diverged": []})
+
+
+def test_runs_that_diverged_are_told():
+    lost = {"row": "MQAR", "column": "d = 8", "mixer": "mamba", "seed": 3}
+    (told,) = page.warnings({"controls": control(True), "diverged": [lost]})
+    assert told.startswith("Diverged") and "`mamba` on MQAR, d = 8 with seed 3." in told
 
 
 def test_lines_are_told_apart():
@@ -58,6 +64,7 @@ def record(lines: list[dict], **changes: object) -> dict:
     return {
         "figure": "accuracy",
         "not_run": [],
+        "diverged": [],
         "shows": "x",
         "scale": "cpu",
         "number in the paper (AAAI / workshop / arXiv)": "5 / 3 / 5",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 
@@ -21,7 +22,7 @@ from eval.recall.grids.plan import Run
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate, make_task
 from eval.recall.train.cell import Cell
-from eval.recall.train.measuring import free_running, measure
+from eval.recall.train.measuring import free_running, measure, measure_stack
 from eval.recall.train.records import delays
 from eval.recall.train.trial import run_cell
 from tests.commands import python
@@ -110,6 +111,37 @@ def test_accuracy_is_the_mean_over_rows_and_free_running_feeds_answers_back():
     assert measure(model, examples) == {"accuracy": 0.75, "rows_right": 0.0}
     # Fed its own 4 in place of 3 it answers 0 where 4 was due.
     assert free_running(model, examples)["free_running_accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_whose_answers_are_no_numbers_is_not_one_that_is_wrong(value):
+    """The likeliest of them is a token, which may even be the right one."""
+    inputs = np.array([[0, 0, 5, 1], [0, 0, 5, 2]])
+    labels = np.array([[IGNORE_INDEX, IGNORE_INDEX, 1, 2], [IGNORE_INDEX, IGNORE_INDEX, 1, 3]])
+    groups = {"known": np.array([[True, False], [True, False]])}
+    examples = Examples(inputs, labels, groups)
+    table = torch.tensor([0, 2, 3, 4, 0, 1])
+    sound, lost = Oracle(table), Oracle(table)
+    answer = lost.forward
+
+    def broken(tokens, scored):
+        logits = answer(tokens, scored)
+        logits[-1, 3] = value  # of the last row's last answer alone
+        return logits
+
+    lost.forward = broken
+    names = {"accuracy", "rows_right", "accuracy_known"}
+    assert measure(lost, examples) == dict.fromkeys(names, -math.inf)
+    assert set(free_running(lost, examples).values()) == {-math.inf}
+    assert set(measure(sound, examples)) == names and measure(sound, examples)["accuracy"] == 1.0
+    # In a stack only the one that diverged.
+    both = [lambda *given, m=model: m(*given) for model in (sound, lost, sound)]
+
+    def answers(tokens, positions):
+        return torch.stack([m(t, p) for m, t, p in zip(both, tokens, positions, strict=True)])
+
+    found = measure_stack(answers, [examples] * 3, len(table), "cpu")
+    assert [one["accuracy"] for one in found] == [1.0, -math.inf, 1.0]
 
 
 def test_teacher_forcing_equals_free_running_for_a_model_that_is_always_right():

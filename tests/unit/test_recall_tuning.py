@@ -10,7 +10,7 @@ import pytest
 from eval.common.grids import cells
 from eval.common.grids import execution as running
 from eval.common.grids.execution import Execution
-from eval.common.grids.tuning import LADDER, TUNING_SEED, beyond, choose, run_tuned
+from eval.common.grids.tuning import LADDER, TUNING_SEED, all_records, beyond, choose, run_tuned
 from eval.recall.grids.plan import SCALES, Place, Run
 from eval.recall.train.cell import Cell
 from eval.recall.train.trial import Trial, run_cell
@@ -77,6 +77,9 @@ def test_trials_come_first_then_one_beyond_the_edge_then_the_seeds(imitated, tmp
     trials = [(rate, TUNING_SEED) for rate in (3e-3, 1e-2, 3e-2)]
     assert ran == [*trials, (1e-1, TUNING_SEED), (3e-2, 0), (3e-2, 1), (1e-3, 0)]
     assert [(run.cell.lr, run.cell.seed) for run, *_ in found] == ran[-3:]
+    # All of them are told where and at which commits they were trained.
+    read = list(all_records([several, one], tmp_path))
+    assert [(record["cell"]["lr"], record["cell"]["seed"]) for record in read] == ran
     (first, *_, last) = [choice for *_, choice in found]
     assert first.tried == {3e-3: 0.5, 1e-2: 0.5, 3e-2: 0.9, 1e-1: 0.5} and not first.on_edge
     assert last.tried == {} and not last.on_edge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -87,6 +88,27 @@ def differences(
         names |= {"mixer": one["mixer"], "minus": other["mixer"]}
         found.append(names | dataclasses.asdict(difference))
     return found
+
+
+def diverged(values: Iterable[tuple[Run, float]]) -> list[dict[str, Any]]:
+    """Name the runs whose value is no number."""
+    return [
+        {"row": run.row, "column": run.column, "mixer": run.line, "seed": run.cell.seed}
+        for run, value in values
+        if not math.isfinite(value)
+    ]
+
+
+def told_diverged(found: Sequence[Mapping[str, Any]]) -> str:
+    """Write what `diverged` gives as a sentence; nothing where there is none."""
+    places = [", ".join(filter(None, (x["row"], x["column"]))) for x in found]
+    runs = [
+        f"`{x['mixer']}` on {place} with seed {x['seed']}"
+        for x, place in zip(found, places, strict=True)
+    ]
+    if not runs:
+        return ""
+    return f"Diverged, so that there is no number to compare: {'; '.join(runs)}."
 
 
 def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ beyond. Then the reported seeds run, at this rate alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,11 @@ def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
     """All runs of places as far as they are known before they begin."""
     trials, later = _planned(places, out)
     return [*trials, *later]
+
+
+def all_records(places: Sequence[Place], out: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of all runs of finished places, those that chose rates among them."""
+    return (cells.finished(out, run.cell) for run in foreseen(places, out))
 
 
 def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:

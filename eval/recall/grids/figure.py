@@ -15,8 +15,8 @@ from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
-from eval.common.grids.summary import TRAINED, summary, training
-from eval.common.grids.tuning import TUNING_SEED, Choice, run_tuned
+from eval.common.grids.summary import TRAINED, diverged, summary, training
+from eval.common.grids.tuning import TUNING_SEED, Choice, all_records, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
@@ -80,11 +80,12 @@ def figure(
         "number in the paper (AAAI / workshop / arXiv)": FIGURES[name].number,
         "scale": scale_name,
         "protocol": PROTOCOL,
-        "trained": training(record for _, record in rows),
+        "trained": training(all_records(places, out)),
         "tuning_seed": TUNING_SEED,
         "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
         "axis": axis,
         "controls": controls(rows),
+        "diverged": diverged((run, _least(record)) for run, record in rows),
         "lines": lines,
         "fixed_items": summary(found, fixed_tests),
         "generated": generated,
@@ -98,6 +99,10 @@ def figure(
     for line in page.warnings(record):
         print(line)
     return record
+
+
+def _least(record: Mapping[str, Any]) -> float:
+    return min(test["accuracy"] for test in record["tests"].values())
 
 
 def _names(places: Sequence[Place]) -> list[str]:
@@ -238,7 +243,7 @@ def _negative(run: Run, record: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "accuracy": accuracy,
                 "chance": task.chance,
                 "at_most": most,
-                "passed": accuracy <= most,
+                "passed": math.isfinite(accuracy) and accuracy <= most,
             }
         )
     return found

@@ -26,8 +26,15 @@ from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, alone_in, run_unfinished
 from eval.common.grids.places import NEGATIVE
-from eval.common.grids.summary import told_edges, told_rate, told_training, training
-from eval.common.grids.tuning import TUNING_SEED, Choice, foreseen, run_tuned
+from eval.common.grids.summary import (
+    diverged,
+    told_diverged,
+    told_edges,
+    told_rate,
+    told_training,
+    training,
+)
+from eval.common.grids.tuning import TUNING_SEED, Choice, all_records, foreseen, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import RUN_COLOURS, STYLE, save_figure
@@ -164,11 +171,14 @@ def study(
         tuned = run_tuned(f"{title}, a rate for each", places, out, execution) or []
     every = {run.cell: run for run in (*every_run(places), *(run for run, *_ in tuned))}
     found = [(run, cells.finished(out, run.cell)) for run in every.values()]
+    controlled = [(run, cells.finished(out, run.cell)) for run in checks]
+    trained = [*(record for _, record in (*controlled, *found)), *all_records(places, out)]
     record = {
         "scale": scale_name,
         "tuning_seed": TUNING_SEED,
-        "controls": [_control(run, cells.finished(out, run.cell)) for run in checks],
-        "trained": training(record for _, record in found),
+        "controls": [_control(run, record) for run, record in controlled],
+        "trained": training(trained),
+        "diverged": diverged((run, record["accuracy"]) for run, record in found),
         "lines": summary(found),
         **compared(tuned),
         "provenance": provenance(),
@@ -277,6 +287,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"# mamba, at {record['scale']} scale",
         f"`{record['provenance']['command']}`",
         told_training(record["trained"]),
+        *filter(None, [told_diverged(record["diverged"])]),
         tables(record),
     ]
     return "\n\n".join(head)

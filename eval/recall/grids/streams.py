@@ -30,8 +30,8 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from eval.common.comparison import compare, ratio_error
 from eval.common.grids.execution import Execution, alone_in
-from eval.common.grids.summary import training
-from eval.common.grids.tuning import Choice, run_tuned
+from eval.common.grids.summary import diverged, training
+from eval.common.grids.tuning import Choice, all_records, run_tuned
 from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
@@ -252,7 +252,8 @@ def ablation(
         "not_run": left_out,
         "lines": lines,
         "contrasts": contrasts,
-        "trained": training(record for _, record, _ in found),
+        "trained": training(all_records(places, out)),
+        "diverged": diverged((run, _value(record)) for run, record, _ in found),
         "provenance": provenance(),
     }
     told = page.markdown(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eval.common.grids.summary import told_edges, told_rate, told_training
+from eval.common.grids.summary import told_diverged, told_edges, told_rate, told_training
 from eval.common.text_table import markdown_table
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE
@@ -23,7 +23,7 @@ BESIDE = {
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
-    """Warn, before the numbers are compared, of each failed control in a sentence."""
+    """Warn, before the numbers are compared, of failed controls and of runs that diverged."""
     found = []
     for control in record["controls"]["positive"]:
         if not control["passed"]:
@@ -42,7 +42,7 @@ def warnings(record: dict[str, Any]) -> list[str]:
                 f"{control['accuracy']:.4f}, above {control['at_most']:.4f}. The task gives its "
                 "answers away there."
             )
-    return found
+    return [*found, *filter(None, [told_diverged(record["diverged"])])]
 
 
 def _model(control: dict[str, Any]) -> str:

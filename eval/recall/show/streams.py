@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.common.comparison import UNCLEAR
-from eval.common.grids.summary import told_training
+from eval.common.grids.summary import told_diverged, told_training
 from eval.common.style import STYLE, run_colour, run_marker
 from eval.common.text_table import markdown_table
 from eval.recall.show.page import FOUND
@@ -38,6 +38,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"# streams, at {record['scale']} scale",
         f"`{record['provenance']['command']}`",
         told_training(record["trained"]) + (f" Not run: {left_out}." if left_out else ""),
+        *filter(None, [told_diverged(record["diverged"])]),
         tables(record["lines"], record["contrasts"]),
     ]
     return "\n\n".join(head)

@@ -2,11 +2,13 @@
 
 Accuracy is the mean over rows of the mean over a row's scored positions. What answers is called
 with tokens […, B, T] and positions […, B, n], and gives logits […, B·n, vocabulary]; the dimensions
-before the rows are a stack's.
+before the rows are a stack's. Of a model that diverged, one of whose answers is no number, all is
+−inf: the likeliest of such logits is a token too, and would be taken for one of chance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -64,15 +66,16 @@ def measure_stack(
     count = int((examples[0].labels[:1] != IGNORE_INDEX).sum())
     rows = max(1, _LOGITS // (count * vocabulary))
     rows = min(rows, max(1, 2**22 // inputs.shape[-1] ** 2))
-    right = []
+    right, sound = [], torch.ones(len(examples), dtype=torch.bool)
     for start in range(0, len(examples[0]), rows):
         part = (..., slice(start, start + rows), slice(None))
         tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
         positions = scored_positions(wanted)
-        found = answer(tokens, positions).argmax(dim=-1).view(positions.shape)
-        right.append((found == wanted.gather(-1, positions)).cpu())
+        found, numbers = _likeliest(answer(tokens, positions), len(examples))
+        right.append((found.view(positions.shape) == wanted.gather(-1, positions)).cpu())
+        sound &= numbers
     correct = torch.cat(right, dim=-2).view(len(examples), -1, count)
-    return [
+    measured = [
         {
             "accuracy": float(rows.double().mean(dim=1).mean()),
             "rows_right": float(rows.all(dim=1).double().mean()),
@@ -84,6 +87,7 @@ def measure_stack(
         }
         for rows, part in zip(correct, examples, strict=True)
     ]
+    return _where_sound(measured, sound)
 
 
 @torch.no_grad()
@@ -98,23 +102,39 @@ def free_running_stack(
     inputs, labels = _joined(examples, stacked)
     first = int((examples[0].labels[0] == IGNORE_INDEX).sum())
     rows = max(1, 2**22 // inputs.shape[-1] ** 2)
-    right = []
+    right, sound = [], torch.ones(len(examples), dtype=torch.bool)
     for start in range(0, len(examples[0]), rows):
         part = (..., slice(start, start + rows), slice(None))
         tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
         tokens = tokens[..., : first + 1]
         for _ in range(first, labels.shape[-1]):
             last = tokens.new_full((*tokens.shape[:-1], 1), tokens.shape[-1] - 1)
-            found = answer(tokens, last).argmax(dim=-1)
+            found, numbers = _likeliest(answer(tokens, last), len(examples))
+            sound &= numbers
             tokens = torch.cat([tokens, found[..., None]], dim=-1)
         right.append((tokens[..., first + 1 :] == wanted[..., first:]).cpu())
     correct = torch.cat(right, dim=-2).view(len(examples), -1, labels.shape[-1] - first)
-    return [
+    measured = [
         {
             "free_running_accuracy": float(rows.double().mean()),
             "free_running_rows_right": float(rows.all(dim=1).double().mean()),
         }
         for rows in correct
+    ]
+    return _where_sound(measured, sound)
+
+
+def _likeliest(logits: Tensor, models: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, […, B·n], and of each model whether all of them have a number."""
+    found = logits.argmax(dim=-1)
+    highest = logits.gather(-1, found[..., None])
+    return found, highest.isfinite().view(models, -1).all(dim=1).cpu()
+
+
+def _where_sound(measured: Sequence[dict[str, float]], sound: Tensor) -> list[dict[str, float]]:
+    return [
+        found if fine else dict.fromkeys(found, -math.inf)
+        for found, fine in zip(measured, sound.tolist(), strict=True)
     ]
 
 

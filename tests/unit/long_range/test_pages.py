@@ -81,7 +81,7 @@ def test_a_model_that_diverged_is_told_and_has_no_difference():
     tests = {"vanilla": (0.3, 0.4), "las": (0.5, -math.inf), NEGATIVE: (-math.inf,)}
     record = told("smnist", "smoke", runs("smnist", tests))
     text = page.markdown(record | NAMES)
-    assert "`las` on smnist with seed 1, `none` on smnist with seed 0." in text
+    assert "`las` on smnist with seed 1; `none` on smnist with seed 0." in text
     assert "Diverged" not in page.markdown(
         told("smnist", "smoke", runs("smnist", tests | {"las": (0.5,), NEGATIVE: (0.2,)})) | NAMES
     )
