@@ -96,7 +96,7 @@ def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:
     every = [*(job for job in known(study)[0] if result_path(job).is_file()), *jobs]
     check_precisions(study, every, {})
     records = [read_result(job) for job in every]
-    keys = ("commit", "precision", "threads", "parallel", "reused")
+    keys = ("commit", "precision", "threads", "parallel", "reused", "machine")
     return {key: list(dict.fromkeys(record.get(key) for record in records)) for key in keys}
 
 

@@ -22,6 +22,7 @@ from cat_lm.io.locks import Lock
 from cat_lm.io.readers import Record, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
+from eval.common.provenance import machine
 from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
 from eval.small_study.plan import ROOT, Job, Study
@@ -159,10 +160,13 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     A training that ends because its steps were not finite is a result as well. Raises JobFailed
     where a command fails.
     """
+    import torch  # noqa: F401  (without it the machine's name has no GPU)
+
     begin = time.perf_counter()
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
     # What a study that goes on elsewhere, or with other code, may mix.
     result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
+    result |= {"machine": machine()}
     if origin := read_origin(job.folder):
         result |= origin.model_dump()
     log = job.folder / "study.log"
@@ -190,6 +194,7 @@ class Origin(Record):
     threads: int | None
     parallel: int | None
     reused: str
+    machine: str | None = None  # not known of trainings of earlier versions
 
 
 def read_origin(run: Path) -> Origin | None:
@@ -235,6 +240,7 @@ class _Result(Record):
     precision: str | None = None
     threads: int | None = None
     parallel: int | None = None
+    machine: str | None = None
 
 
 def precision_of(job: Job) -> str | None:
@@ -266,6 +272,27 @@ def check_precisions(study: Study, jobs: Sequence[Job], others: Mapping[str, str
             f"--out {study.out}: {a} is trained in {one}, {b} in {other}, which are not compared; "
             f"remove the runs of one of them, or give another folder"
         )
+
+
+def check_rates(study: Study, jobs: Sequence[Job]) -> None:
+    """Check that runs that are finished were trained at their models' rates.
+
+    Those may be chosen anew, where the runs that chose them were removed and made again.
+
+    Raises:
+        UserError: one was not, which it names.
+    """
+    for job in jobs:
+        path = job.folder / "config.yaml"
+        if not result_path(job).is_file() or not path.is_file():
+            continue
+        trained, chosen = (c.optimizer.lr for c in (load_config(path), study.config(job)))
+        if trained != chosen:
+            raise UserError(
+                f"--out {study.out}: {job.name} is trained at a rate of {trained:g}, and "
+                f"{chosen:g} is the one that is chosen now; remove {job.folder}, so that all seeds "
+                "have one rate"
+            )
 
 
 def last_loss(job: Job) -> float | None:

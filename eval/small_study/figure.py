@@ -72,13 +72,20 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
         axes.plot([mean, mean], [index - 0.3, index + 0.3], color=INK, lw=1.5, zorder=2)
         style = {"color": run_colour(index), "mec": PAPER, "ms": 6.5, "alpha": 0.9, "zorder": 3}
         axes.plot(values, [index] * len(values), run_marker(index), **style)
-    axes.set_yticks(range(len(models)), [model["label"] for model in models], color=INK)
+    names = [_seeded(m, len(values), summary) for m, values in zip(models, found, strict=True)]
+    axes.set_yticks(range(len(models)), names, color=INK)
     axes.set_ylim(len(models) - 0.5, -0.5)
     axes.grid(True, axis="x")
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.08)
     axes.set_xlabel(f"held-out loss at length {summary['training_length']:,} (nats per token)")
     panel_title(axes, "a point for each seed, bar: their mean")
+
+
+def _seeded(model: dict[str, Any], seeds: int, summary: dict[str, Any]) -> str:
+    """A model's label, and of how many seeds what is drawn is, where it is not all."""
+    asked = len(summary["seeds"])
+    return model["label"] if seeds in (0, asked) else f"{model['label']} ({seeds} of {asked} seeds)"
 
 
 def _edge(means: list[float]) -> float:
@@ -97,8 +104,12 @@ def lengths_panel(
     methods: tuple[str, ...],
     title: str,
 ) -> None:
-    """Perplexity against context length, under the first of some methods that a length has."""
+    """Perplexity against context length, under the first of some methods that a length has.
+
+    Where a length has not all seeds, those that are left are a choice, and the point is hollow.
+    """
     lengths = sorted({row["length"] for row in summary["rows"]})
+    hollow = False
     for index, model in enumerate(models):
         found = [
             (length, values)
@@ -112,6 +123,11 @@ def lengths_panel(
         style["ls"] = "-" if model["position_embedding"] == "rope" else "--"
         axes.fill_between(x, *bounds, color=run_colour(index), alpha=0.18, lw=0, zorder=1)
         axes.plot(x, means, label=model["label"], **style)
+        partial = [i for i, (_, values) in enumerate(found) if len(values) < len(summary["seeds"])]
+        if partial:
+            hollow = True
+            over = {**style, "mec": run_colour(index), "mfc": PAPER, "ls": "", "zorder": 3}
+            axes.plot([x[i] for i in partial], [means[i] for i in partial], **over)
     axes.axvline(summary["training_length"], color=MUTED, ls=(0, (4, 3)), lw=1, zorder=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -124,7 +140,7 @@ def lengths_panel(
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("context length (tokens); dashed: training length")
-    panel_title(axes, title)
+    panel_title(axes, f"{title}; hollow: not of all seeds" if hollow else title)
 
 
 def panel_title(axes: Axes, text: str) -> None:

@@ -85,7 +85,7 @@ def _take_over(study: Study, job: Job) -> None:
         same = _same_text(read_object(study.out / SETTINGS), folder)
         if same and _is_trained(study, job, theirs, at_its_rate=True):
             record = read_result(theirs)
-            how = {name: record.get(name) for name in ("commit", "threads", "parallel")}
+            how = {name: record.get(name) for name in ("commit", "threads", "parallel", "machine")}
             # Theirs may be a copy, too.
             origin = read_origin(theirs.folder) or Origin(**how, reused=str(folder))
             return _copy(theirs.folder, job.folder, origin)

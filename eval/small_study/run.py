@@ -39,7 +39,7 @@ def run_missing(
 
     Raises UserError where the folder is another study's, and where runs failed.
     """
-    from eval.small_study.execute import check_precisions, unfinished
+    from eval.small_study.execute import check_precisions, check_rates, unfinished
     from eval.small_study.reuse import check_reuse
     from eval.small_study.tune import known, tuned
 
@@ -64,6 +64,7 @@ def run_missing(
     rates = tuned(study, functools.partial(runner.finish, study)) if study.rates else {}
     chosen = with_rates(study, rates)
     ready = [job for job in jobs if job.model in rates or not study.rates]
+    check_rates(chosen, ready)
     runner.finish(chosen, ready)
     if not runner.failed or len(unfinished(ready)) < len(ready):
         print(write(chosen, rates))

@@ -84,10 +84,13 @@ def setting(summary: dict[str, Any]) -> str:
 
 
 def _mixed(summary: dict[str, Any]) -> str:
-    """Say where runs were not trained alike, or not here; nothing where they were."""
+    """Say by what code and where runs were trained, which this page may not be of."""
     found = summary.get("trained_with", {})
-    commits = [commit[:12] if commit else "unknown" for commit in found.get("commit", ())]
-    said = ""
+    commits = [
+        commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
+        for commit in found.get("commit", ())
+    ]
+    said = f" Runs were trained by code of commit {commits[0]}." if len(commits) == 1 else ""
     if len(commits) > 1:
         said += f" Runs were trained by code of different commits: {', '.join(commits)}."
     if others := [folder for folder in found.get("reused", ()) if folder]:
@@ -96,6 +99,10 @@ def _mixed(summary: dict[str, Any]) -> str:
     if len(threads) > 1:
         said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
         said += " second do not compare."
+    machines = [name or "one unknown" for name in found.get("machine", ())]
+    if len(machines) > 1:
+        said += f" Runs were trained on different machines ({'; '.join(machines)}), so that tokens"
+        said += " a second do not compare."
     return said
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_rates_are_chosen_on_a_seed_that_is_not_reported(arguments, tmp_path, mo
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tuning_share": 2}))
     code, _, err = run_study(monkeypatch, capsys, half := Imitation(), *arguments)
     assert (code, half.calls) == (2, []) and "another tuning_share (2, now 1)" in err
+
+
+def test_seeds_of_one_model_have_one_rate(arguments, tmp_path, monkeypatch, capsys):
+    """Also where the runs that chose it were removed, and made again with another outcome."""
+    given = [*arguments, "--models", "pythia", "--rates", "1e-3,3e-3,1e-2"]
+    assert run_study(monkeypatch, capsys, Imitation(), *given, "--seeds", "0")[0] == 0
+    shutil.rmtree(tmp_path / "out/tuning")
+    monkeypatch.setattr(Imitation, "best_rate", 1e-2)
+    again = Imitation()
+    code, _, err = run_study(monkeypatch, capsys, again, *given, "--seeds", "0,1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pythia-seed0 is trained at a rate of 0.003, and 0.01 is the one that is chosen" in err
+    assert not any("seed=1 " in call for call in again.calls), "before others are trained"
+    shutil.rmtree(tmp_path / "out/runs/pythia-seed0")
+    assert run_study(monkeypatch, capsys, Imitation(), *given, "--seeds", "0,1")[0] == 0
 
 
 class TwoMinds(Imitation):

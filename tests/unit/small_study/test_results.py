@@ -172,19 +172,27 @@ def test_runs_of_two_commits_are_told(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("eval.small_study.execute.commit", lambda: "a" * 40)
     assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
     table = tmp_path / "out/small_study.md"
-    assert "commit" not in table.read_text()
-    monkeypatch.setattr("eval.small_study.execute.commit", lambda: "b" * 40)
+    assert f"Runs were trained by code of commit {'a' * 12}." in table.read_text()
+    monkeypatch.setattr("eval.small_study.execute.commit", lambda: "b" * 40 + "+")
     assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0,1")[0] == 0
-    said = f"by code of different commits: {'a' * 12}, {'b' * 12}."
-    assert said in table.read_text()
+    said = f"by code of different commits: {'a' * 12}, {'b' * 12}+."
+    assert said in table.read_text() and "machine" not in table.read_text()
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["trained_with"]["commit"] == ["a" * 40, "b" * 40]
+    assert summary["trained_with"]["commit"] == ["a" * 40, "b" * 40 + "+"]
     assert summary["trained_with"]["precision"] == ["fp32"]
     # A record of before says nothing of it, and is read.
     cell = tmp_path / "out/runs/pythia-seed0/study.json"
     cell.write_text('{"diverged": false, "seconds": 2.0}')
     assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")[0] == 0
     assert f"different commits: unknown, {'a' * 12}." in table.read_text()
+
+
+def test_runs_of_two_machines_are_told(arguments, tmp_path, monkeypatch, capsys):
+    for name, seeds in (("one, 2 cores", "0"), ("another, 8 cores", "0,1")):
+        monkeypatch.setattr("eval.small_study.execute.machine", lambda name=name: name)
+        assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", seeds)[0] == 0
+    told = "different machines (one, 2 cores; another, 8 cores), so that tokens a second do not"
+    assert told in (tmp_path / "out/small_study.md").read_text()
 
 
 def test_a_sweep_of_other_weights_is_no_result(arguments, tmp_path, monkeypatch, capsys):
@@ -204,6 +212,29 @@ def test_runs_scored_on_other_tokens_are_not_compared(arguments, tmp_path, monke
     path.write_text(path.read_text().replace("a" * 64, "b" * 64))
     code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0")
     assert code == 2 and "scored on different tokens" in err
+
+
+def test_a_picture_shows_which_models_have_lost_seeds():
+    """Else the mean of those that are left stands beside those of all."""
+    summary = json.loads((ROOT / "eval/records/variants_cpu.json").read_text())
+
+    def shown() -> tuple[list[str], list[str], int]:
+        losses, *lengths = study_figure(summary).axes
+        names = [label.get_text() for label in losses.get_yticklabels()]
+        hollow = [line for line in lengths[0].get_lines() if line.get_linestyle() == "None"]
+        return names, [axes.get_title("left") for axes in lengths], len(hollow)
+
+    names, titles, hollow = shown()
+    assert not any("seeds" in text for text in (*names, *titles)) and not hollow
+    lost = ("cat_rope", "pythia")
+    for row in summary["rows"]:
+        if (row["model"] == lost[0] and row["seed"] < 3) or (
+            row["model"] == lost[1] and row["length"] == 1024 and row["seed"]
+        ):
+            row |= {"loss": None, "perplexity": None}
+    names, titles, hollow = shown()
+    assert [name for name in names if "seeds" in name] == ["CAT, RoPE (3 of 6 seeds)"]
+    assert hollow == 2 and all("hollow: not of all seeds" in title for title in titles)
 
 
 @pytest.mark.parametrize("record, method", [("filters", "yarn"), ("small_study", "pi+temperature")])
