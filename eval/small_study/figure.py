@@ -140,7 +140,7 @@ def lengths_panel(
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("context length (tokens); dashed: training length")
-    panel_title(axes, f"{title}; hollow: not of all seeds" if hollow else title)
+    panel_title(axes, f"{title}\nhollow: not of all seeds" if hollow else title)
 
 
 def panel_title(axes: Axes, text: str) -> None:
