@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from eval.common.style import INK, MUTED, PAPER, STYLE, legend_key, run_colour, run_marker
 from eval.common.style import short_count as short
 from eval.rivals.text_recall import BINS, RECALL
-from eval.small_study.figure import lengths_panel, panel_title
+from eval.small_study.figure import lengths_panel, panel_title, seeded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def rivals_figure(summary: dict[str, Any]) -> Figure:
         _by_length(axes["lengths"], summary, models)
         _by_count(axes["counts"], summary, models)
         _frontier(axes["frontier"], summary, models)
-        handles = [legend_key(model["label"], index) for index, model in enumerate(models)]
+        handles = [legend_key(seeded(summary, m), index) for index, m in enumerate(models)]
         for handle, model in zip(handles, models, strict=True):
             handle.set_linestyle(_dashes(model))
         figure.legend(

@@ -72,8 +72,7 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
         axes.plot([mean, mean], [index - 0.3, index + 0.3], color=INK, lw=1.5, zorder=2)
         style = {"color": run_colour(index), "mec": PAPER, "ms": 6.5, "alpha": 0.9, "zorder": 3}
         axes.plot(values, [index] * len(values), run_marker(index), **style)
-    names = [_seeded(m, len(values), summary) for m, values in zip(models, found, strict=True)]
-    axes.set_yticks(range(len(models)), names, color=INK)
+    axes.set_yticks(range(len(models)), [seeded(summary, m) for m in models], color=INK)
     axes.set_ylim(len(models) - 0.5, -0.5)
     axes.grid(True, axis="x")
     axes.spines["left"].set_visible(False)
@@ -82,9 +81,10 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
     panel_title(axes, "a point for each seed, bar: their mean")
 
 
-def _seeded(model: dict[str, Any], seeds: int, summary: dict[str, Any]) -> str:
-    """A model's label, and of how many seeds what is drawn is, where it is not all."""
-    asked = len(summary["seeds"])
+def seeded(summary: dict[str, Any], model: dict[str, Any]) -> str:
+    """Give a model's label, with how many seeds have a loss, where some but not all do."""
+    losses = _values(summary, model["model"], summary["training_length"], NONE, "loss")
+    seeds, asked = len(losses), len(summary["seeds"])
     return model["label"] if seeds in (0, asked) else f"{model['label']} ({seeds} of {asked} seeds)"
 
 
