@@ -6,12 +6,14 @@ numbers of blocks k: measured, and as Proposition 1's law has it. By the law's f
 2 b ln(m / k) of SNR² are needed, so one curve should hold them all. (iii) Perplexity over dense
 attention's against the keys read, by selector. (iv) A token's time after a context.
 
-Models that differ by seed alone are one series: their names end in -0, -1 and so on, and means over
-them are drawn with the least and the largest.
+Models that differ by seed alone are one series: their names end in -0, -1 and so on (cells of
+`eval.recall` say it themselves), and means over them are drawn with the least and the largest. What
+differs otherwise is a series of its own, named by what that is.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -29,6 +31,10 @@ from eval.common.text_table import aligned
 # Edges of x's bins, equal in its logarithm.
 EDGES = tuple(2.0 ** (power / 2) for power in range(-10, 9))
 _SEED = re.compile(r"-\d+$")
+# Of a cell of `eval.recall`: what is the mixer's where nothing is asked, and its options' prefix.
+_OF_MIXER = ("layers", "embedding_dropout", "code")
+_OPTION = "the mixer's "
+_SHORT = {"d_model": "d", "tokens_sha256": "text"}
 
 
 def summarise(
@@ -61,7 +67,7 @@ def summarise(
     out = Path(out)
     cells = {path: values for folder in recall for path, values in _needle_cells(folder)}
     found = {
-        "needles": needle_points(list(cells.values())),
+        "needles": needle_points(cells),
         "retrieval": retrieval_points(
             [_record(path, retrieval_points, "rows", "wanted") for path in diagnoses]
         ),
@@ -102,13 +108,17 @@ def _needle_cells(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         UserError: there is none, or a file is no cell's.
     """
     found = False
+
+    def of_file(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return needle_points({folder: records[0]})
+
     for path in sorted((folder / "cells").glob("*.json")):
         values = read_object(path)
         cell = values.get("cell")
         task = cell.get("task") if isinstance(cell, dict) else None
         if isinstance(task, str) and task.partition(":")[0] == "needle":
             found = True
-            yield path, _record(path, needle_points, "tests", "validation")
+            yield path, _record(path, of_file, "tests", "validation")
     if not found:
         raise UserError(
             f"--recall {folder}: its cells/ has no finished one of the task needle; make them by "
@@ -116,39 +126,95 @@ def _needle_cells(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         )
 
 
-def needle_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Means over seeds of the accuracy at each length, for each mixer and width.
+def needle_points(cells: Mapping[Path, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Means over seeds of the accuracy at each length, for models alike but for rate and seed.
 
     Where there are several learning rates, those of the best mean on validation rows are shown.
 
     Raises:
-        UserError: the cells are of tasks that differ.
+        UserError: the cells are of tasks that differ, or two are of one model, rate and seed.
     """
-    from eval.recall.tasks import make_task
-
+    records = cells.values()
     tasks = {f"{r['cell']['task']} at length {r['cell']['seq_len']}" for r in records}
     if len(tasks) > 1:
         raise UserError(f"--recall: models of {' and of '.join(sorted(tasks))}; draw one alone")
-    widths = {record["cell"]["d_model"] for record in records}
-    groups: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
-    for record in records:
-        cell = record["cell"]
-        series = record["mixer"]["label"] + (f", d {cell['d_model']}" if len(widths) > 1 else "")
-        groups.setdefault(series, {}).setdefault(cell["lr"], []).append(record)
     found = []
-    for series, rates in sorted(groups.items()):
+    for series, rates in _needle_series(cells):
         best = max(rates, key=lambda lr: _mean(r["validation"]["accuracy"] for r in rates[lr]))
-        by_length: dict[int, list[float]] = {}
-        for record in rates[best]:
-            for test in record["tests"].values():
-                by_length.setdefault(test["seq_len"], []).append(test["accuracy"])
-        options = parse_specification(rates[best][0]["cell"]["task"])[1]
-        for length, accuracies in sorted(by_length.items()):
-            values = {"series": series, "lr": best, "length": length, "seeds": len(accuracies)}
-            spread = {"accuracy": _mean(accuracies), "range": [min(accuracies), max(accuracies)]}
-            chance = make_task("needle", length, options).chance
-            found.append(values | spread | {"chance": chance})
+        common = {"series": series, "lr": best}
+        found += [common | point for point in _needles_by_length(rates[best])]
     return found
+
+
+def _needle_series(
+    cells: Mapping[Path, Mapping[str, Any]],
+) -> list[tuple[str, dict[float, list[Mapping[str, Any]]]]]:
+    """Give each model's name and, by learning rate, its seeds' records. Raises UserError."""
+    files: dict[tuple[str, float, int], Path] = {}
+    groups: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
+    for path, record in cells.items():
+        rate, seed = (record["cell"][name] for name in ("lr", "seed"))
+        setting = json.dumps(_setting(record), sort_keys=True)
+        first = files.setdefault((setting, rate, seed), path)
+        if first != path:
+            raise UserError(
+                f"--recall: {first} and {path} are of the same model and rate, both with seed "
+                f"{seed}; leave one out"
+            )
+        groups.setdefault(setting, {}).setdefault(rate, []).append(record)
+    names = _labels([json.loads(setting) for setting in groups])
+    return sorted(zip(names, groups.values(), strict=True), key=lambda series: series[0])
+
+
+def _setting(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Give all that decides a cell but its rate and seed, with the mixer's defaults."""
+    cell, mixer = record["cell"], record["mixer"]
+    asked = {name: value for name, value in cell.items() if name not in ("lr", "seed", "mixer")}
+    resolved = {name: record[name] for name in _OF_MIXER if name in record}
+    options = {_OPTION + name: value for name, value in mixer.get("options", {}).items()}
+    own = {"label": mixer["label"], **asked, **resolved, **options}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name settings by their `label` and by what differs between them.
+
+    What is the mixer's own is told between settings of one label alone.
+    """
+    names = dict.fromkeys(name for own in settings for name in own if name != "label")
+    found = []
+    for own in settings:
+        alike = [other for other in settings if other["label"] == own["label"]]
+        label = own["label"]
+        for name in names:
+            others = alike if name in _OF_MIXER or name.startswith(_OPTION) else settings
+            if any(other.get(name) != own.get(name) for other in others):
+                label += f", {_SHORT.get(name, name)} {_shown(own.get(name))}"
+        found.append(label)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _needles_by_length(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Give one model's means over its seeds, each of which counts once at a length."""
+    from eval.recall.tasks import make_task
+
+    by_length: dict[int, list[float]] = {}
+    for record in records:
+        # Further lengths may name the trained one again, whose rows are the same.
+        tested = {test["seq_len"]: test["accuracy"] for test in record["tests"].values()}
+        for length, accuracy in tested.items():
+            by_length.setdefault(length, []).append(accuracy)
+    options = parse_specification(records[0]["cell"]["task"])[1]
+    for length, accuracies in sorted(by_length.items()):
+        chance = make_task("needle", length, options).chance
+        spread = {"accuracy": _mean(accuracies), "range": [min(accuracies), max(accuracies)]}
+        yield {"length": length, "seeds": len(accuracies), **spread, "chance": chance}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -191,38 +257,34 @@ def sweep_points(
 ) -> list[dict[str, Any]]:
     """Means over seeds, at the largest length and one block size, for each series and selector.
 
+    Rows of another text, or with another number of near blocks, are a series of their own.
+
     Raises:
-        UserError: the sweeps have no such block size.
+        UserError: the sweeps have no such block size, or rows of one name that differ.
     """
     rows = [row for record in records for row in record["rows"] if row["block"] is not None]
     if not rows:
         return []
     longest = max(row["length"] for row in rows)
     rows = [row for row in rows if row["length"] == longest]
-    of_models: dict[str, set[int]] = {}
-    for row in rows:
-        of_models.setdefault(row["label"], set()).add(row["block"])
-    common = set.intersection(*of_models.values())
-    if block is None and common:
-        block = min(common)
-    if block not in common:
-        known = ", ".join(map(str, sorted(common))) or "none"
-        raise UserError(f"--block {block}: all sweeps have {known}; give one of them")
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if row["block"] == block:
-            key = series_of(row["label"]), row["select"], row["top_k"]
-            groups.setdefault(key, []).append(row)
+    block = _common_block(rows, block)
+    groups = _sweep_groups([row for row in rows if row["block"] == block])
+    places = list(dict.fromkeys(place for place, _, _ in groups))
+    keys = ("label", "local", "tokens_sha256")
+    settings = [dict(zip(keys, (*place[:2], place[2][:8]), strict=True)) for place in places]
+    names = dict(zip(places, _labels(settings), strict=True))
     found = []
-    for (series, select, top_k), own in sorted(groups.items()):
+    for (place, select, top_k), own in sorted(groups.items()):
         over = [row["over_dense"] for row in own]
         found.append(
             {
-                "series": series,
+                "series": names[place],
                 "select": select,
                 "length": longest,
                 "block": block,
                 "top_k": top_k,
+                "local": place[1],
+                "tokens_sha256": place[2],
                 "share": own[0]["share"],
                 "seeds": len(own),
                 "over_dense": statistics.fmean(over),
@@ -230,6 +292,49 @@ def sweep_points(
             }
         )
     return found
+
+
+def _common_block(rows: Sequence[Mapping[str, Any]], block: int | None) -> int:
+    """Give the block size that is asked for, or the least that all models have.
+
+    Raises:
+        UserError: there is none, or not all have it.
+    """
+    of_models: dict[str, set[int]] = {}
+    for row in rows:
+        of_models.setdefault(row["label"], set()).add(row["block"])
+    common = set.intersection(*of_models.values())
+    if block is None and common:
+        return min(common)
+    if block not in common:
+        known = ", ".join(map(str, sorted(common))) or "none"
+        raise UserError(f"--block {block}: all sweeps have {known}; give one of them")
+    return block
+
+
+def _sweep_groups(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[tuple[tuple[str, int, str], str, int], list[Mapping[str, Any]]]:
+    """Put seeds together: series, local and text; selector; top-k -> rows, one of each model.
+
+    A row that several records have is taken once.
+
+    Raises:
+        UserError: rows of one name are of models that differ, or of other values.
+    """
+    groups: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        place = series_of(row["label"]), row["local"], row["tokens_sha256"]
+        of_seeds = groups.setdefault((place, row["select"], row["top_k"]), {})
+        first = of_seeds.setdefault(row["label"], row)
+        for name in ("model_sha256", "over_dense"):
+            if first[name] != row[name]:
+                raise UserError(
+                    f"--sweeps: {name} of {row['label']}, {row['select']}, top-k {row['top_k']} is "
+                    f"{first[name]} and {row[name]}; leave one record out (models of several "
+                    "seeds have names that end in -0, -1, …)"
+                )
+    return {key: list(of_seeds.values()) for key, of_seeds in groups.items()}
 
 
 def decoding_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

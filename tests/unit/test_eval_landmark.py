@@ -346,6 +346,118 @@ def test_needles_by_length(command, tmp_path):
     assert code == 2 and "f.json: has no 'tests'" in err
 
 
+NEEDLE = {"task": "needle:vocab_size=64", "mixer": "cat", "seq_len": 32, "d_model": 16, "lr": 1e-2}
+
+
+def needles(path, accuracy=0.5, lengths=(32,), layers=2, **options):
+    """Write a cell of one validation accuracy, with the same one at every length."""
+    cell = NEEDLE | {"seed": 0, "epochs": 64, "layers": None, "test_lengths": []} | options
+    name = {"label": cell["mixer"].partition(":window=4")[0], "options": {"window": 4}}
+    tests = {str(i): {"seq_len": n, "accuracy": accuracy} for i, n in enumerate(lengths)}
+    values = {"cell": cell, "mixer": name, "layers": cell["layers"] or layers, "tests": tests}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values | {"validation": {"accuracy": accuracy}}))
+
+
+def drawn_needles(command, *folders, out):
+    code, _, err = command("figure", "--recall", *folders, "--out", out)
+    assert code == 0, err
+    points = json.loads((out / "landmark.json").read_text())["needles"]
+    return [(p["series"], p["length"], p["seeds"], p["accuracy"]) for p in points]
+
+
+def test_needles_of_other_options_are_no_seeds(command, tmp_path):
+    cells = tmp_path / "cells"
+    needles(cells / "a.json", 0.9)
+    needles(cells / "b.json", 0.8, epochs=1)
+    needles(cells / "c.json", 0.7, layers=1)  # of a mixer that had another default
+    needles(cells / "d.json", 0.6, d_model=64, test_lengths=[48])
+    needles(cells / "e.json", 0.1, mixer="none", layers=1)
+    found = drawn_needles(command, tmp_path, out=tmp_path / "out")
+    usual = "cat, d 16, epochs 64"
+    assert found == [
+        ("cat, d 16, epochs 1, layers 2, test_lengths none", 32, 1, 0.8),
+        (f"{usual}, layers 1, test_lengths none", 32, 1, 0.7),
+        (f"{usual}, layers 2, test_lengths none", 32, 1, 0.9),
+        ("cat, d 64, epochs 64, layers 2, test_lengths 48", 32, 1, 0.6),
+        # Its layers are its own: cells of other mixers do not make them worth a word.
+        ("none, d 16, epochs 64, test_lengths none", 32, 1, 0.1),
+    ]
+
+
+def test_needles_of_one_model_however_it_is_asked_for_are_one_series(command, tmp_path):
+    cells = tmp_path / "cells"
+    needles(cells / "a.json", 0.9)
+    needles(cells / "b.json", 0.7, seed=1, layers=2)
+    needles(cells / "c.json", 0.5, seed=2, mixer="cat:window=4")
+    (point,) = drawn_needles(command, tmp_path, out=tmp_path / "out")
+    assert point == ("cat", 32, 3, pytest.approx(0.7))
+
+
+def test_a_length_that_is_tested_twice_counts_once(command, tmp_path):
+    needles(tmp_path / "cells/a.json", 0.9, lengths=(32, 32, 48, 48))
+    needles(tmp_path / "cells/b.json", 0.7, lengths=(32, 48), seed=1)
+    mean = pytest.approx(0.8)
+    found = drawn_needles(command, tmp_path, out=tmp_path / "out")
+    assert found == [("cat", 32, 2, mean), ("cat", 48, 2, mean)]
+
+
+def test_two_cells_of_one_seed_are_one_line(command, tmp_path):
+    for name in "ab":
+        needles(tmp_path / name / "cells/x.json", 0.9)
+        needles(tmp_path / name / f"cells/{name}.json", 0.9, lr=0.1, seed=ord(name))
+    folders = [tmp_path / name for name in "ab"]
+    code, _, err = command("figure", "--recall", *folders, "--out", tmp_path / "out")
+    first, second = (folder / "cells/x.json" for folder in folders)
+    named = f"--recall: {first} and {second} are of the same model and rate, both with seed 0;"
+    assert code == 2 and named in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert len(drawn_needles(command, folders[0], folders[0], out=tmp_path / "out")) == 1
+
+
+def swept(label, over, **values):
+    """A row of a sweep."""
+    row = {"label": label, "select": "box", "top_k": 1, "block": 4, "local": 2, "length": 64}
+    row |= {
+        "share": 0.1,
+        "over_dense": over,
+        "model_sha256": f"of {label}",
+        "tokens_sha256": "1" * 64,
+    }
+    return row | values
+
+
+def test_sweeps_of_other_rows_are_no_seeds(command, tmp_path):
+    """Other near blocks and other texts are other points; a row that comes twice is one."""
+    files = [tmp_path / f"{i}.json" for i in range(4)]
+    rows = [
+        [swept("mine-0", 0.1), swept("mine-0", 0.5, local=16, share=0.7)],
+        [swept("mine-1", 0.3), swept("mine-1", 0.9, tokens_sha256="2" * 64)],
+        [swept("mine-0", 0.1), swept("mine-2", 0.2)],
+    ]
+    for file, own in zip(files[:3], rows, strict=True):
+        file.write_text(json.dumps({"rows": own, "text": "t"}))
+    out = tmp_path / "out"
+    code, said, err = command("figure", "--sweeps", *files[:3], "--out", out)
+    assert code == 0 and "mine, local 16, text 11111111" in said, err
+    points = json.loads((out / "landmark.json").read_text())["perplexity"]
+    found = [(p["series"], p["share"], p["seeds"], pytest.approx(p["over_dense"])) for p in points]
+    assert found == [
+        ("mine, local 2, text 11111111", 0.1, 3, 0.2),
+        ("mine, local 2, text 22222222", 0.1, 1, 0.9),
+        ("mine, local 16, text 11111111", 0.7, 1, 0.5),
+    ]
+    assert points[2]["local"] == 16 and points[1]["tokens_sha256"] == "2" * 64
+    for name, value, was in (("model_sha256", "of another", "of mine-0"), ("over_dense", 0.2, 0.1)):
+        own = [swept("mine-0", **{"over": 0.1, name: value})]
+        files[3].write_text(json.dumps({"rows": own, "text": "t"}))
+        words = ("--sweeps", files[0], files[3], "--out", tmp_path / "other")
+        code, _, err = command("figure", *words)
+        assert (
+            code == 2 and f"--sweeps: {name} of mine-0, box, top-k 1 is {was} and {value};" in err
+        )
+        assert err.count("\n") == 1 and not (tmp_path / "other").exists()
+
+
 def test_figure(command, tmp_path):
     """Heads are put in bins of x, seeds are one series, and what is drawn is written."""
 
@@ -355,8 +467,7 @@ def test_figure(command, tmp_path):
         return choice | law | {"snr_squared": snr, "far": far}
 
     def cell(label, select, top_k, over, block=4):
-        share = {"share": 0.1 * top_k, "length": 64, "over_dense": over}
-        return share | {"label": label, "select": select, "top_k": top_k, "block": block}
+        return swept(label, over, select=select, top_k=top_k, block=block, share=0.1 * top_k)
 
     def written(name, **values):
         (tmp_path / name).write_text(json.dumps(values))
