@@ -94,7 +94,10 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         help="default: 0,1,2",
     )
     parser.add_argument(
-        "--data", type=path, metavar="DIR", help="prepared text (default: the standard library)"
+        "--data",
+        type=path,
+        metavar="DIR",
+        help="prepared text (default: the standard library without codec tables)",
     )
     parser.add_argument("--list", action="store_true", help="only print the commands")
     parser.add_argument("--out", type=path, required=True, metavar="DIR")

@@ -20,6 +20,7 @@ from cat_lm.io.files import write_json
 from cat_lm.io.locks import Lock
 from cat_lm.io.readers import Record, read_json, read_object, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt
+from eval.common.library_text import EXCLUDED, LIBRARY, refuse_codec_tables
 from eval.common.outputs import is_result
 from eval.landmark.choices import LEARNED, SELECTORS
 
@@ -28,7 +29,8 @@ CONFIG = "configs/quickstart.yaml"
 WAYS = ("dense", "guided")  # of train.landmark_loss
 POSITIONS = ("none", "rope")
 LONGER = 4  # times the training length at which models are read
-OWN_TEXT = "python-stdlib"  # where none is given
+OWN_TEXT = f"python-stdlib without {EXCLUDED}"  # where none is given
+OWN_DATA = "data"  # its folder in a study's
 RECORD = "study.json"
 
 
@@ -102,12 +104,13 @@ def stages(
     """List a study's commands in their order; all models have one seed before any has two.
 
     Args:
-        data: prepared text; None for the standard library's source, which is prepared first.
+        data: prepared text; None for the standard library's source without codec tables, which
+            is prepared first.
     """
-    folder = str(data or out / "data")
+    folder = str(data or out / OWN_DATA)
     found = []
     if data is None:
-        source = ("--source", OWN_TEXT, "--validation-fraction", "0.02")
+        source = (*LIBRARY, "--validation-fraction", "0.02")
         words = (*source, "--tokenizer", "train:sentencepiece:4096", "--out", folder)
         found.append(Stage("text", ("-m", "data_prep.prepare", *words)))
     names = [(p, way, seed) for seed in seeds for p in positions for way in WAYS]
@@ -219,9 +222,15 @@ def conduct(found: list[Stage], out: Path, wanted: Settings) -> None:
 
 
 def claim(out: Path, wanted: Settings) -> None:
-    """Note in a folder what study it has. Raises UserError where it has another."""
+    """Note in a folder what study it has.
+
+    Raises:
+        UserError: it has another, or text of its own that was prepared with codec tables.
+    """
     path = out / RECORD
     if not os.path.lexists(path):
+        if wanted.data == OWN_TEXT:
+            refuse_codec_tables(out / OWN_DATA)
         write_json(path, wanted.model_dump())
         return
     advice = "give another --out"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
 from cat_lm.io.locks import Lock
+from eval.common.library_text import LIBRARY, refuse_codec_tables
 from eval.small_study.plan import ROOT, Job, Study, check, claim
 
 if TYPE_CHECKING:
@@ -134,11 +135,6 @@ class Runner:
         self.failed |= {*unfinished(todo)}
 
 
-# Codec tables, a fifth of the library's long files: near-copies of each other, which are in both
-# splits, so that they inflate copying and make errors over documents too small.
-EXCLUDED = "encodings/*"
-
-
 def prepared(study: Study, own: bool) -> dict[str, str]:
     """Prepares the text where it is missing; returns the fingerprints of `Study.texts`.
 
@@ -157,10 +153,9 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
     for folder in (*study.held_out, *([study.data] if own else [])):
         read_manifest(ROOT / folder)  # an error before any text is prepared
     if not own:
-        _refuse_codec_tables(study.data)
+        refuse_codec_tables(ROOT / study.data)
         # Much of the library: without codec tables it has some 300 files that are long enough.
-        flags = ["--source", "python-stdlib", "--validation-fraction", "0.6"]
-        flags += ["--exclude", EXCLUDED]
+        flags = [*LIBRARY, "--validation-fraction", "0.6"]
         flags += ["--tokenizer", f"train:sentencepiece:{study.size.vocabulary}"]
         call = [sys.executable, "-m", "data_prep.prepare", *flags, "--out", str(study.data)]
         if code := subprocess.run(call, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
@@ -192,16 +187,3 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
                 f"more{behind}, {needed} are scored; hold out more text, or give --documents"
             )
     return fingerprints
-
-
-def _refuse_codec_tables(data: Path) -> None:
-    """Raises UserError where a folder has text of before, or other text than is prepared here."""
-    from cat_lm.data.manifest import MANIFEST, read_manifest
-
-    if not (ROOT / data / MANIFEST).is_file():
-        return
-    if read_manifest(ROOT / data).get("arguments", {}).get("exclude") != [EXCLUDED]:
-        raise UserError(
-            f"{data}: was not prepared with --exclude '{EXCLUDED}', so that it may hold codec "
-            f"tables; move it away, or give --data {data} to read it as it is"
-        )

@@ -46,6 +46,25 @@ def test_every_stage_is_a_command_that_exists(scale, tmp_path):
             speed_parser().parse_args(words)
 
 
+def test_the_library_is_read_without_codec_tables(tmp_path, tiny_corpus):
+    """As the small study does; text of before, which may have them, is not taken for it."""
+    words = listed("cpu", tmp_path)[0].words
+    assert words[words.index("--source") + 1] == "python-stdlib"
+    assert words[words.index("--exclude") + 1] == "encodings/*"
+    wanted = study.settings("smoke", None, verified=False)
+    assert wanted.data == "python-stdlib without encodings/*"
+    shutil.copytree(tiny_corpus, tmp_path / "data")
+    with pytest.raises(UserError, match=r"data: was not prepared with --exclude 'enc") as no:
+        study.claim(tmp_path, wanted)
+    assert "\n" not in str(no.value) and not (tmp_path / "study.json").exists()
+    study.claim(tmp_path, study.settings("smoke", tmp_path / "data", verified=False))
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "study.json").write_text(json.dumps(wanted.model_dump() | {"data": "python-stdlib"}))
+    with pytest.raises(UserError, match=r'"python-stdlib", and would now be .* another --out'):
+        study.claim(earlier, wanted)
+
+
 def test_models_are_named_so_that_seeds_are_one_series(tmp_path):
     found = listed("smoke", tmp_path, 0, 1)
     sweeps = found[-1].words[found[-1].words.index("--sweeps") + 1 :][:8]
