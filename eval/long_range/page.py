@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 from eval.common.grids.places import NEGATIVE
@@ -155,7 +156,7 @@ def _rates(record: dict[str, Any]) -> list[str]:
 
 def _differences(record: dict[str, Any]) -> list[str]:
     if not record["differences"]:
-        return ["One seed: no difference can be told from chance.", ""]
+        return [_no_difference(record["lines"]), ""]
     rows = [
         (d["row"], str(d["x"]), f"{d['mixer']} − {d['minus']}", f"{d['mean']:+.4f}",
          "" if d["low"] is None else f"{d['low']:+.4f} … {d['high']:+.4f}", d["verdict"])
@@ -172,3 +173,12 @@ def _differences(record: dict[str, Any]) -> list[str]:
         markdown_table(header, rows, (1, 3)),
         "",
     ]
+
+
+def _no_difference(lines: list[dict[str, Any]]) -> str:
+    """Say why a page has no differences: there are no two models, or one seed of them."""
+    models = [line for line in lines if line["mixer"] != NEGATIVE]
+    places = Counter((line["row"], line["column"], line["x"]) for line in models)
+    if max(places.values(), default=0) < 2:
+        return "No task has two models at one length, beside the control: nothing to compare."
+    return "One seed: no difference can be told from chance."

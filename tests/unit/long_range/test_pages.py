@@ -77,6 +77,20 @@ def test_a_figure_compares_its_pairs():
     ]
 
 
+def test_a_page_says_why_it_has_no_differences():
+    alone = "No task has two models at one length, beside the control: nothing to compare."
+    one_seed = "One seed: no difference can be told from chance."
+    for vanilla, others, said in (
+        ((0.3, 0.4, 0.5), {}, alone),
+        ((0.3,), {}, alone),
+        ((0.3,), {"las": (0.5,)}, one_seed),
+        ((0.3, 0.4), {"las": (0.5, 0.7)}, "## Differences"),
+    ):
+        tests = {"vanilla": vanilla, NEGATIVE: (0.2,)} | others
+        text = page.markdown(told("smnist", "smoke", runs("smnist", tests)) | NAMES)
+        assert [x for x in (alone, one_seed, "## Differences") if x in text] == [said]
+
+
 def test_a_model_that_diverged_is_told_and_has_no_difference():
     tests = {"vanilla": (0.3, 0.4), "las": (0.5, -math.inf), NEGATIVE: (-math.inf,)}
     record = told("smnist", "smoke", runs("smnist", tests))
