@@ -109,8 +109,10 @@ def _needle_cells(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """
     found = False
 
-    def of_file(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return needle_points({folder: records[0]})
+    def of_file(records: list[dict[str, Any]]) -> list[Any]:
+        (record,) = records
+        own = record["cell"]["lr"], record["cell"]["seed"], record["validation"]["accuracy"]
+        return [_setting(record), own, *_needles_by_length(records)]
 
     for path in sorted((folder / "cells").glob("*.json")):
         values = read_object(path)
@@ -132,7 +134,8 @@ def needle_points(cells: Mapping[Path, Mapping[str, Any]]) -> list[dict[str, Any
     Where there are several learning rates, those of the best mean on validation rows are shown.
 
     Raises:
-        UserError: the cells are of tasks that differ, or two are of one model, rate and seed.
+        UserError: the cells are of tasks that differ, two are of one model, rate and seed, or a
+            model diverged at its best rate.
     """
     records = cells.values()
     tasks = {f"{r['cell']['task']} at length {r['cell']['seq_len']}" for r in records}
@@ -141,9 +144,21 @@ def needle_points(cells: Mapping[Path, Mapping[str, Any]]) -> list[dict[str, Any
     found = []
     for series, rates in _needle_series(cells):
         best = max(rates, key=lambda lr: _mean(r["validation"]["accuracy"] for r in rates[lr]))
+        _check_numbers(series, best, rates[best])
         common = {"series": series, "lr": best}
         found += [common | point for point in _needles_by_length(rates[best])]
     return found
+
+
+def _check_numbers(series: str, rate: float, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError where a seed diverged: a mean of the others would be a choice."""
+    for record in records:
+        if not all(math.isfinite(test["accuracy"]) for test in record["tests"].values()):
+            raise UserError(
+                f"--recall: {series} at the rate {rate:g} diverged with seed "
+                f"{record['cell']['seed']}, so that there is no mean; leave the model out, or "
+                "train it at another rate"
+            )
 
 
 def _needle_series(

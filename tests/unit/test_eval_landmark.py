@@ -1,6 +1,7 @@
 """eval.landmark: ways to choose blocks against their definitions, the sweep, and the diagnosis."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -318,6 +319,7 @@ def test_needles_by_length(command, tmp_path):
     cell("b", "landmark", 1e-2, 1, 0.7, L32=0.7, L1024=0.3)
     cell("c", "landmark", 1e-3, 0, 0.6, L32=1.0, L1024=1.0)  # better where nobody may look
     cell("d", "none", 1e-2, 0, 0.0, L32=0.03, L1024=0.03)
+    cell("lost", "none", 1e-1, 0, -math.inf, L32=-math.inf, L1024=-math.inf)  # not the best rate
     (tmp_path / "cells/e.json").write_text(json.dumps({"cell": {"task": "mqar"}}))
     out = tmp_path / "out"
     code, said, err = command("figure", "--recall", tmp_path, "--out", out)
@@ -330,6 +332,10 @@ def test_needles_by_length(command, tmp_path):
     assert all(p["chance"] == 1 / 32 for p in points) and points[0]["lr"] == 1e-2
     assert (out / "landmark.png").stat().st_size > 1000
     (tmp_path / "empty").mkdir()
+    cell("g", "landmark", 1e-2, 2, 0.99, L32=0.99, L1024=-math.inf)
+    code, _, err = command("figure", "--recall", tmp_path, "--out", tmp_path / "other")
+    assert code == 2 and "landmark at the rate 0.01 diverged with seed 2, so that" in err
+    (tmp_path / "cells/g.json").unlink()
     cell("f", "landmark", 1e-2, 2, 0.7, L32=0.7)
     other = tmp_path / "cells/f.json"
     other.write_text(
