@@ -36,7 +36,7 @@ class Run:
         label: the folder's name.
         train: (tokens, nats per token) of every step with a finite loss.
         validation: (tokens, nats per token) of every validation with a finite loss.
-        final: the last validation's record.
+        final: the last validation's record, finite or not; empty without one.
         tokens, steps: how far the run has come.
         skipped: steps whose loss or gradient was not finite.
         tokens_per_second: median over the steps.
@@ -75,6 +75,11 @@ class Run:
         return self.export.get("parameters")
 
     @property
+    def diverged(self) -> bool:
+        """Whether the last validation's loss is not finite, whatever earlier ones were."""
+        return bool(self.final) and not _finite(self.final["val_loss"])
+
+    @property
     def data(self) -> tuple[str, ...]:
         """The fingerprints of the prepared data that are still there."""
         return tuple(sorted(manifest["fingerprint"] for manifest in self.manifests.values()))
@@ -91,7 +96,7 @@ def read_run(folder: Path | str) -> Run:
             raise UserError(f"run {folder}: has no {name}; give the folder of a run of train.py")
     records = read_metrics(folder / "metrics.jsonl")
     steps = [r for r in records if "val_loss" not in r]
-    validations = [r for r in records if _finite(r.get("val_loss"))]
+    validations = [r for r in records if "val_loss" in r]
     if not steps:
         raise UserError(f"run {folder}: its metrics.jsonl holds no training step")
     config = load_config(folder / "config.yaml")
@@ -102,7 +107,7 @@ def read_run(folder: Path | str) -> Run:
         label=folder.resolve().name,
         config=config,
         train=[(r["tokens"], r["loss"]) for r in steps if _finite(r.get("loss"))],
-        validation=[(r["tokens"], r["val_loss"]) for r in validations],
+        validation=[(r["tokens"], r["val_loss"]) for r in validations if _finite(r["val_loss"])],
         final=validations[-1] if validations else {},
         tokens=steps[-1]["tokens"],
         steps=steps[-1]["step"],

@@ -86,8 +86,11 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     lengths = ", ".join(f"{n:,}" for n in sorted({run.config.data.context_length for run in runs}))
     text = f"{what}{each} trained on {amount} tokens{source} at context length {lengths}."
     scored = [row for row in summary if row["val_loss"] is not None]
+    diverged = [run.label for run in runs if run.diverged]
+    if diverged:
+        text += f" Diverged: {', '.join(diverged)}."
     if not scored:
-        return text + " No validation was made."
+        return text if diverged else text + " No validation was made."
     best = min(scored, key=lambda row: row["val_loss"])
     subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {best['run']},"
     text += (
@@ -115,7 +118,8 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
             value = row[key]
             known = [r[key] for r in summary if r[key] is not None]
             best = better and len(runs) > 1 and value is not None and value == better(known)
-            cells.append({"text": "n/a" if value is None else show(value), "best": best})
+            absent = "n/a (diverged)" if run.diverged and key == "val_loss" else "n/a"
+            cells.append({"text": absent if value is None else show(value), "best": best})
         lines.append({"label": run.label, "model": model_words(run), "cells": cells})
     reference = unigram_loss(runs)
     shown = reference is not None and [f"{reference:.4f}", number(math.exp(reference))]

@@ -83,6 +83,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
     """One row of the table: what the run was and where it ended."""
     from eval.report import table2
 
+    final = {} if run.diverged else run.final
     return {
         "run": run.label,
         "architecture": run.config.model.architecture,
@@ -91,9 +92,10 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "tokens": run.tokens,
         "steps": run.steps,
         "skipped_steps": run.skipped,
-        "val_loss": run.final.get("val_loss"),
-        "val_perplexity": run.final.get("val_perplexity"),
-        "val_bits_per_byte": run.final.get("val_bits_per_byte"),
+        "diverged": run.diverged,
+        "val_loss": final.get("val_loss"),
+        "val_perplexity": final.get("val_perplexity"),
+        "val_bits_per_byte": final.get("val_bits_per_byte"),
         "tokens_per_second": run.tokens_per_second,
         "zero_shot_average": table2.own_rows([run])[0].values[table2.AVERAGE],
     }

@@ -102,6 +102,25 @@ def change_weights(run: Path) -> None:
     save_file(tensors | {name: tensors[name] + 1}, path, {"format": "pt"})
 
 
+def validations_end_with(run: Path, *losses: float | None) -> None:
+    """Leave the first validation of a run's metrics, and these at its end."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [record for record in lines if "val_loss" in record].pop()
+    lines.remove(last)
+    for loss in losses:
+        perplexity = 1e304 if loss is None else 2.0**loss  # as train.py has it of infinity
+        values = {"val_loss": loss, "val_perplexity": perplexity, "val_bits_per_byte": loss}
+        lines.append(last | values)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text)
+
+
+def results(page: str) -> dict[str, str]:
+    """The rows of the page's first table, by the runs' labels."""
+    rows = re.findall(r"<tr><th>.*?</tr>", page.split("<h2>Results")[1].split("</table>")[0])
+    return {re.search(r"(\w+)<small>", row)[1]: row for row in rows}
+
+
 class TestTable2:
     def test_runs_of_the_papers_rivals_stand_above_its_rows(self, tiny_corpus, tmp_path):
         shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 2}
@@ -415,6 +434,46 @@ class TestPage:
             code, err = report(monkeypatch, capsys, folder, "--out", tmp_path / "out")
             assert (code, err.count("\n")) == (2, 1)
             assert f"run {folder}: has no config.yaml" in err
+
+
+class TestDivergedRuns:
+    """The last validation is the final one, whatever came before it."""
+
+    @pytest.fixture
+    def pair(self, runs, tmp_path) -> list[Path]:
+        return [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
+
+    def test_an_earlier_validation_is_not_its_final_one(self, pair, tmp_path, monkeypatch, capsys):
+        validations_end_with(pair[0], None)  # its first, 4.4, is lower than the other's last
+        validations_end_with(pair[1], 4.75)
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *pair, "--out", out) == (0, "")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        lines = results(page)
+        assert "<td>n/a (diverged)</td><td>n/a</td><td>n/a</td>" in lines["cat"]
+        assert 'class="best"' not in lines["cat"]
+        assert '<td class="best">4.7500</td>' in lines["pythia"]
+        assert "Diverged: cat. Lowest held-out loss: pythia, 4.750" in page
+        summary = json.loads((out / "summary.json").read_text())["runs"]
+        assert [row["diverged"] for row in summary] == [True, False]
+        keys = ("val_loss", "val_perplexity", "val_bits_per_byte")
+        assert [summary[0][key] for key in keys] == [None] * 3
+        assert len(read_run(pair[0]).validation) == 1, "the curve keeps what is finite"
+
+    def test_a_run_that_came_back_has_not_diverged(self, pair, tmp_path, monkeypatch, capsys):
+        validations_end_with(pair[0], None, 4.25)
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *pair, "--out", out) == (0, "")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert "4.2500" in results(page)["cat"] and "iverged" not in page
+
+    def test_one_without_a_finite_loss_is_not_said_to_lack_a_validation(
+        self, pair, tmp_path, monkeypatch, capsys
+    ):
+        validations_end_with(pair[0], None)
+        assert report(monkeypatch, capsys, pair[0], "--out", tmp_path / "out") == (0, "")
+        page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
+        assert "Diverged: cat.</p>" in page and "No validation was made" not in page
 
 
 class TestWhoseResults:
