@@ -65,6 +65,9 @@ class _Row(Record):
     document_count: int | None = None
     stride: int | None = None
     documents: str | None = None
+    dtype: str | None = None
+    factor: float | None = None
+    temperature_scope: str | None = None
     positions: list[_Bin] | None = None
 
 

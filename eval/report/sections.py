@@ -87,14 +87,25 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
 
 def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
     """Say what makes lines that are drawn together no measurements of the same; "" for none."""
-    known = [row for row in rows if row.get("stride") and row.get("documents")]
-    windows = {(row["length"], row["stride"], row["documents"]) for row in known}
+    cell = ("length", "method")
+    warm = [row for row in rows if row["method"] not in ("none", "pi")]  # the scope does something
     differing = {
-        "on different tokens": len({row["tokens_sha256"] for row in rows}) > 1,
-        "in different windows": len(windows) > len({row["length"] for row in known}),
+        "on different tokens": _differ(rows, ("tokens_sha256",)),
+        "in different windows": _differ(rows, ("stride", "documents"), ("length",)),
+        "in different arithmetic (dtype)": _differ(rows, ("dtype",), ("length",)),
+        "with different scaling factors": _differ(rows, ("factor",), cell),
+        "with different temperature scopes": _differ(warm, ("temperature_scope",), cell),
     }
-    parts = " and ".join(part for part, is_so in differing.items() if is_so)
-    return f"The runs were scored {parts}." if parts else ""
+    said = [part for part, is_so in differing.items() if is_so]
+    first = f"{', '.join(said[:-1])} and " if said[1:] else ""
+    return f"The runs were scored {first}{said[-1]}." if said else ""
+
+
+def _differ(rows: Sequence[dict[str, Any]], keys: Sequence[str], cell: Sequence[str] = ()) -> bool:
+    """Tell whether rows that are equal in `cell` differ in `keys`; older rows may lack these."""
+    known = [row for row in rows if all(row.get(key) is not None for key in keys)]
+    cells = {tuple(row[key] for key in cell) for row in known}
+    return len({tuple(row[key] for key in (*cell, *keys)) for row in known}) > len(cells)
 
 
 def _strangers_note(runs: Sequence[Run]) -> str:

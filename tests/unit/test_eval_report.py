@@ -18,6 +18,7 @@ from eval.common.models import folder_sha256
 from eval.common.runs import read_run
 from eval.report import table2
 from eval.report.filters import filters_figure, views
+from eval.report.sections import _length_warning
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.finished_runs import finished_run, tiny_model
 from tests.unit.calls import call_main
@@ -500,6 +501,7 @@ class TestWhoseResults:
             ({"length": 64}, ""),
             ({"stride": 8}, "The runs were scored in different windows."),
             ({"documents": "per-document"}, "The runs were scored in different windows."),
+            ({"dtype": "bfloat16"}, "The runs were scored in different arithmetic (dtype)."),
             (
                 {"stride": 8, "tokens_sha256": "b" * 64},
                 "The runs were scored on different tokens and in different windows.",
@@ -510,13 +512,47 @@ class TestWhoseResults:
         self, measured, runs, tmp_path, monkeypatch, capsys, change, said
     ):
         other = shutil.copytree(runs["mh"], tmp_path / "other")
-        protocol = {"stride": 32, "documents": "concatenated"}
+        protocol = {"stride": 32, "documents": "concatenated", "dtype": "float32"}
         for run, more in ((measured, {}), (other, change)):
             row = sweep_row(run, run.name, 21.75) | protocol | more
             write_json(run / "eval/length_sweep.json", {"text": "x", "rows": [row]})
         assert report(monkeypatch, capsys, measured, other, "--out", tmp_path / "out") == (0, "")
         page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
         assert ("The runs were scored" in page) is bool(said) and said in page
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({}, ""),
+            ({"dtype": "bfloat16"}, "in different arithmetic (dtype)"),
+            ({"dtype": "bfloat16", "method": "none"}, "in different arithmetic (dtype)"),
+            ({"factor": 2.0}, "with different scaling factors"),
+            ({"temperature_scope": "rotary"}, "with different temperature scopes"),
+            ({"factor": 2.0, "temperature_scope": "rotary", "method": "pi"}, ""),
+            ({"dtype": "bfloat16", "factor": 2.0, "temperature_scope": "rotary", "length": 64}, ""),
+            ({"dtype": None, "factor": None, "temperature_scope": None}, ""),
+            (
+                {"stride": 8, "dtype": "float16", "factor": 4.0},
+                "in different windows, in different arithmetic (dtype) and with different scaling "
+                "factors",
+            ),
+        ],
+    )
+    def test_other_arithmetic_and_scaling_are_said(self, change, said):
+        row = {"length": 32, "method": "yarn", "tokens_sha256": "a", "stride": 32}
+        row |= {"documents": "concatenated", "dtype": "float32", "factor": 1.0}
+        row |= {"temperature_scope": "logits"}
+        found = _length_warning([row, row | change])
+        assert found == (f"The runs were scored {said}." if said else "")
+        older = {key: value for key, value in row.items() if key not in change}
+        if change.keys() <= {"dtype", "factor", "temperature_scope"}:
+            assert _length_warning([older, row | change]) == ""
+
+    def test_a_scope_does_nothing_without_a_temperature(self):
+        row = {"length": 32, "tokens_sha256": "a"}
+        for method, said in (("none", False), ("pi", False), ("temperature", True)):
+            rows = [{**row, "method": method, "temperature_scope": s} for s in ("logits", "rotary")]
+            assert bool(_length_warning(rows)) is said, method
 
     def test_rows_of_other_models_are_left_out_and_said(
         self, measured, runs, tmp_path, monkeypatch, capsys
