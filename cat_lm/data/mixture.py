@@ -43,9 +43,8 @@ class Mixture:
         self.num_documents = sum(part.num_documents for part in self.parts)
         self.num_bytes = sum(part.num_bytes for part in self.parts)
         self.shards = [shard for part in self.parts for shard in part.shards]
-        pairs = zip(self.parts, self.counts, strict=True)
-        identity = "".join(f"{part.fingerprint} {count}\n" for part, count in pairs)
-        self.fingerprint = hashlib.sha256(f"mixture of {BLOCK}\n{identity}".encode()).hexdigest()
+        fingerprints = [part.fingerprint for part in self.parts]
+        self.fingerprint = joint_fingerprint(fingerprints, self.counts)
         self.manifest = {"unigram_loss": _unigram_loss(self.parts)}
 
     def describe(self) -> list[str]:
@@ -68,6 +67,13 @@ class Mixture:
                 line += f", {done[i]:,} so far ({done[i] / sum(done):.2%})"
             lines.append(line)
         return lines
+
+
+def joint_fingerprint(fingerprints: Sequence[str], counts: Sequence[int]) -> str:
+    """Identify a mixture by its parts, sorted by fingerprint, and their `block_counts`."""
+    pairs = zip(fingerprints, counts, strict=True)
+    identity = "".join(f"{fingerprint} {count}\n" for fingerprint, count in pairs)
+    return hashlib.sha256(f"mixture of {BLOCK}\n{identity}".encode()).hexdigest()
 
 
 def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:

@@ -118,6 +118,7 @@ class _Sample(Record):
 
 class _Export(Record):
     parameters: int | None = None
+    data_fingerprint: str | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

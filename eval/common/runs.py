@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, load_config
+from cat_lm.data.mixture import block_counts, joint_fingerprint
 from cat_lm.errors import UserError
 from cat_lm.pretrained import weight_files
+from cat_lm.training.checkpoint import is_complete, read_run_state, step_folders
 from eval.common.filters import Filters, read_filters
 from eval.common.models import folder_sha256
 from eval.common.result_files import (
@@ -40,8 +42,9 @@ class Run:
         tokens, steps: how far the run has come.
         skipped: steps whose loss or gradient was not finite.
         tokens_per_second: median over the steps.
-        manifests: of the prepared data by their folders; those that are no longer there are left
-            out.
+        data: the fingerprint of the data that it was trained on; None where it is not known.
+        manifests: of these data by their folders; empty where the folders hold other data now, or
+            none.
         export: the record of the exported model, empty without one.
         sweep, zero_shot, samples: what eval.length_sweep, eval.zero_shot and eval.samples measured
             of the weights that are exported now; empty without it.
@@ -60,6 +63,7 @@ class Run:
     steps: int
     skipped: int
     tokens_per_second: float | None
+    data: str | None
     manifests: dict[str, dict[str, Any]]
     export: dict[str, Any]
     sweep: dict[str, Any]
@@ -79,11 +83,6 @@ class Run:
         """Whether the last validation's loss is not finite, whatever earlier ones were."""
         return bool(self.final) and not _finite(self.final["val_loss"])
 
-    @property
-    def data(self) -> tuple[str, ...]:
-        """The fingerprints of the prepared data that are still there."""
-        return tuple(sorted(manifest["fingerprint"] for manifest in self.manifests.values()))
-
 
 def read_run(folder: Path | str) -> Run:
     """Reads the run at `folder`.
@@ -100,6 +99,8 @@ def read_run(folder: Path | str) -> Run:
     if not steps:
         raise UserError(f"run {folder}: its metrics.jsonl holds no training step")
     config = load_config(folder / "config.yaml")
+    export = read_export(folder / "model" / "export.json")
+    data, manifests = _trained_on(folder, config, export)
     measured = _Evaluations(folder)
     speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
     return Run(
@@ -113,12 +114,9 @@ def read_run(folder: Path | str) -> Run:
         steps=steps[-1]["step"],
         skipped=sum(bool(r.get("skipped")) for r in steps),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        manifests={
-            name: manifest
-            for name in config.data.folders
-            if (manifest := read_manifest(Path(name) / "manifest.json"))
-        },
-        export=read_export(folder / "model" / "export.json"),
+        data=data,
+        manifests=manifests,
+        export=export,
         sweep=measured.sweep,
         zero_shot=measured.zero_shot,
         samples=measured.samples,
@@ -126,6 +124,35 @@ def read_run(folder: Path | str) -> Run:
         strangers=measured.strangers,
         filters=read_filters(folder / "model"),
     )
+
+
+def _trained_on(
+    folder: Path, config: RunConfig, export: dict[str, Any]
+) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """Find the fingerprint of a run's data, and their manifests where they are still there.
+
+    What export or checkpoint recorded counts: the folders may have been prepared again since.
+    """
+    manifests = {name: read_manifest(Path(name) / "manifest.json") for name in config.data.folders}
+    present = _fingerprint(config, manifests) if all(manifests.values()) else None
+    data = export.get("data_fingerprint") or _checkpoint_data(folder) or present
+    return data, manifests if present and present == data else {}
+
+
+def _checkpoint_data(folder: Path) -> str | None:
+    """The data's fingerprint in the newest complete checkpoint; None without one."""
+    newest = next(filter(is_complete, reversed(step_folders(folder / "checkpoints"))), None)
+    return read_run_state(newest).data.fingerprint if newest else None
+
+
+def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str:
+    """The fingerprint of what the folders of a configuration hold, as training has it."""
+    mixture = config.data.mixture
+    if mixture is None:
+        return manifests[config.data.path]["fingerprint"]
+    parts = sorted((manifests[name]["fingerprint"], name) for name in mixture)
+    fingerprints, names = zip(*parts, strict=True)
+    return joint_fingerprint(fingerprints, block_counts(names, [mixture[name] for name in names]))
 
 
 class _Evaluations:
@@ -168,10 +195,14 @@ def sweep_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def unigram_loss(runs: Sequence[Run]) -> float | None:
-    """The unigram model's loss on the held-out text, where all runs have the same one folder."""
-    if len({run.data for run in runs}) > 1 or len(runs[0].manifests) != 1:
+    """The unigram model's loss on the held-out text, where all runs were trained on one folder's.
+
+    None where no run has its data still.
+    """
+    found = [manifest for run in runs for manifest in run.manifests.values()]
+    if len({run.data for run in runs}) > 1 or len({m["fingerprint"] for m in found}) != 1:
         return None
-    return next(iter(runs[0].manifests.values()))["unigram_loss"]
+    return found[0]["unigram_loss"]
 
 
 def _finite(value: float | None) -> bool:

@@ -16,7 +16,7 @@ from eval.common.html import render
 from eval.common.runs import Run, curves, unigram_loss
 from eval.common.style import run_colour, short_count
 from eval.report.figures import loss_figure
-from eval.report.parts import drawn, model_words, number
+from eval.report.parts import drawn, model_words, number, unlike
 from eval.report.sections import (
     filters_section,
     lengths_section,
@@ -82,7 +82,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     each = "" if len(runs) == 1 else ", each"
     amount = " to ".join(dict.fromkeys(short_count(x) for x in (budgets[0], budgets[-1])))
     kinds = {m["source"]["kind"] for run in runs for m in run.manifests.values()}
-    source = f" of {', '.join(sorted(kinds))}" if kinds else ""
+    source = f" of {', '.join(sorted(kinds))}" if all(run.manifests for run in runs) else ""
     lengths = ", ".join(f"{n:,}" for n in sorted({run.config.data.context_length for run in runs}))
     text = f"{what}{each} trained on {amount} tokens{source} at context length {lengths}."
     scored = [row for row in summary if row["val_loss"] is not None]
@@ -91,6 +91,8 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
         text += f" Diverged: {', '.join(diverged)}."
     if not scored:
         return text if diverged else text + " No validation was made."
+    if unlike(runs):
+        return f"{text} Why their held-out losses are not compared is said below the table."
     best = min(scored, key=lambda row: row["val_loss"])
     subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {best['run']},"
     text += (
@@ -111,13 +113,14 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
         ("tokens", ("tokens", ""), short_count, None),
         ("tokens_per_second", ("training", "tokens/s"), "{:,.0f}".format, None),
     ]
+    comparable = len(runs) > 1 and not unlike(runs)
     lines = []
     for run, row in zip(runs, summary, strict=True):
         cells = []
         for key, _, show, better in columns:
             value = row[key]
             known = [r[key] for r in summary if r[key] is not None]
-            best = better and len(runs) > 1 and value is not None and value == better(known)
+            best = better and comparable and value is not None and value == better(known)
             absent = "n/a (diverged)" if run.diverged and key == "val_loss" else "n/a"
             cells.append({"text": absent if value is None else show(value), "best": best})
         lines.append({"label": run.label, "model": model_words(run), "cells": cells})
@@ -134,13 +137,16 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     notes = []
-    if len(runs) > 1:
+    if reasons := unlike(runs):
+        notes.append(f"No value is marked as the best. {' '.join(reasons)}")
+    elif len(runs) > 1:
         notes.append("Best values are bold. One seed each: small differences are not findings.")
+    # A run that was stopped may have gone on after its last validation.
+    if len({(run.tokens, run.final.get("tokens", run.tokens)) for run in runs}) > 1:
+        notes.append("The runs were not trained on equally many tokens.")
     skipped = [f"{run.label}: {run.skipped}" for run in runs if run.skipped]
     if skipped:
         notes.append(f"Steps skipped because of a non-finite loss: {', '.join(skipped)}.")
-    if len({run.data for run in runs}) > 1:
-        notes.append("The runs were trained on different data; compare them with care.")
     return notes
 
 
@@ -180,14 +186,25 @@ def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
     commands += dict.fromkeys([*filter(None, evaluations), made["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     facts = {"made": made["date"], "machine": made["machine"], "versions": versions}
-    manifests = {name: m for run in runs for name, m in run.manifests.items()}
-    for name, manifest in manifests.items():
+    return {"commands": commands, "facts": list((facts | _data_facts(runs)).items())}
+
+
+def _data_facts(runs: Sequence[Run]) -> dict[str, str]:
+    """Say what the runs were trained on, as far as it is known."""
+    facts = {}
+    for name, manifest in {n: m for run in runs for n, m in run.manifests.items()}.items():
         train = manifest["splits"]["train"]
         facts[f"data {name}"] = (
             f"{train['documents']:,} documents, {train['tokens']:,} training tokens, "
             f"fingerprint {manifest['fingerprint'][:16]}"
         )
-    return {"commands": commands, "facts": list(facts.items())}
+    elsewhere: dict[str, list[str]] = {}
+    for run in runs:
+        if not run.manifests:
+            place = " and ".join(run.config.data.folders)
+            known = run.data and f"fingerprint {run.data[:16]}; not found in {place}"
+            elsewhere.setdefault(known or "unknown", []).append(run.label)
+    return facts | {f"data of {', '.join(names)}": text for text, names in elsewhere.items()}
 
 
 def _lookup(values: dict[str, Any], dotted: str) -> Any:

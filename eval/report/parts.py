@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -28,6 +28,27 @@ def drawn(
 def model_words(run: Run) -> str:
     """Say what the run's model is."""
     return run.config.architecture.words(run.config.model)
+
+
+def unlike(runs: Sequence[Run]) -> list[str]:
+    """Say why the runs' losses are no measure of their models; empty where they may be compared."""
+    data, lengths = {}, {}
+    for run in runs:
+        data.setdefault(run.data, []).append(run.label)
+        lengths.setdefault(run.config.data.context_length, []).append(run.label)
+    reasons = []
+    if len(data) > 1 or (None in data and len(runs) > 1):
+        sure = "Not" if len(data.keys() - {None}) > 1 else "Perhaps not"
+        named = {key[:16] if key else "unknown": names for key, names in data.items()}
+        reasons.append(f"{sure} trained on the same data, by fingerprint: {_grouped(named)}.")
+    if len(lengths) > 1:
+        named = {f"{length:,} tokens": names for length, names in sorted(lengths.items())}
+        reasons.append(f"Not trained at one context length: {_grouped(named)}.")
+    return reasons
+
+
+def _grouped(names: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{key} ({', '.join(labels)})" for key, labels in names.items())
 
 
 def number(value: float | None) -> str:

@@ -68,7 +68,7 @@ def collect(study: Study, rates: Mapping[str, Tuned]) -> dict[str, Any]:
         "tuning_seeds": list(tuning_seeds(study.tuning_seeds)) if study.rates else None,
         "tuning_tokens": _tokens(study.config(study.tuning_jobs()[0])) if study.rates else None,
         "unigram_loss": unigram_loss([runs[jobs[0]]]),
-        "data_fingerprint": next(iter(runs[jobs[0]].data), None),
+        "data_fingerprint": runs[jobs[0]].data,
         "seeds": list(study.seeds),
         "missing": sorted(missing),
         "diverged": [job.name for job in diverged],

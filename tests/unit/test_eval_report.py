@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 from cat_lm import architectures
+from cat_lm.data.opening import open_split
 from cat_lm.io.files import write_json
 from eval.common.filters import Filters, own_taps, read_filters
 from eval.common.models import folder_sha256
-from eval.common.runs import read_run
+from eval.common.runs import read_run, unigram_loss
 from eval.report import table2
 from eval.report.filters import filters_figure, views
+from eval.report.page import _data_facts, _notes
+from eval.report.parts import unlike
 from eval.report.sections import _length_warning
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
-from tests.finished_runs import finished_run, tiny_model
+from tests.finished_runs import checkpoint, finished_run, tiny_model
+from tests.prepared_data import write_prepared
 from tests.unit.calls import call_main
 
 # What the paper underlines, column by column; bold is the best of each column.
@@ -475,6 +479,130 @@ class TestDivergedRuns:
         assert report(monkeypatch, capsys, pair[0], "--out", tmp_path / "out") == (0, "")
         page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
         assert "Diverged: cat.</p>" in page and "No validation was made" not in page
+
+
+def edit_config(run: Path, pattern: str, replacement: str) -> None:
+    config = (run / "config.yaml").read_text()
+    changed = re.sub(pattern, replacement, config)
+    assert changed != config
+    (run / "config.yaml").write_text(changed)
+
+
+def edit_export(run: Path, **facts: object) -> None:
+    path = run / "model/export.json"
+    write_json(path, json.loads(path.read_text()) | facts)
+
+
+class TestWhichData:
+    """Losses are ranked where they are of the same data, as the runs recorded them."""
+
+    @pytest.fixture
+    def pair(self, runs, tmp_path) -> list[Path]:
+        return [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
+
+    @pytest.fixture
+    def prepared(self, tiny_corpus) -> str:
+        """The fingerprint of what the runs' folder holds today."""
+        return json.loads((tiny_corpus / "manifest.json").read_text())["fingerprint"]
+
+    def test_folder_prepared_again_between_two_runs(
+        self, pair, prepared, tiny_corpus, tmp_path, monkeypatch, capsys
+    ):
+        validations_end_with(pair[1], 2.5)
+        out = tmp_path / "out"
+        for fingerprint in (prepared, "e" * 64):
+            edit_export(pair[0], data_fingerprint=fingerprint)
+            assert report(monkeypatch, capsys, *pair, "--out", out) == (0, "")
+            page = (out / "index.html").read_text(encoding="utf-8")
+            is_same = fingerprint == prepared
+            assert ('<td class="best">2.5000</td>' in results(page)["pythia"]) is is_same
+            assert ('class="best"' in page.split("</table>")[0]) is is_same
+            assert ("Lowest held-out loss: pythia" in page) is is_same
+            assert ("unigram" in page) is is_same
+            assert ("No value is marked as the best" in page) is not is_same
+            assert bool(re.search(r"each trained on \S+ tokens of ", page)) is is_same
+        named = f"{'e' * 16} (cat); {prepared[:16]} (pythia)."
+        assert f"Not trained on the same data, by fingerprint: {named}" in page
+        assert f"<dt>data {tiny_corpus}</dt>" in page
+        absent = f"fingerprint {'e' * 16}; not found in {tiny_corpus}"
+        assert re.search(rf"<dt>data of cat</dt>\s*<dd>{absent}</dd>", page)
+
+    def test_data_that_nothing_tells_are_unknown(self, pair):
+        for run in pair:
+            edit_config(run, "path: .*", "path: gone")
+        found = [read_run(run) for run in pair]
+        assert [run.data for run in found] == [None, None]
+        said = "Perhaps not trained on the same data, by fingerprint: unknown (cat, pythia)."
+        assert unlike(found) == [said] and unigram_loss(found) is None
+        assert _data_facts(found) == {"data of cat, pythia": "unknown"}
+        assert unlike(found[:1]) == [], "of one run nothing is compared"
+        edit_export(pair[0], data_fingerprint="e" * 64)
+        one = [read_run(run) for run in pair]
+        named = f"{'e' * 16} (cat); unknown (pythia)"
+        assert unlike(one) == [said.replace("unknown (cat, pythia)", named)]
+
+    def test_data_that_are_gone_are_known_by_the_export(self, pair):
+        for run in pair:
+            edit_config(run, "path: .*", f"path: gone/{run.name}")
+            edit_export(run, data_fingerprint="e" * 64)
+        found = [read_run(run) for run in pair]
+        assert unlike(found) == [] and unigram_loss(found) is None
+
+    def test_a_copy_elsewhere_has_the_unigram_model_s_loss(self, pair, prepared, tiny_corpus):
+        edit_config(pair[0], "path: .*", "path: gone")
+        edit_export(pair[0], data_fingerprint=prepared)
+        found = [read_run(run) for run in pair]
+        expected = json.loads((tiny_corpus / "manifest.json").read_text())["unigram_loss"]
+        assert unlike(found) == [] and unigram_loss(found) == expected
+
+    def test_without_a_record_in_the_export_the_newest_checkpoint_says(
+        self, run, prepared, tiny_corpus
+    ):
+        assert read_run(run).data == prepared, "neither says anything"
+        model = tiny_model(257)
+        for step in (6, 12):
+            checkpoint(run, model, tiny_corpus / "tokenizer", step)
+        assert read_run(run).data == "f" * 64 and not read_run(run).manifests
+        state = run / "checkpoints/step-00000012/state.json"
+        state.write_text(state.read_text().replace("f" * 64, "d" * 64))
+        assert read_run(run).data == "d" * 64
+        state.write_text("{}")  # of another size than the marker says: no complete checkpoint
+        assert read_run(run).data == "f" * 64
+        shutil.rmtree(run / "model")
+        assert read_run(run).data == "f" * 64
+
+    def test_a_mixture_is_known_by_its_parts_and_shares(self, run, tmp_path):
+        for number in range(3):
+            documents = [[*range(10 * number + 1, 10 * number + 9), 0]] * 4
+            write_prepared(tmp_path / f"part{number}", documents)
+        shares = {str(tmp_path / f"part{number}"): 1.0 + number for number in range(3)}
+        edit_config(run, r"( *)path: .*\n *mixture: null", rf"\1mixture: {json.dumps(shares)}")
+        config = read_run(run).config
+        trained = open_split(config.data, "train").fingerprint
+        assert read_run(run).data == trained
+        edit_export(run, data_fingerprint=trained)
+        assert list(read_run(run).manifests) == list(shares)
+        shutil.rmtree(tmp_path / "part1")
+        assert read_run(run).data == trained and not read_run(run).manifests
+
+    def test_other_context_lengths_are_said(self, pair, tmp_path, monkeypatch, capsys):
+        edit_config(pair[1], "context_length: 32", "context_length: 1024")
+        out = tmp_path / "out"
+        assert report(monkeypatch, capsys, *pair, "--out", out) == (0, "")
+        page = (out / "index.html").read_text(encoding="utf-8")
+        assert "Not trained at one context length: 32 tokens (cat); 1,024 tokens (pythia)." in page
+        assert 'class="best"' not in page.split("</table>")[0] and "Lowest held-out" not in page
+        assert "equally many tokens" not in page
+
+    def test_other_budgets_are_said(self, pair):
+        budgets = "The runs were not trained on equally many tokens."
+        assert budgets not in _notes([read_run(run) for run in pair])
+        lines = (pair[0] / "metrics.jsonl").read_text().splitlines(keepends=True)
+        assert "val_loss" in lines[-1]
+        # One was stopped before its last validation.
+        (pair[0] / "metrics.jsonl").write_text("".join(lines[:-1]))
+        notes = _notes([read_run(run) for run in pair])
+        assert budgets in notes and notes[0].startswith("Best values are bold.")
 
 
 class TestWhoseResults:
