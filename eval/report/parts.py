@@ -32,10 +32,13 @@ def model_words(run: Run) -> str:
 
 def unlike(runs: Sequence[Run]) -> list[str]:
     """Say why the runs' losses are no measure of their models; empty where they may be compared."""
-    data, lengths = {}, {}
+    data: dict[str | None, list[str]] = {}
+    lengths: dict[int, list[str]] = {}
+    scored: dict[int | None, list[str]] = {}
     for run in runs:
         data.setdefault(run.data, []).append(run.label)
         lengths.setdefault(run.config.data.context_length, []).append(run.label)
+        scored.setdefault(run.config.validation.max_tokens, []).append(run.label)
     reasons = []
     if len(data) > 1 or (None in data and len(runs) > 1):
         sure = "Not" if len(data.keys() - {None}) > 1 else "Perhaps not"
@@ -44,6 +47,9 @@ def unlike(runs: Sequence[Run]) -> list[str]:
     if len(lengths) > 1:
         named = {f"{length:,} tokens": names for length, names in sorted(lengths.items())}
         reasons.append(f"Not trained at one context length: {_grouped(named)}.")
+    if len(scored) > 1:
+        named = {f"{n:,} tokens" if n else "all of it": names for n, names in scored.items()}
+        reasons.append(f"Not scored on as much held-out text: {_grouped(named)}.")
     return reasons
 
 

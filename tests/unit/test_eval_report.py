@@ -594,6 +594,14 @@ class TestWhichData:
         assert 'class="best"' not in page.split("</table>")[0] and "Lowest held-out" not in page
         assert "equally many tokens" not in page
 
+    def test_losses_of_more_and_of_less_held_out_text_are_not_ranked(self, pair):
+        found = [read_run(run) for run in pair]
+        assert unlike(found) == []
+        edit_config(pair[1], r"(validation:\n.*\n *max_tokens): .*", r"\1: 64")
+        edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: null")
+        said = "Not scored on as much held-out text: all of it (cat); 64 tokens (pythia)."
+        assert unlike([read_run(run) for run in pair]) == [said]
+
     def test_other_budgets_are_said(self, pair):
         budgets = "The runs were not trained on equally many tokens."
         assert budgets not in _notes([read_run(run) for run in pair])
