@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
@@ -141,8 +142,12 @@ def _trained_on(
 
 def _checkpoint_data(folder: Path) -> str | None:
     """The data's fingerprint in the newest complete checkpoint; None without one."""
-    newest = next(filter(is_complete, reversed(step_folders(folder / "checkpoints"))), None)
-    return read_run_state(newest).data.fingerprint if newest else None
+    for path in reversed(step_folders(folder / "checkpoints")):
+        # One may be damaged, or removed by the run meanwhile; the others say the same.
+        with contextlib.suppress(UserError, OSError):
+            if is_complete(path):
+                return read_run_state(path).data.fingerprint
+    return None
 
 
 def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str:

@@ -34,6 +34,8 @@ _SEED = re.compile(r"-\d+$")
 # Of a cell of `eval.recall`: what is the mixer's where nothing is asked, and its options' prefix.
 _OF_MIXER = ("layers", "embedding_dropout", "code")
 _OPTION = "the mixer's "
+# Nor where it is tested: a length that not all seeds have is a mean over those that have it.
+_NOT_OF_MODEL = ("lr", "seed", "mixer", "test_lengths", "fixed_items")
 _SHORT = {"d_model": "d", "tokens_sha256": "text"}
 
 
@@ -184,7 +186,7 @@ def _needle_series(
 def _setting(record: Mapping[str, Any]) -> dict[str, Any]:
     """Give all that decides a cell but its rate and seed, with the mixer's defaults."""
     cell, mixer = record["cell"], record["mixer"]
-    asked = {name: value for name, value in cell.items() if name not in ("lr", "seed", "mixer")}
+    asked = {name: value for name, value in cell.items() if name not in _NOT_OF_MODEL}
     resolved = {name: record[name] for name in _OF_MIXER if name in record}
     options = {_OPTION + name: value for name, value in mixer.get("options", {}).items()}
     own = {"label": mixer["label"], **asked, **resolved, **options}

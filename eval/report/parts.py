@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
 from eval.common.runs import Run
 from eval.common.style import NARROW, WIDE, page_svg
+
+if TYPE_CHECKING:
+    from cat_lm.config import RunConfig
 
 
 def drawn(
@@ -35,22 +38,33 @@ def unlike(runs: Sequence[Run]) -> list[str]:
     data: dict[str | None, list[str]] = {}
     lengths: dict[int, list[str]] = {}
     scored: dict[int | None, list[str]] = {}
+    masked: dict[bool, list[str]] = {}
     for run in runs:
         data.setdefault(run.data, []).append(run.label)
         lengths.setdefault(run.config.data.context_length, []).append(run.label)
-        scored.setdefault(run.config.validation.max_tokens, []).append(run.label)
+        scored.setdefault(_scored(run.config), []).append(run.label)
+        masked.setdefault(run.config.data.mask_documents, []).append(run.label)
     reasons = []
     if len(data) > 1 or (None in data and len(runs) > 1):
-        sure = "Not" if len(data.keys() - {None}) > 1 else "Perhaps not"
+        sure = "Not" if len(data.keys() - {None}) > 1 else "Not known to be"
         named = {key[:16] if key else "unknown": names for key, names in data.items()}
         reasons.append(f"{sure} trained on the same data, by fingerprint: {_grouped(named)}.")
     if len(lengths) > 1:
         named = {f"{length:,} tokens": names for length, names in sorted(lengths.items())}
         reasons.append(f"Not trained at one context length: {_grouped(named)}.")
     if len(scored) > 1:
-        named = {f"{n:,} tokens" if n else "all of it": names for n, names in scored.items()}
-        reasons.append(f"Not scored on as much held-out text: {_grouped(named)}.")
+        named = {f"{n:,} tokens" if n else "no limit": names for n, names in scored.items()}
+        reasons.append(f"Perhaps not scored on as much held-out text: {_grouped(named)}.")
+    if len(masked) > 1:
+        named = {"apart" if key else "joined": names for key, names in masked.items()}
+        reasons.append(f"Documents of a window are not read alike: {_grouped(named)}.")
     return reasons
+
+
+def _scored(config: RunConfig) -> int | None:
+    """The most tokens of held-out text that are scored, in whole windows; None for no limit."""
+    asked, length = config.validation.max_tokens, config.data.context_length
+    return None if asked is None else max(1, asked // length) * length
 
 
 def _grouped(names: Mapping[str, Sequence[str]]) -> str:

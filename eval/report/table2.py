@@ -102,7 +102,7 @@ def _what_was_asked(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[s
     return {
         task: tuple(key[name] for name in digests)
         for task, key in keys.items()
-        if all(name in key for name in digests)
+        if all(isinstance(key.get(name), str) for name in digests)
     }
 
 

@@ -91,6 +91,8 @@ def _mixed(summary: dict[str, Any]) -> str:
         for commit in found.get("commit", ())
     ]
     said = f" Runs were trained by code of commit {commits[0]}." if len(commits) == 1 else ""
+    if commits == ["unknown"]:
+        said = ""
     if len(commits) > 1:
         said += f" Runs were trained by code of different commits: {', '.join(commits)}."
     if others := [folder for folder in found.get("reused", ()) if folder]:
@@ -99,7 +101,7 @@ def _mixed(summary: dict[str, Any]) -> str:
     if len(threads) > 1:
         said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
         said += " second do not compare."
-    machines = [name or "one unknown" for name in found.get("machine", ())]
+    machines = list(filter(None, found.get("machine", ())))  # that of earlier versions' is unknown
     if len(machines) > 1:
         said += f" Runs were trained on different machines ({'; '.join(machines)}), so that tokens"
         said += " a second do not compare."

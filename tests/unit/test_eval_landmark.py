@@ -382,19 +382,19 @@ def test_needles_of_other_options_are_no_seeds(command, tmp_path):
     found = drawn_needles(command, tmp_path, out=tmp_path / "out")
     usual = "cat, d 16, epochs 64"
     assert found == [
-        ("cat, d 16, epochs 1, layers 2, test_lengths none", 32, 1, 0.8),
-        (f"{usual}, layers 1, test_lengths none", 32, 1, 0.7),
-        (f"{usual}, layers 2, test_lengths none", 32, 1, 0.9),
-        ("cat, d 64, epochs 64, layers 2, test_lengths 48", 32, 1, 0.6),
+        ("cat, d 16, epochs 1, layers 2", 32, 1, 0.8),
+        (f"{usual}, layers 1", 32, 1, 0.7),
+        (f"{usual}, layers 2", 32, 1, 0.9),
+        ("cat, d 64, epochs 64, layers 2", 32, 1, 0.6),
         # Its layers are its own: cells of other mixers do not make them worth a word.
-        ("none, d 16, epochs 64, test_lengths none", 32, 1, 0.1),
+        ("none, d 16, epochs 64", 32, 1, 0.1),
     ]
 
 
 def test_needles_of_one_model_however_it_is_asked_for_are_one_series(command, tmp_path):
     cells = tmp_path / "cells"
     needles(cells / "a.json", 0.9)
-    needles(cells / "b.json", 0.7, seed=1, layers=2)
+    needles(cells / "b.json", 0.7, seed=1, layers=2, test_lengths=[48])
     needles(cells / "c.json", 0.5, seed=2, mixer="cat:window=4")
     (point,) = drawn_needles(command, tmp_path, out=tmp_path / "out")
     assert point == ("cat", 32, 3, pytest.approx(0.7))

@@ -532,7 +532,7 @@ class TestWhichData:
             edit_config(run, "path: .*", "path: gone")
         found = [read_run(run) for run in pair]
         assert [run.data for run in found] == [None, None]
-        said = "Perhaps not trained on the same data, by fingerprint: unknown (cat, pythia)."
+        said = "Not known to be trained on the same data, by fingerprint: unknown (cat, pythia)."
         assert unlike(found) == [said] and unigram_loss(found) is None
         assert _data_facts(found) == {"data of cat, pythia": "unknown"}
         assert unlike(found[:1]) == [], "of one run nothing is compared"
@@ -566,6 +566,8 @@ class TestWhichData:
         state = run / "checkpoints/step-00000012/state.json"
         state.write_text(state.read_text().replace("f" * 64, "d" * 64))
         assert read_run(run).data == "d" * 64
+        state.write_text("x" * state.stat().st_size)  # damaged, and as long as the marker says
+        assert read_run(run).data == "f" * 64
         state.write_text("{}")  # of another size than the marker says: no complete checkpoint
         assert read_run(run).data == "f" * 64
         shutil.rmtree(run / "model")
@@ -599,7 +601,13 @@ class TestWhichData:
         assert unlike(found) == []
         edit_config(pair[1], r"(validation:\n.*\n *max_tokens): .*", r"\1: 64")
         edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: null")
-        said = "Not scored on as much held-out text: all of it (cat); 64 tokens (pythia)."
+        said = "Perhaps not scored on as much held-out text: no limit (cat); 64 tokens (pythia)."
+        assert unlike([read_run(run) for run in pair]) == [said]
+        # As many whole windows of 32 tokens.
+        edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: 65")
+        assert unlike([read_run(run) for run in pair]) == []
+        edit_config(pair[0], r"mask_documents: .*", "mask_documents: true")
+        said = "Documents of a window are not read alike: apart (cat); joined (pythia)."
         assert unlike([read_run(run) for run in pair]) == [said]
 
     def test_other_budgets_are_said(self, pair):

@@ -162,6 +162,8 @@ def test_controls_that_do_as_they_must_not_are_told_first():
         "Controls, one run each. L = 16, none: found at step 10 (accuracy 1.000), and must not"
     )
     assert not mamba._control(runs[0], record_of([0.1], 0.1))["passed"]
+    # One without numbers has found nothing, and shown nothing.
+    assert not mamba._control(runs[1], record_of([-math.inf], -math.inf))["passed"]
 
 
 def test_the_page_has_the_rates_that_were_chosen_and_marks_an_edge(lines):

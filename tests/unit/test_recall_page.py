@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -39,6 +40,9 @@ def test_failed_controls_are_told():
 def test_runs_that_diverged_are_told():
     lost = {"row": "MQAR", "column": "d = 8", "mixer": "mamba", "seed": 3}
     (told,) = page.warnings({"controls": control(True), "diverged": [lost]})
+    # Of a control that diverged nothing is said of what its task gives away.
+    of_nothing = control(True) | {"negative": control(False, -math.inf)["negative"]}
+    assert page.warnings({"controls": of_nothing, "diverged": [lost]}) == [told]
     assert told.startswith("Diverged") and "`mamba` on MQAR, d = 8 with seed 3." in told
 
 

@@ -178,7 +178,7 @@ def study(
         "tuning_seed": TUNING_SEED,
         "controls": [_control(run, record) for run, record in controlled],
         "trained": training(trained),
-        "diverged": diverged((run, record["accuracy"]) for run, record in found),
+        "diverged": diverged((run, record["accuracy"]) for run, record in (*controlled, *found)),
         "lines": summary(found),
         **compared(tuned),
         "provenance": provenance(),
@@ -277,7 +277,7 @@ def _control(run: Run, record: dict[str, Any]) -> dict[str, Any]:
         "rate": run.cell.lr,
         "found_at_step": step,
         "accuracy": record["accuracy"],
-        "passed": (step is None) == (run.line == NEGATIVE),
+        "passed": (step is None) == (run.line == NEGATIVE) and math.isfinite(record["accuracy"]),
     }
 
 

@@ -191,6 +191,12 @@ def test_runs_of_two_machines_are_told(arguments, tmp_path, monkeypatch, capsys)
     for name, seeds in (("one, 2 cores", "0"), ("another, 8 cores", "0,1")):
         monkeypatch.setattr("eval.small_study.execute.machine", lambda name=name: name)
         assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", seeds)[0] == 0
+    # A record of before says nothing of it: no claim that there are two.
+    cell = tmp_path / "out/runs/cat_rope-seed0/study.json"
+    cell.write_text('{"diverged": false, "seconds": 2.0}')
+    assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "1")[0] == 0
+    assert "machines" not in (tmp_path / "out/small_study.md").read_text()
+    assert run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "0,1")[0] == 0
     told = "different machines (one, 2 cores; another, 8 cores), so that tokens a second do not"
     assert told in (tmp_path / "out/small_study.md").read_text()
 
