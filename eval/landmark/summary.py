@@ -34,7 +34,8 @@ _SEED = re.compile(r"-\d+$")
 # Of a cell of `eval.recall`: what is the mixer's where nothing is asked, and its options' prefix.
 _OF_MIXER = ("layers", "embedding_dropout", "code")
 _OPTION = "the mixer's "
-# Nor where it is tested: a length that not all seeds have is a mean over those that have it.
+# What does not tell models apart, beside rate and seed: the mixer as it is asked for, whose options
+# are taken as resolved, and where it is tested; a length that some seeds have is a mean over them.
 _NOT_OF_MODEL = ("lr", "seed", "mixer", "test_lengths", "fixed_items")
 _SHORT = {"d_model": "d", "tokens_sha256": "text"}
 

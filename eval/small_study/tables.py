@@ -90,18 +90,19 @@ def _mixed(summary: dict[str, Any]) -> str:
         commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
         for commit in found.get("commit", ())
     ]
-    said = f" Runs were trained by code of commit {commits[0]}." if len(commits) == 1 else ""
-    if commits == ["unknown"]:
-        said = ""
+    said = ""
     if len(commits) > 1:
         said += f" Runs were trained by code of different commits: {', '.join(commits)}."
+    elif commits not in ([], ["unknown"]):
+        said += f" Runs were trained by code of commit {commits[0]}."
     if others := [folder for folder in found.get("reused", ()) if folder]:
         said += f" Trainings that are the same there were taken over from {', '.join(others)}."
     threads = [str(number or "unknown") for number in found.get("threads", ())]
     if len(threads) > 1:
         said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
         said += " second do not compare."
-    machines = list(filter(None, found.get("machine", ())))  # that of earlier versions' is unknown
+    # That of runs of earlier versions is not known.
+    machines = [machine for machine in found.get("machine", ()) if machine]
     if len(machines) > 1:
         said += f" Runs were trained on different machines ({'; '.join(machines)}), so that tokens"
         said += " a second do not compare."
