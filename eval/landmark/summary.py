@@ -96,6 +96,8 @@ def _record(
     missing = [key for key in keys if key not in values]
     if missing:
         raise UserError(f"{path}: has no {missing[0]!r}; it is not the record that is asked for")
+    if empty := [key for key in keys if values[key] == []]:
+        raise UserError(f"{path}: its {empty[0]} are empty, so that there is nothing to draw")
     try:
         points([values])
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -216,9 +216,13 @@ def test_figure(command, tmp_path):
     other_out = tmp_path / "other"
     other = written("other.json", rows=first, wanted=0.9, label="mine-0", text="t")
     nothing = written("nothing.json", contexts=[3])
+    empty = written("empty.json", rows=[], contexts=[], text="t", wanted=0.9)
     for words, said in (
         (("--sweeps", diagnoses[0]), "has no 'text'"),
         (("--sweeps", other), "is not the record that is asked for (KeyError: 'length')"),
+        (("--sweeps", empty), "its rows are empty"),
+        (("--diagnoses", empty), "its rows are empty"),
+        (("--contexts", empty), "its contexts are empty"),
         (("--contexts", nothing), "is not the record that is asked for (TypeError: "),
         (("--sweeps", *sweeps, "--block", 5), "--block 5: all sweeps have 4, 8"),
         (("--contexts", contexts, "--block", 5), "--block 5: says nothing without --sweeps"),
