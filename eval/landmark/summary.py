@@ -275,17 +275,21 @@ def retrieval_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def sweep_points(
     records: Sequence[Mapping[str, Any]], block: int | None = None
 ) -> list[dict[str, Any]]:
-    """Means over seeds, at the largest length and one block size, for each series and selector.
+    """Means over seeds, at one length and one block size, for each series and selector.
 
-    Rows of another text, or with another number of near blocks, are a series of their own.
+    The length is the largest that all models have. Rows of another text, or with another number of
+    near blocks, are a series of their own.
 
     Raises:
-        UserError: the sweeps have no such block size, or rows of one name that differ.
+        UserError: the sweeps share no length or no such block size, or rows of one name differ.
     """
     rows = [row for record in records for row in record["rows"] if row["block"] is not None]
     if not rows:
         return []
-    longest = max(row["length"] for row in rows)
+    lengths = _common(rows, "length")
+    if not lengths:
+        raise UserError("--sweeps: no length is in all of them; draw those of one length alone")
+    longest = max(lengths)
     rows = [row for row in rows if row["length"] == longest]
     block = _common_block(rows, block)
     groups = _sweep_groups([row for row in rows if row["block"] == block])
@@ -320,16 +324,21 @@ def _common_block(rows: Sequence[Mapping[str, Any]], block: int | None) -> int:
     Raises:
         UserError: there is none, or not all have it.
     """
-    of_models: dict[str, set[int]] = {}
-    for row in rows:
-        of_models.setdefault(row["label"], set()).add(row["block"])
-    common = set.intersection(*of_models.values())
+    common = _common(rows, "block")
     if block is None and common:
         return min(common)
     if block not in common:
         known = ", ".join(map(str, sorted(common))) or "none"
         raise UserError(f"--block {block}: all sweeps have {known}; give one of them")
     return block
+
+
+def _common(rows: Sequence[Mapping[str, Any]], key: str) -> set[int]:
+    """Give the values of `key` that all models have."""
+    of_models: dict[str, set[int]] = {}
+    for row in rows:
+        of_models.setdefault(row["label"], set()).add(row[key])
+    return set.intersection(*of_models.values())
 
 
 def _sweep_groups(

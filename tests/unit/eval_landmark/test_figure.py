@@ -167,6 +167,23 @@ def test_sweeps_of_other_rows_are_no_seeds(command, tmp_path):
         assert err.count("\n") == 1 and not (tmp_path / "other").exists()
 
 
+def test_sweeps_are_drawn_at_the_largest_length_that_all_have(command, tmp_path):
+    """A model that was not read at the largest of any one is drawn beside the others."""
+    files = [tmp_path / f"{i}.json" for i in range(3)]
+    at = [(64, 128), (64,), (32,)]
+    for file, name, lengths in zip(files, ("long", "short", "other"), at, strict=True):
+        rows = [swept(name, 0.1 + length / 1000, length=length) for length in lengths]
+        file.write_text(json.dumps({"rows": rows, "text": "t"}))
+    out = tmp_path / "out"
+    code, _, err = command("figure", "--sweeps", *files[:2], "--out", out)
+    assert code == 0, err
+    points = json.loads((out / "landmark.json").read_text())["perplexity"]
+    assert [(p["series"], p["length"]) for p in points] == [("long", 64), ("short", 64)]
+    code, _, err = command("figure", "--sweeps", *files, "--out", tmp_path / "none")
+    assert code == 2 and "--sweeps: no length is in all of them; draw those" in err
+    assert err.count("\n") == 1 and not (tmp_path / "none").exists()
+
+
 def test_figure(command, tmp_path):
     """Heads are put in bins of x, seeds are one series, and what is drawn is written."""
 
@@ -219,7 +236,7 @@ def test_figure(command, tmp_path):
     empty = written("empty.json", rows=[], contexts=[], text="t", wanted=0.9)
     for words, said in (
         (("--sweeps", diagnoses[0]), "has no 'text'"),
-        (("--sweeps", other), "is not the record that is asked for (KeyError: 'length')"),
+        (("--sweeps", other), "is not the record that is asked for (KeyError: 'label')"),
         (("--sweeps", empty), "its rows are empty"),
         (("--diagnoses", empty), "its rows are empty"),
         (("--contexts", empty), "its contexts are empty"),
