@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm import __version__
+from cat_lm import __version__, architectures
 from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
+from cat_lm.config_keys import ShowKeys
 from cat_lm.data.opening import open_data
 from cat_lm.errors import SharedError, UserError, command, hard_exit, is_temporary
 from cat_lm.io.folders import check_output
@@ -43,6 +44,15 @@ def main() -> None:
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const=architectures.DEFAULT,
+        action=ShowKeys,
+        metavar="ARCHITECTURE",
+        help="print every key with its default and meaning, of this model.architecture "
+        f"(default: {architectures.DEFAULT}), and end",
+    )
     # DeepSpeed's launcher passes it; the environment says the same.
     parser.add_argument(
         "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS

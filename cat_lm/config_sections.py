@@ -148,41 +148,55 @@ class OptimizerSection(Section):
     )
     initial_lr: LearningRate = Field(0.0, description="where the warm-up starts")
     min_lr: LearningRate = Field(0.0, description="where the decay ends")
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    warmup_tokens: Tokens | None = None
+    schedule: Literal["cosine", "constant", "wsd"] = Field(
+        "cosine", description="after the warm-up; wsd: constant, with a decay at the end"
+    )
+    warmup_tokens: Tokens | None = Field(None, description="linear; or warmup_steps")
     warmup_steps: Steps | None = None
-    decay_tokens: PositiveTokens | None = Field(None, description="wsd: length of the final decay")
-    decay_steps: PositiveSteps | None = Field(None, description="wsd: length of the final decay")
+    decay_tokens: PositiveTokens | None = Field(
+        None, description="wsd: length of the final decay; or decay_steps"
+    )
+    decay_steps: PositiveSteps | None = None
     betas: tuple[
         Annotated[float, number(limits.FRACTION, below=1)],
         Annotated[float, number(limits.FRACTION, below=1)],
     ] = (0.9, 0.95)
     eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = 1e-8
-    weight_decay: Annotated[float, number(limits.WEIGHT_DECAY)] = 0.01
+    weight_decay: Annotated[float, number(limits.WEIGHT_DECAY)] = Field(
+        0.01, description="of matrices and embeddings"
+    )
     grad_clip: Annotated[float, number(limits.GRADIENT_NORM)] = Field(
         1.0, description="global gradient norm; 0 means no clipping"
     )
 
 
 class TrainSection(Section):
-    output_dir: PathText
+    output_dir: PathText = Field(description="the run's folder: checkpoints, logs, metrics")
     global_batch_size: Batch = Field(description="sequences a step, over all ranks")
     micro_batch_size: Batch = Field(description="sequences a rank computes at once")
-    max_tokens: PositiveTokens | None = None
+    max_tokens: PositiveTokens | None = Field(
+        None, description="length of the run; this or max_steps is needed"
+    )
     max_steps: PositiveSteps | None = None
-    seed: Annotated[int, whole(limits.SEED)] = 0
+    seed: Annotated[int, whole(limits.SEED)] = Field(
+        0, description="of first weights, order of the data and dropout"
+    )
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="auto: bf16 where the device computes it natively, otherwise fp32"
     )
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        1, description="what ranks divide among them: nothing, moments, gradients too, weights too"
+    )
     gradient_communication: Literal["fp32", "bf16"] = Field(
         "fp32", description="what ranks sum gradients in; bf16: half the bytes, rounded"
     )
     sequence_parallel: Annotated[int, whole(limits.RANKS)] = Field(
         1, description="so many neighbouring ranks share every sequence, each a part of its tokens"
     )
-    activation_checkpointing: bool = False
-    compile: bool = False
+    activation_checkpointing: bool = Field(
+        False, description="layers are computed again in the backward pass: less memory, more time"
+    )
+    compile: bool = Field(False, description="by torch.compile")
     deterministic: bool = Field(
         False, description="the same bits each time on a GPU, where attention is then slower"
     )
@@ -233,8 +247,10 @@ class ValidationSection(Section):
 
 class CheckpointSection(Section):
     every_steps: PositiveSteps = 1000
-    keep_last: PositiveSteps = 2
-    keep_every_steps: PositiveSteps | None = Field(None, description="these are never deleted")
+    keep_last: PositiveSteps = Field(2, description="checkpoints; older ones are deleted")
+    keep_every_steps: PositiveSteps | None = Field(
+        None, description="checkpoints of such steps are never deleted"
+    )
 
 
 class LoggingSection(Section):

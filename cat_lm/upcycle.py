@@ -68,10 +68,8 @@ class Convolution:
     state: int = 0
     streams: str = "qkv"
     mixing: str = "embeddings"
-    activation: str = "none"
     canon: str = "none"
     canon_window: int = 4
-    qk_norm: str = "none"
     rank: int = 1
 
     @property
@@ -142,20 +140,10 @@ def _refuse_active(
     folder: Path, source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
 ) -> None:
     """Refuse what makes source or target compute something that no filters undo."""
-    fields = source.to_dict()
-    if "silu" in (convolution.activation, fields.get("conv_activation")):
-        where = (
-            "--activation" if convolution.activation == "silu" else f"model {folder}: activation"
-        )
+    if source.to_dict().get("conv_activation") == "silu":
         raise UserError(
-            f"{where} silu: SiLU changes the model whatever its filters, so the two cannot compute "
-            "the same; use --activation none, or train from scratch with model.conv_activation=silu"
-        )
-    if convolution.qk_norm != "none":
-        raise UserError(
-            f"--qk-norm {convolution.qk_norm}: normalised queries and keys change the model, so "
-            "the two cannot compute the same; train from scratch with "
-            f"model.qk_norm={convolution.qk_norm}"
+            f"model {folder}: activation silu: SiLU changes the model whatever its filters, so "
+            "that no other convolutions compute the same"
         )
     if not convolution.makes_plain:
         return
@@ -195,7 +183,7 @@ def _target_config(
         "conv_state": convolution.state,
         "conv_streams": convolution.streams,
         "conv_mixing": convolution.mixing,
-        "conv_activation": convolution.activation,
+        "conv_activation": "none",
         "conv_init": "identity",
         "conv_norm": "none",
         "conv_rank": convolution.rank,
@@ -326,11 +314,6 @@ def main() -> None:
         help="what a multihead convolution mixes (default: embeddings)",
     )
     parser.add_argument(
-        "--activation",
-        choices=("none", "silu"),
-        help="after a depthwise convolution; silu cannot start as the original (default: none)",
-    )
-    parser.add_argument(
         "--canon", metavar="ACD", help="places of Canon layers, with any --conv (default: none)"
     )
     parser.add_argument(
@@ -339,15 +322,10 @@ def main() -> None:
     parser.add_argument(
         "--rank", type=whole(WINDOW), help="of the kernel of scores, for --conv head (default: 1)"
     )
-    parser.add_argument(
-        "--qk-norm",
-        choices=("none", "l2", "rms"),
-        help="of queries and keys; a norm cannot start as the original (default: none)",
-    )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    names = ("window", "filter", "state", "streams", "mixing", "activation", "rank")
-    names += ("canon", "canon_window", "qk_norm")
+    names = ("window", "filter", "state", "streams", "mixing", "rank")
+    names += ("canon", "canon_window")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     _refuse_idle(arguments.conv, given)
     quiet_transformers()
@@ -361,7 +339,7 @@ def _refuse_idle(conv_type: str, given: dict[str, Any]) -> None:
     """Refuse options that say nothing."""
     if given.get("canon", "none") == "none" and "canon_window" in given:
         raise UserError("--canon-window: says nothing without --canon; leave it out")
-    idle = [name for name in given if name not in ("canon", "canon_window", "qk_norm")]
+    idle = [name for name in given if name not in ("canon", "canon_window")]
     if conv_type == "none" and idle:
         raise UserError(f"--{idle[0]}: says nothing with --conv none; leave it out")
 

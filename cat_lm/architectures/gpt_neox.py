@@ -30,7 +30,9 @@ class GPTNeoXSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 4 x hidden_size"
     )
-    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = 0.25
+    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = Field(
+        0.25, description="share of a head's channels that is rotated"
+    )
     use_parallel_residual: bool = True
     layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
     hidden_dropout: Dropout = 0.0

@@ -72,7 +72,9 @@ class AttentionKeys(ModelSection):
     """Heads, positions and what computes attention."""
 
     num_attention_heads: Annotated[int, whole(limits.HEADS)]
-    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = 10000.0
+    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = Field(
+        10000.0, description="base of the rotary positions"
+    )
     position_embedding: Literal["rope", "none"] = "rope"
     rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
         None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
@@ -80,7 +82,9 @@ class AttentionKeys(ModelSection):
     attention_temperature: Annotated[float, number(limits.TEMPERATURE)] = Field(
         1.0, description="logits are divided by it"
     )
-    temperature_scope: Literal["logits", "rotary"] = "logits"
+    temperature_scope: Literal["logits", "rotary"] = Field(
+        "logits", description="of attention_temperature: all, or those of rotated channels"
+    )
     attention_dropout: Dropout = 0.0
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
     attention: _PatternName = Field(
@@ -100,10 +104,14 @@ class AttentionKeys(ModelSection):
 class ConvolutionKeys(ModelSection):
     """The convolutions of queries, keys and values."""
 
-    conv_type: Annotated[str, AfterValidator(_known_kind)] = "none"
-    conv_window: Annotated[int, whole(limits.WINDOW)] = 21
-    conv_streams: str = "qkv"
-    conv_init: Literal["identity", "uniform", "residual"] = "identity"
+    conv_type: Annotated[str, AfterValidator(_known_kind)] = Field(
+        "none", description="kind of convolution, such as head, or none"
+    )
+    conv_window: Annotated[int, whole(limits.WINDOW)] = Field(21, description="taps of a filter")
+    conv_streams: str = Field("qkv", description="some of q, k and v")
+    conv_init: Literal["identity", "uniform", "residual"] = Field(
+        "identity", description="start of the filters"
+    )
     conv_mixing: Literal["embeddings", "maps"] = Field(
         "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
     )

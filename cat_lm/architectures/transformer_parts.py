@@ -44,5 +44,5 @@ class CanonKeys(ModelSection):
     """Canon layers of the block, see `cat_lm.model.canon`."""
 
     canon: str = Field("none", description="some of the places A, C and D, as in ACD; or none")
-    canon_window: Annotated[int, whole(limits.WINDOW)] = 4
+    canon_window: Annotated[int, whole(limits.WINDOW)] = Field(4, description="taps of a filter")
     canon_init: Literal["uniform", "zero"] = "uniform"

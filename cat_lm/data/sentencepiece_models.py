@@ -60,7 +60,10 @@ def _misfit(vocab_size: int, message: str) -> UserError:
     """Translate the trainer's complaint for the user."""
     key = f"train:sentencepiece:{vocab_size}"
     if found := re.search(r"<= (\d+)", message):
-        return UserError(f"{key}: the text allows a vocabulary of at most {found[1]}")
+        return UserError(
+            f"{key}: the text allows a vocabulary of at most {found[1]}; give more text, or "
+            f"train:sentencepiece:{found[1]}"
+        )
     if found := re.search(r"(\d+) vs (\d+)", message):
         return UserError(f"{key}: the text needs a vocabulary of more than {found[2]}")
     return UserError(f"{key}: sentencepiece cannot train this vocabulary: {message.strip()}")

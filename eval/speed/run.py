@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from eval.speed.machine import describe, open_device
 
     quiet_transformers()
-    device = open_device(options.device, options.threads)
+    device = open_device(_device_name(options), options.threads)
     started = provenance()
     runs = {
         "conv": run_conv,
@@ -55,6 +55,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.repeats,
         **measured,
     }
+
+
+def _device_name(options: argparse.Namespace) -> str:
+    """Name the device: `auto` is the CPU for what is timed there alone."""
+    if options.device == "auto" and getattr(options, "contexts", None) is not None:
+        return "cpu"
+    return options.device
 
 
 def _check_threads(threads: int | None) -> None:

@@ -23,7 +23,7 @@ OPTIONAL = {
     "triton": "triton",
     "flash-attn": "flash_attn",
     "causal-conv1d": "causal_conv1d",
-    "flash-linear-attention": "fla",
+    "fla-core": "fla",
     "lm-eval": "lm_eval",
     "wandb": "wandb",
 }
@@ -78,7 +78,7 @@ def packages() -> Iterator[Finding]:
 def optional() -> Iterator[Finding]:
     """Packages that training does without: whether each imports, and why not."""
     known = {}
-    for extra in ("gpu", "eval", "wandb"):
+    for extra in ("gpu", "flash", "eval", "wandb"):
         known |= requirements(extra)
     for name, module in OPTIONAL.items():
         version, supported = _installed(name), known.get(name, "")

@@ -42,7 +42,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m launch.slurm",
         description="Train on a SLURM cluster: submit a run, look at it, stop it, go on.",
         epilog="The job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
-        "input.",
+        "input; of local its run's own (75 stopped, to be gone on with), or 2 after attempts "
+        "without progress.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -42,7 +42,7 @@ def requirements(section: str, key: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def tested() -> list[Requirement]:
+def pinned_for() -> list[Requirement]:
     """What the pins cover: the package with the extras `eval` and `test`."""
     extras = [requirements("options.extras_require", extra) for extra in ("eval", "test")]
     return requirements("options", "install_requires") + extras[0] + extras[1]
@@ -75,13 +75,13 @@ def needed_by(name: str, extra: str) -> list[Requirement]:
 
 def test_ranges_hold_the_tested_versions():
     pinned = pins()
-    for requirement in tested():
+    for requirement in pinned_for():
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 def test_pins_are_the_whole_closure_and_agree_with_each_other():
     pinned, closure = pins(), set()
-    todo = tested()
+    todo = pinned_for()
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):

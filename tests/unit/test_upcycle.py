@@ -208,10 +208,6 @@ def test_refusals(pythia, tmp_path):
         upcycle(tmp_path / "nowhere", tmp_path / "out", Convolution())
     with pytest.raises(UserError, match="plain GPT-NeoX already"):
         upcycle(pythia, tmp_path / "out", Convolution("none"))
-    with pytest.raises(UserError, match="--activation silu"):
-        upcycle(pythia, tmp_path / "out", Convolution("depthwise", activation="silu"))
-    with pytest.raises(UserError, match="--qk-norm l2: normalised queries and keys change"):
-        upcycle(pythia, tmp_path / "out", Convolution(qk_norm="l2"))
     with pytest.raises(UserError, match="conv_rank=2: needs conv_type=head and the streams q and"):
         upcycle(pythia, tmp_path / "out", Convolution(streams="k", rank=2))
     with pytest.raises(UserError, match="conv_window=0"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 
-from eval.speed import choices
+from eval.speed import choices, run
 from eval.speed.model import build as models
 from eval.speed.model import decode
 from tests.unit.speed.calls import TINY
@@ -113,6 +115,16 @@ def test_contexts_record(speed, name):
                 for dense, own in zip(seconds[part["dense"]], seconds["landmark"], strict=True)
             ]
             assert part["times_as_fast"]["all"] == pytest.approx(ratios) and len(ratios) == 2
+
+
+def test_contexts_are_on_the_cpu_where_no_device_is_named():
+    for device, given, expected in (
+        ("auto", [40], "cpu"),
+        ("cuda", [40], "cuda"),  # which is refused, as what was asked for
+        ("auto", None, "auto"),
+    ):
+        assert run._device_name(Namespace(device=device, contexts=given)) == expected
+    assert run._device_name(Namespace(device="auto")) == "auto"
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
