@@ -25,14 +25,31 @@ def test_delays_of_heads_and_their_rule():
         "k": [one_hot(2, -2.0), one_hot(1), [1.0, 1.0, 1.0, 1.0]],
         "v": [one_hot(1), one_hot(0), one_hot(0)],
     }
-    first, second, third = portraits.heads([layer], recalls=True)
+    first, second, third = portraits.heads([layer], ruled=True)
     assert first["delays"] == {"q": 0, "k": 2, "v": 1} and first["key_is_one_more"] is True
     assert second["key_is_one_more"] is False
     assert third["key_is_one_more"] is None and third["single"] == 0.25
     # A stream without a filter has no delay.
-    (alone,) = portraits.heads([{"k": [one_hot(1)]}], recalls=True)
+    (alone,) = portraits.heads([{"k": [one_hot(1)]}], ruled=True)
     assert alone["delays"] == {"k": 1} and alone["key_is_one_more"] is True
-    assert not list(portraits.heads([], recalls=True))
+    assert not list(portraits.heads([], ruled=True))
+
+
+def test_the_rule_is_of_one_layer_that_recalls_by_filters_of_heads():
+    """Two layers that recall by another rule, pairs of heads, and copying have no verdict."""
+    shifted, plain = {"v": [[0.0, 1.0]]}, {"v": [[1.0, 0.0]]}
+    pairs = {"k": [[0.0, 1.0]] * 4}
+
+    def found(mixer, filters, task=RUN.cell.task):
+        run = replace(RUN, cell=replace(RUN.cell, mixer=mixer, task=task))
+        (entry,) = portraits.table([(run, {"accuracy": 1.0, "filters": filters})])
+        return [(head["head"], portraits.verdict(head)) for head in entry["heads"]]
+
+    assert found("cat", [shifted]) == [(0, "no")]
+    assert found("cat", [shifted, plain]) == [(0, ""), (0, "")]
+    assert found("cat", [shifted], "selective-copy") == [(0, "")]
+    named = [(f"{to} from {source}", "") for to in (0, 1) for source in (0, 1)]
+    assert found("cat:heads=2,conv_type=multihead", [pairs]) == named
 
 
 def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
@@ -51,11 +68,11 @@ def test_the_best_run_of_each_place_is_shown_by_its_last_accuracy():
 
 def test_a_tap_is_single_by_its_share_of_the_squares():
     (head,) = portraits.heads(
-        [{"q": [[1.0, 0.0]], "k": [[1.0, 3.0]], "v": [[-1.0, 0.125]]}], recalls=True
+        [{"q": [[1.0, 0.0]], "k": [[1.0, 3.0]], "v": [[-1.0, 0.125]]}], ruled=True
     )
     assert head["single"] == 0.9 and head["key_is_one_more"] is True
     (head,) = portraits.heads(
-        [{"q": [[1.0, 0.0]], "k": [[1.0, 1.9]], "v": [[1.0, 0.0]]}], recalls=True
+        [{"q": [[1.0, 0.0]], "k": [[1.0, 1.9]], "v": [[1.0, 0.0]]}], ruled=True
     )
     assert head["single"] < 0.8 and head["key_is_one_more"] is None
 

@@ -184,6 +184,7 @@ def test_at_the_papers_density_every_slot_is_asked():
 CHANCE = [
     ("ar", 13, {"vocab_size": "16"}),
     ("ar", 9, {"layout": "free", "vocab_size": "12"}),
+    ("ar", 8, {"layout": "free", "vocab_size": "4"}),
     ("nar", 14, {"layout": "free", "vocab_size": "7"}),
     ("mqar", 24, {"keys": "3", "vocab_size": "16"}),
     ("mqnar", 24, {"vocab_size": "12"}),

@@ -73,6 +73,63 @@ def test_theorem_1_recalls_wherever_the_padding_imitates_nothing(ngram, delay):
     assert found.distance <= found.bound
 
 
+def test_a_padded_window_nearer_than_all_ngrams_sets_the_temperature():
+    """Seed 12: the window (0, x₀, x₁) is nearer to a query than the bound can bear without it."""
+    construction = associative.Construction.draw(3, 12)
+    assert construction.nearest[0] < construction.separation_of_grams / 1000
+    tokens = torch.tensor([[0, 8, 1, 2, 3, 8, 8, 0, 5, 4, 6, 7, 9, 8, 8, 0]])
+    hardest, answer = associative.hardest(construction, 16, seed=0)
+    for row, right in ((tokens, 5), (hardest[None], answer)):
+        for delay in ("key", "value"):
+            far = {
+                padded: (
+                    associative.layer(construction, row, Recipe(delay, padded=padded))
+                    - construction.embeddings[right]
+                ).norm()
+                for padded in (True, False)
+            }
+            assert far[True] < construction.distance / 2 < far[False]
+
+
+def test_the_nearest_window_is_that_of_all_of_them():
+    """By a loop over windows and N-grams, without those of (a, …, a) after a."""
+    size = associative.Size(4, 6, (3,))
+    construction = associative.Construction.draw(3, 1, size)
+    table, taps = construction.embeddings, construction.filters
+
+    def signature(tokens):
+        rows = [f * table[t] for f, t in zip(taps, reversed(tokens), strict=False)]
+        return torch.stack(rows).sum(0) / torch.stack(rows).sum(0).norm()
+
+    grams = list(itertools.product(range(4), repeat=3))
+    windows = [w for k in (1, 2) for w in itertools.product(range(4), repeat=k)]
+    apart = {
+        (window, gram): float(1 - signature(window) @ signature(gram))
+        for window, gram in itertools.product(windows, grams)
+        if set(gram) != {window[0]}
+    }
+    least, window, gram = construction.nearest
+    assert least == pytest.approx(min(apart.values()))
+    assert least == pytest.approx(apart[tuple(window.tolist()), tuple(gram.tolist())])
+    of_grams = min(
+        float(1 - signature(a) @ signature(b)) for a, b in itertools.combinations(grams, 2)
+    )
+    assert construction.separation_of_grams == pytest.approx(of_grams)
+    assert construction.separation == min(construction.separation_of_grams, construction.nearest[0])
+    single = associative.Construction.draw(1, 1, size)
+    assert single.separation == single.separation_of_grams  # there are no padded windows
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_the_hardest_sequence_has_one_answer(length):
+    construction = associative.Construction.draw(2, 5)
+    row, answer = associative.hardest(construction, length, seed=3)
+    _, window, gram = construction.nearest
+    assert row[: len(window)].tolist() == window.tolist() and row[-2:].tolist() == gram.tolist()
+    places = [i for i in range(length - 1) if row[i : i + 2].tolist() == gram.tolist()]
+    assert len(places) == 2 and row[places[0] + 2] == answer != row[len(window)]
+
+
 def test_the_layer_is_the_formula_row_by_row():
     construction = associative.Construction.draw(2, seed=0)
     tokens = torch.tensor([[3, 5, 7, 1, 3, 5]])
@@ -291,6 +348,33 @@ def test_sequences_follow_the_definitions(grams):
     else:
         constant = (tokens[:, -2] == tokens[:, -1]) & (tokens[:, 0] == tokens[:, -1])
         assert not constant.any()
+
+
+@pytest.mark.parametrize("grams", [2, 3])
+def test_long_sequences_hold_all_other_ngrams(grams):
+    """Where a random one would have the query by chance as well, as often as it is long."""
+    problem, length = Problem(10, grams, vocabulary=3, width=3), 40 * 3 ** (grams - 1)
+    drawn = [
+        two_sided.sequences(problem, length, 50, split, most=10) for split in ("train", "test")
+    ]
+    for tokens, answers in drawn:
+        golden = two_sided.places(tokens, grams)
+        assert (golden.sum(dim=1) == 2).all() and golden[:, -1].all()
+        first = golden.double().argmax(dim=1)
+        assert (tokens.gather(1, first[:, None] + 1)[:, 0] == answers).all()
+        kinds = [len({tuple(row[i : i + grams]) for i in range(length)}) for row in tokens.tolist()]
+        most = 3**grams
+        assert sum(kind > 0.8 * most for kind in kinds) > 20
+        assert len(set(first[-20:].tolist())) > 5  # at many places
+    assert not torch.equal(drawn[0].tokens[-5:], drawn[1].tokens[-5:])
+
+
+def test_every_seed_of_the_command_is_one_of_the_generators():
+    for seed in (0, 3, 2 * 10**17, 2**62):
+        for problem in report._seeded(ngram.PROBLEMS, seed):
+            torch.Generator().manual_seed(problem.seed)
+            np.random.default_rng([problem.seed, 8])
+            assert seed > 3 or (problem.seed % 100 < 10 and problem.seed // 100 == seed)
 
 
 def test_the_two_sided_layer_filters_values():

@@ -1,12 +1,13 @@
 """Learned filters of recall models: which delay did each head learn?
 
-A filter with a single tap is a delay. A layer that recalls by single taps matches a query with the
-key before its value, and so has
+A filter with a single tap is a delay. One layer that recalls by single taps, a filter a head,
+matches a query with the key before its value, and so has
 
     delay(k) = delay(q) + delay(v) + 1
 
-which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one lag further on. For
-copying there is no such rule.
+which is Theorem 1's key delay (q and v at lag 0, k at lag 1) and its like one lag further on. There
+is no such rule for copying, nor for layers above others, which may look for what those have
+shifted, nor for heads that read others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from cat_lm.mixers import make_mixer
+from cat_lm.ops.convolution import kinds
 from eval.common.style import GRID, INK, LAGS, MUTED, STYLE, diverging_map, save_figure
 from eval.recall.tasks import TASKS
 
@@ -58,7 +61,7 @@ def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
     cell = record["cell"]
     place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
     entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
-    entry["heads"] = list(heads(record["filters"], recalls=_recalls(cell["task"])))
+    entry["heads"] = _heads_of(record["filters"], cell["task"], cell["mixer"])
     name = f"{path.stem}-filters"
     save_figure(
         draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent / name
@@ -77,46 +80,56 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
             "lr": run.cell.lr,
             "seed": run.cell.seed,
             "accuracy": record["accuracy"],
-            "heads": list(heads(record["filters"], recalls=_recalls(run.cell.task))),
+            "heads": _heads_of(record["filters"], run.cell.task, run.cell.mixer),
         }
         for run, record in best_runs(rows)
     ]
 
 
-def _recalls(task: str) -> bool:
-    return TASKS[task.partition(":")[0]][0].recalls
+def _heads_of(
+    filters: Sequence[dict[str, list[list[float]]]], task: str, mixer: str
+) -> list[dict[str, Any]]:
+    """The heads of a run's filters; the rule is of one layer that recalls by filters of heads."""
+    conv_type = getattr(make_mixer(mixer).options, "conv_type", "")
+    mixes = kinds.mixes_heads(conv_type)
+    recalls = TASKS[task.partition(":")[0]][0].recalls
+    return list(heads(filters, ruled=recalls and len(filters) == 1 and not mixes, pairs=mixes))
 
 
 def heads(
-    filters: Sequence[dict[str, list[list[float]]]], *, recalls: bool
+    filters: Sequence[dict[str, list[list[float]]]], *, ruled: bool, pairs: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Each head of each layer with its filters.
 
     Args:
         filters: for each layer, stream -> [H][W], lag 0 first; a stream without one has delay 0.
-        recalls: whether the task is one of recall, whose rule says something.
+        ruled: whether the rule of delays says something of them.
+        pairs: whether they are [H · H][W], of each head from each, which `head` then names.
 
     Yields:
         `layer`, `head`, `taps` and `delays` by stream; `single`: the least share that a largest
-        tap has of its filter's squares; for recall `key_is_one_more`: whether delay(k) = delay(q)
-        + delay(v) + 1, none where a filter has no single tap.
+        tap has of its filter's squares; if ruled `key_is_one_more`: whether delay(k) = delay(q) +
+        delay(v) + 1, none where a filter has no single tap.
     """
     for layer, streams in enumerate(filters):
-        for head in range(len(next(iter(streams.values()), []))):
+        count = len(next(iter(streams.values()), []))
+        side = math.isqrt(count)
+        for head in range(count):
             taps = {s: streams[s][head] for s in STREAMS if s in streams}
             delays = {s: int(np.abs(f).argmax()) for s, f in taps.items()}
             shares = [np.square(f).max() / max(np.square(f).sum(), 1e-30) for f in taps.values()]
             lag = {s: delays.get(s, 0) for s in STREAMS}
-            found = {"layer": layer, "head": head, "taps": taps, "delays": delays}
+            name = f"{head // side} from {head % side}" if pairs else head
+            found = {"layer": layer, "head": name, "taps": taps, "delays": delays}
             found["single"] = round(float(min(shares)), 3)
-            if recalls:
+            if ruled:
                 holds = lag["k"] == lag["q"] + lag["v"] + 1
                 found["key_is_one_more"] = holds if min(shares) >= SINGLE else None
             yield found
 
 
 def verdict(head: dict[str, Any]) -> str:
-    """Tell whether the rule holds for a head of a task of recall; nothing for others."""
+    """Tell whether the rule holds for a head of which it speaks; nothing for others."""
     if "key_is_one_more" not in head:
         return ""
     return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]

@@ -217,7 +217,7 @@ def _differences(record: dict[str, Any]) -> list[str]:
 def _filters(record: dict[str, Any]) -> list[str]:
     entries = [(entry, head) for entry in record["filters"] for head in entry["heads"]]
     ruled = any(verdict(head) for _, head in entries)
-    rule = "Layers that recall by single taps have delay(k) = delay(q) + delay(v) + 1. "
+    rule = "One layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1. "
     head = (
         "task",
         "width",

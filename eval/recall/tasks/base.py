@@ -1,9 +1,9 @@
 """Share what tasks need: splits that cannot overlap, draws without replacement for many rows.
 
-Rows are pure functions of (task, seed, split). A row belongs to the split that a hash of its inputs
-names, and a row of another split is drawn again: the splits are disjoint whatever their seeds and
-numbers, and each is spread evenly over what the task can produce. Test has half of it, validation
-an eighth, training the rest.
+Rows are pure functions of (task, seed, split, their number). A row belongs to the split that a hash
+of its inputs names, and a row of another split is drawn again: the splits are disjoint whatever
+their seeds and numbers, and each is spread evenly over what the task can produce. Test has half of
+it, validation an eighth, training the rest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Two layouts. `free` is the paper's Definitions 2 and 3 as they read: every token is free, and the
 query's only earlier copy is anywhere that does not overlap the query itself. `pairs` is Table 1:
 keys and values alternate, k1 v1 k2 v2 … q, with tokens as in MQAR. The label is at the last
-position.
+position. In free rows of not many more than 2N tokens, N > 1, the copy often stands right before
+the query, whose first token the answer then is: there `chance` is less than what can be guessed.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ class SingleQueryRecall(Task):
     def chance(self) -> float:
         if self.layout == "pairs":
             return 1 / (self.vocab_size - self.vocab_size // 2)
-        if self.ngram > 1:
+        if self.ngram > 1:  # in rows of a few N tokens more: see the module's docstring
             return 1 / (self.vocab_size - 1)
-        # The copy stands right before the query in one row of T − 1: then the answer is the query.
-        return max(1 / (self.vocab_size - 2), 1 / (self.seq_len - 1))
+        # The copy stands right before the query in one row of T − 1: then the answer is the query,
+        # and otherwise any other token.
+        beside = 1 / (self.seq_len - 1)
+        return max((1 - beside) / (self.vocab_size - 2), beside)
 
     def at_length(self, seq_len: int) -> SingleQueryRecall:
         return dataclasses.replace(self, seq_len=seq_len)

@@ -10,6 +10,7 @@ with q the last row of X_q, and the answer the token whose embedding is nearest 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from cat_lm.ops import head_conv
 from eval.recall.tasks import generate, make_task
+from eval.recall.tasks.single_query import copies
 from eval.recall.theory.claims import Claim, Verdict
 
 LENGTHS = (16, 64, 256)
@@ -36,6 +38,8 @@ class Size(NamedTuple):
 
 
 SIZES = (Size(12, 32, (1, 2, 3)), Size(24, 16, (1, 2)), Size(48, 128, (1, 2)))
+# Of such a part of N-grams' own separation, padded windows show where they are left out of c.
+_NEAR = 1 / 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Recipe:
         lag: by how many tokens; the theorem's is 1.
         taps: how many of F's N taps are kept; none: all.
         heat: a factor of c.
+        padded: whether δ in c is over the padded windows too.
         norm: whether rows of X * F are scaled to unit length. Corollary 1 needs no norm.
         masked: whether later tokens are hidden, where every position is a query.
     """
@@ -55,6 +60,7 @@ class Recipe:
     lag: int = 1
     taps: int | None = None
     heat: float = 1.0
+    padded: bool = True
     norm: bool = True
     masked: bool = True
 
@@ -80,25 +86,61 @@ class Construction:
         return float(torch.pdist(self.embeddings).min())
 
     @cached_property
-    def separation(self) -> float:
-        """δ: the least 1 − cosine of two N-grams' signatures, over all N-grams."""
-        grams = torch.cartesian_prod(*[torch.arange(len(self.embeddings))] * len(self.filters))
-        grams = grams.reshape(-1, len(self.filters))
-        parts = [f * self.embeddings[grams[:, -1 - i]] for i, f in enumerate(self.filters)]
-        signatures = _unit(torch.stack(parts).sum(dim=0))
+    def _grams(self) -> tuple[Tensor, Tensor]:
+        """All N-grams [V^N, N], oldest token first, and their signatures [V^N, d]."""
+        return self._windows(len(self.filters))
+
+    def _windows(self, length: int) -> tuple[Tensor, Tensor]:
+        """All windows of so many tokens after zeros, and their signatures."""
+        tokens = torch.cartesian_prod(*[torch.arange(len(self.embeddings))] * length)
+        tokens = tokens.reshape(-1, length)
+        taps = self.filters[:length]
+        parts = [f * self.embeddings[tokens[:, -1 - i]] for i, f in enumerate(taps)]
+        return tokens, _unit(torch.stack(parts).sum(dim=0))
+
+    @cached_property
+    def separation_of_grams(self) -> float:
+        """The least 1 − cosine of two N-grams' signatures."""
+        _, signatures = self._grams
         cosine = signatures @ signatures.T
         cosine.fill_diagonal_(-1)
         return float(1 - cosine.max())
 
-    def temperature(self, length: int) -> float:
-        """c = c₀ log(4L/ε) with c₀ = 1/δ."""
-        return math.log(4 * length / self.distance) / self.separation
+    @cached_property
+    def nearest(self) -> tuple[float, Tensor, Tensor]:
+        """The least 1 − cosine of a zero-padded window and an N-gram, and both.
+
+        The windows of the first N − 1 positions; not one that begins with a beside (a, …, a).
+        """
+        grams, signatures = self._grams
+        best = (2.0, grams[0], grams[0])
+        for length in range(1, len(self.filters)):
+            windows, padded = self._windows(length)
+            cosine = padded @ signatures.T
+            cosine[(grams[None] == windows[:, :1, None]).all(dim=2)] = -1
+            window, gram = divmod(int(cosine.argmax()), len(grams))
+            best = min(best, (float(1 - cosine.max()), windows[window], grams[gram]), key=_first)
+        return best
+
+    @property
+    def separation(self) -> float:
+        """δ: the least 1 − cosine of an N-gram's signature and another window's."""
+        return min(self.separation_of_grams, self.nearest[0])
+
+    def temperature(self, length: int, padded: bool = True) -> float:
+        """c = c₀ log(4L/ε) with c₀ = 1/δ; without the padded windows δ is of N-grams alone."""
+        separation = self.separation if padded else self.separation_of_grams
+        return math.log(4 * length / self.distance) / separation
+
+
+def _first(found: tuple[float, Tensor, Tensor]) -> float:
+    return found[0]
 
 
 def layer(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
     """f(X) [B, d] in fp64 for tokens [B, L]: the answer to the last token's query."""
     queries, keys, values = _streams(construction, tokens, recipe)
-    c = recipe.heat * construction.temperature(tokens.shape[1])
+    c = recipe.heat * construction.temperature(tokens.shape[1], recipe.padded)
     weights = (c * torch.einsum("btd,bd->bt", keys, queries[:, -1])).softmax(dim=1)
     return torch.einsum("bt,btd->bd", weights, values)
 
@@ -152,7 +194,7 @@ class Found(NamedTuple):
 
 
 def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed: int) -> Found:
-    """Asks a construction as many sequences as `rows`."""
+    """Asks a construction as many sequences as `rows`, and for N > 1 that of `hardest`."""
     options = dict(ngram=str(ngram), layout="free", vocab_size=str(1 + size.vocabulary))
     examples = generate(make_task("nar", length, options), rows, seed=seed, split="test")
     construction = Construction.draw(ngram, seed, size)
@@ -160,6 +202,9 @@ def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed
         construction = replace(construction, filters=torch.ones(1).double())
     tokens = torch.from_numpy(examples.inputs) - 1
     answers = torch.from_numpy(examples.labels[:, -1]) - 1
+    if ngram > 1:
+        row, answer = hardest(construction, length, seed)
+        tokens, answers = torch.cat([tokens, row[None]]), torch.cat([answers, answer[None]])
     outputs = torch.cat([layer(construction, part, recipe) for part in tokens.split(64)])
     table = construction.embeddings
     wrong = torch.cdist(outputs, table).argmin(dim=1) != answers
@@ -173,8 +218,31 @@ def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed
     )
 
 
+def hardest(construction: Construction, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A sequence [L] that begins with the padded window nearest to its query, and its answer.
+
+    The token after that window is the one farthest from the answer.
+    """
+    _, window, gram = construction.nearest
+    table, n, k = construction.embeddings, len(gram), len(window)
+    generator = torch.Generator().manual_seed(seed)
+    copy = length // 2
+    while True:
+        tokens = torch.randint(len(table), (length,), generator=generator)
+        tokens[:k], tokens[copy : copy + n], tokens[-n:] = window, gram, gram
+        answer = tokens[copy + n]
+        far = (table - table[answer]).norm(dim=1)
+        far[gram[-1]] = 0  # or window and token could be the query
+        tokens[k] = far.argmax()
+        if copies(tokens[None].numpy(), n) == 2:
+            return tokens, answer
+
+
 def theorem_1(rows: int, seed: int = 0, seeds: int = 3) -> list[Claim]:
     """Both delays for N = 1, 2, 3: exact wherever the zero padding imitates no N-gram.
+
+    Beside the drawn filters stands the first one of N = 3 to which a padded window is so near that
+    a c without it does not do.
 
     Args:
         seed, seeds: the first of the seeds that filters, embeddings and sequences are drawn by, and
@@ -192,17 +260,20 @@ def theorem_1(rows: int, seed: int = 0, seeds: int = 3) -> list[Claim]:
             "with c = c₀ log(4L/ε), c₀ = 1/δ, one layer's output is within ε/2 of the answer to "
             "every N-gram query up to length L, so that the nearest embedding is the answer",
             f"{sizes}; L = {', '.join(map(str, LENGTHS))}; {seeds} random filters and embeddings, "
-            f"{rows} sequences each, fp64",
+            f"{rows} sequences each, and one that begins with the padded window nearest to its "
+            "query; one more filter, to which such a window is near; fp64",
             check,
             Recipe(delay),
             {
+                "δ of N-grams alone": Recipe(delay, padded=False),
                 "a delay of 2 tokens": Recipe(delay, lag=2),
                 "no delay": Recipe(delay, lag=0),
                 "F cut to one tap": Recipe(delay, taps=1),
                 "a tenth of c": Recipe(delay, heat=0.1),
             },
-            "A query of one repeated token (a, …, a) has the signature of the zero-padded "
-            "window at the first position when x₀ = a; such sequences must be excluded.",
+            "δ must be over the zero-padded windows of the first N − 1 positions, too, which are "
+            "no N-grams and can be nearer to one. A query of one repeated token (a, …, a) can have "
+            "the signature of the first of them when x₀ = a; such sequences must be excluded.",
         )
         for delay in ("key", "value")
     ]
@@ -229,11 +300,23 @@ def _recalls(recipe: Recipe, rows: int, seeds: range) -> Verdict:
 
 def _cases(seeds: range) -> Iterator[tuple[Size, int, int, int]]:
     """Size, N, length, seed; large N first, where wrong constructions show soonest."""
+    widest = SIZES[0], max(SIZES[0].ngrams)
+    for length in LENGTHS:
+        yield *widest, length, seed_with_near_window(*widest, seeds.start)
     for size in SIZES:
         for ngram in sorted(size.ngrams, reverse=True):
             for length in LENGTHS:
                 for seed in seeds:
                     yield size, ngram, length, seed
+
+
+def seed_with_near_window(size: Size, ngram: int, first: int) -> int:
+    """The first seed from `first` on of a filter that has a padded window near to an N-gram."""
+    for seed in itertools.count(first):
+        drawn = Construction.draw(ngram, seed, size)
+        if drawn.nearest[0] < _NEAR * drawn.separation_of_grams:
+            return seed
+    raise AssertionError("there are infinitely many seeds")
 
 
 def causality(rows: int, seed: int = 0, ngram: int = 2, length: int = 32) -> Claim:

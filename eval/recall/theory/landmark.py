@@ -2,9 +2,10 @@
 
 L = 2^20 tokens in blocks of B; landmarks are the keys' sum over a block (or an exponential
 average); the query has unit length and one earlier copy, all other tokens are N(0, σ²/d). Only
-inner products with the query matter, so nothing of size L·d is made: the laws below are exact. All
-noise scales as 1/√d, so each trial has a threshold, the least d at which it succeeds, and the d of
-p% success is a quantile of thresholds.
+inner products with the query matter, so nothing of size L·d is made: the laws below are exact, but
+that the search in the blocks is drawn apart from the search among them. All noise scales as 1/√d,
+so each trial has a threshold, the least d at which it succeeds, and the d of p% success is a
+quantile of thresholds.
 
     fixed query    1 + √((B−1)/d) z > √(B/d) max of L̄−2 normals
     subspace       max_i ‖√(B/d) n_i − √((B−1)/d) n_β‖ < 1,  n in R^r  (all unit queries of R^r)

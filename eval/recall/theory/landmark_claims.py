@@ -49,7 +49,7 @@ def _sufficiency(trials: int, seed: int) -> Claim:
     return Claim.judged(
         "Proposition 1 (A)",
         "d ≥ 2σ²B(√log L̄ + t)² solves recall with probability at least 1 − 3e^{−t²/4}",
-        f"L = 2^20, B = {min(thresholds)}…{max(thresholds)}, {trials} exact trials each; least "
+        f"L = 2^20, B = {min(thresholds)}…{max(thresholds)}, {trials} trials each; least "
         "success over B",
         check,
         lambda block, t: sufficient(block, t=t),

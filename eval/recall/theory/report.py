@@ -31,6 +31,7 @@ from eval.recall.theory.two_sided import Problem
 
 ROWS, TRIALS, SLOW_TRIALS = 500, 100_000, 400
 TRAINING_ROWS, TABLES = 200, 5
+_SEEDS = 2**62  # that torch's generators and numpy's take, with room for what is added to them
 
 
 def theory(
@@ -85,7 +86,7 @@ def theory(
 
 def _seeded(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
     """The problems with other embeddings, starts and sequences for every seed of the command."""
-    return tuple(dataclasses.replace(p, seed=p.seed + 100 * seed) for p in problems)
+    return tuple(dataclasses.replace(p, seed=(p.seed + 100 * seed) % _SEEDS) for p in problems)
 
 
 def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:

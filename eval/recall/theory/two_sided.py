@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cat_lm.errors import UserError
 from eval.recall.tasks import generate, make_task
+from eval.recall.tasks.base import SPLITS
 from eval.recall.tasks.single_query import copies
 from eval.recall.theory.associative import convolve
 
@@ -313,11 +314,13 @@ def _descend(layer: TwoSidedLayer, data: Sequences, least: float) -> Run | None:
 
 
 def sequences(problem: Problem, length: int, rows: int, split: str, *, most: int) -> Sequences:
-    """Sequences of two N-grams, then as many random ones as `rows`, after Definitions 2 and 3.
+    """Sequences of two N-grams, then random ones, after Definitions 2 and 3.
 
-    Random ones only where the vocabulary has enough N-grams for one to be unique.
+    Where the vocabulary has too few N-grams for one to be unique by chance, random ones are of all
+    but the query.
 
     Args:
+        rows: random ones, of those of the latter kind before some are left out.
         most: of two N-grams: all if these are no more, else all pairs in turn, so many in all,
             at random places.
     """
@@ -327,11 +330,35 @@ def sequences(problem: Problem, length: int, rows: int, split: str, *, most: int
         options = {"ngram": str(n), "layout": "free", "vocab_size": str(count + 1)}
         examples = generate(make_task("nar", length, options), rows, seed=problem.seed, split=split)
         parts.append((examples.inputs - 1, examples.labels[:, -1] - 1))
+    else:
+        parts.append(_of_all_but_the_query(problem, length, rows, SPLITS.index(split)))
     tokens, answers = (np.concatenate(part) for part in zip(*parts, strict=True))
     if n > 1:  # (a, …, a) after x₀ = a: three keys look alike, and no layer answers
         free = ~(tokens[:, -n:] == tokens[:, :1]).all(axis=1)
         tokens, answers = tokens[free], answers[free]
     return Sequences(torch.from_numpy(tokens), torch.from_numpy(answers))
+
+
+def _of_all_but_the_query(
+    problem: Problem, length: int, rows: int, part: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens, drawn again where they would end the query beside its two places."""
+    rng = np.random.default_rng([problem.seed, length, part])
+    n, count = problem.ngram, problem.vocabulary
+    query, place = rng.integers(0, count, (rows, n)), rng.integers(0, length - 2 * n + 1, rows)
+    tokens = rng.integers(0, count, (rows, length))
+    for t in range(length - n):
+        offset = t - place
+        planted = (offset >= 0) & (offset < n)
+        tokens[planted, t] = query[planted, offset[planted]]
+        if t >= n - 1:
+            ends = (tokens[:, t - n + 1 : t + 1] == query).all(axis=1) & ~planted
+            other = tokens[ends, t] + rng.integers(1, count, int(ends.sum()))
+            tokens[ends, t] = other % count
+    tokens[:, -n:] = query
+    unique = copies(tokens, n) == 2  # but for copies across the ends of the planted ones
+    tokens, place = tokens[unique], place[unique]
+    return tokens, tokens[np.arange(len(tokens)), place + n]
 
 
 def _of_two_ngrams(problem: Problem, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
