@@ -243,7 +243,10 @@ def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
     if read.keys() != written.keys():
         names = sorted(read.keys() ^ written.keys())
         raise UserError(f"export {folder}: tensors differ from the checkpoint's: {names[:3]}")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in written.items():
+        if name not in parameters:  # a buffer is stored as it is, and cast by whoever loads it
+            tensor = tensor.to(read[name].dtype)
         if tensor.dtype != read[name].dtype or not torch.equal(
             _bits(tensor.cpu()), _bits(read[name])
         ):

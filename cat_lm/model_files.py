@@ -266,10 +266,9 @@ def check_fit(
                 f"{what} {name} is {list(header.shape)} in the file, config.json asks for "
                 f"{list(shape)}"
             )
-        if not header.is_floating_point:
-            raise UserError(
-                f"{what} {name} is of {header.dtype}, must be of floating-point numbers"
-            )
+        if header.is_floating_point != expected[name].is_floating_point():  # of a buffer also not
+            kind = "integers or booleans" if header.is_floating_point else "floating-point numbers"
+            raise UserError(f"{what} {name} is of {header.dtype}, must be of {kind}")
 
 
 def refuse_non_finite(what: str, tensors: dict[str, Tensor]) -> None:

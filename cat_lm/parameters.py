@@ -1,5 +1,7 @@
 """What a module says of its parameters: how they start, and which take no weight decay.
 
+Its buffers are persistent, so that checkpoints and exports have them.
+
 `no_decay` is a tuple of names, of the module's own parameters.
 
 `initial_values()` gives starts by name, those of the module's parts too (`gate.bias`), whether or
@@ -76,16 +78,35 @@ def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
             draw their own, as torch's do; then none is left as it was built.
 
     Raises:
-        ValueError: one says nothing, or names what it has not.
+        ValueError: one says nothing, or names what it has not, or has a buffer that is not saved.
     """
     for part in module.modules():
         takes_decay(part)
+        _check_buffers(part)
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # no start is needed, and what it is computed from is not there
     with torch.random.fork_rng(devices=[]):  # a model's draws are those without this look
         named = [(part, name) for part in module.modules() for name in initial_values(part)]
     if gives_all_starts:
         _check_starts(module, {id(part.get_parameter(name)) for part, name in named})
+
+
+def _check_buffers(part: nn.Module) -> None:
+    """Check that a module's buffers are saved, as nothing makes others again. Raises ValueError.
+
+    transformers builds a model that it loads without memory, and leaves in such a buffer whatever
+    lies where it is put.
+    """
+    if hasattr(part, "original_inv_freq"):
+        return  # transformers' rotary embeddings, which it does make again
+    own = part.named_buffers(recurse=False, remove_duplicate=False)
+    lost = [name for name, _ in own if name in part._non_persistent_buffers_set]
+    if lost:
+        raise ValueError(
+            f"{type(part).__name__} registers the buffer {lost[0]} with persistent=False, so that "
+            "a loaded model would not have its numbers; register it without, or compute it in "
+            "forward"
+        )
 
 
 def _check_starts(module: nn.Module, given: set[int]) -> None:

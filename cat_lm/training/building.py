@@ -22,7 +22,7 @@ from cat_lm.ops.landmark.options import CALIBRATE
 def without_weights() -> Iterator[None]:
     """Inside, the parameters of new modules take no memory (they are on the meta device).
 
-    Buffers are computed as ever: nothing sends them from rank to rank.
+    Buffers are computed as ever, from a generator that may stand elsewhere: the Engine shares them.
     """
     register = nn.Module.register_parameter
 
@@ -47,7 +47,10 @@ def begins_again_in_fp32(config: RunConfig) -> bool:
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on `device`, with anything in it."""
+    """Give what is on the meta device memory on `device`, with anything in it.
+
+    That is all parameters, and buffers that were computed from them.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -57,6 +60,9 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
                 data = torch.empty_like(parameter.data, device=device)
                 made[parameter] = _with_data(parameter, data)
             module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

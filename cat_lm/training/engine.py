@@ -24,6 +24,7 @@ from cat_lm.ops.landmark.options import CALIBRATE, DENSE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
+from cat_lm.training import buffers
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights
 from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, quiet
@@ -70,6 +71,8 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         with contextlib.nullcontext() if weights else without_weights():
             model = config.architecture.classes().causal_lm(fields)
         check_model(config.architecture, config.model, model)
+        buffers.check(model)
+        buffers.make_fillable(model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
@@ -161,7 +164,7 @@ def _check_compiler(device: torch.device) -> None:
 class Engine:
     """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
 
-    Every rank begins with the first one's parameters, whatever its own were.
+    Every rank begins with the first one's parameters and buffers, whatever its own were.
 
     The loss is the sum over the scored tokens of the whole global batch, over all ranks and
     accumulation steps, divided by their number; so 1 x 8 and 8 x 1 micro-batches are one step.
@@ -188,6 +191,7 @@ class Engine:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
         model.to(ranks.device).train()
+        buffers.share(model, ranks)
         optimizer = torch.optim.AdamW(
             parameter_groups(model, config.optimizer.weight_decay),
             lr=config.optimizer.lr,

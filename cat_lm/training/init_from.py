@@ -77,12 +77,12 @@ def _kept(
 
 
 def _starts_of_entries(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give what `weights` lack of the parameters of entries of `cat_lm.model.attention`."""
-    from cat_lm.model.attention.core import entry_parameters
+    """Give what `weights` lack of what entries of `cat_lm.model.attention` hold."""
+    from cat_lm.model.attention.core import entry_weights
 
     ours = model.state_dict()
     lacking = ours.keys() - weights.keys()
-    return {name: ours[name] for name in lacking & entry_parameters(model)}
+    return {name: ours[name] for name in lacking & entry_weights(model)}
 
 
 def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:

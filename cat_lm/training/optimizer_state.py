@@ -5,7 +5,7 @@ weight and AdamW's two moments. DeepSpeed keeps them in flat tensors of its own,
 and number of ranks; the files name the parameter and the elements instead:
 
     state/rank-00000.safetensors     exp_avg/NAME[START:STOP], exp_avg_sq/NAME[START:STOP], fp32
-    model/model.safetensors          the master weights, whole, by the same names
+    model/model.safetensors          the master weights, whole, by the same names; and buffers
 
 The fragments of all ranks tile every parameter exactly once; reading checks it. Each rank writes
 what it holds, without any communication, and reads only the ranges that it will hold. Where every
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -31,6 +30,7 @@ from safetensors.torch import save_file
 
 from cat_lm import architectures
 from cat_lm.errors import UserError
+from cat_lm.training import buffers
 from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def not_finite(engine: Engine) -> list[str]:
-    """Name what this rank holds of the weights and moments that is not finite, at most ten.
+    """Name what this rank holds of weights, moments and buffers that is not finite, at most ten.
 
     Every element is looked at on the rank that would write it.
     """
@@ -133,6 +133,8 @@ def not_finite(engine: Engine) -> list[str]:
         found += [f"{kind} of {fragment.name}" for kind, t in parts.items() if not _is_finite(t)]
         if len(found) >= 10:
             break
+    held = buffers.persistent(engine.model).items()
+    found += [f"buffer {name}" for name, buffer in held if not buffer.isfinite().all()]
     return found[:10]
 
 
@@ -145,7 +147,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Hash what a safetensors file must hold, by xxh3_128: its header, then `tensors` from memory.
 
-    The file holds these fp32 tensors bit for bit where this is its checksum.
+    The file holds these tensors bit for bit where this is its checksum.
 
     Raises:
         OSError: its header is not that of these tensors, one after the other.
@@ -158,11 +160,13 @@ def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     digest, position = xxhash.xxh3_128(length + header), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         tensor = tensors.get(name)
-        end = position + 4 * math.prod(entry["shape"])
         same = tensor is not None and entry["shape"] == list(tensor.shape)
-        if not same or entry["dtype"] != "F32" or entry["data_offsets"] != [position, end]:
+        if not same or buffers.TYPES.get(entry["dtype"]) != tensor.dtype:
             raise OSError(f"{path.name}: {name} was not stored as it is")
-        digest.update(tensor.numpy().reshape(-1).view(np.uint8))
+        end = position + tensor.nbytes
+        if entry["data_offsets"] != [position, end]:
+            raise OSError(f"{path.name}: {name} was not stored as it is")
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
         position = end
     if len(entries) != len(tensors):
         raise OSError(f"{path.name}: holds {len(entries)} tensors instead of {len(tensors)}")
@@ -274,11 +278,13 @@ def _check_tiling(what: str, parts: list[Range], size: int) -> None:
 def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) -> None:
     """Fills this rank's optimizer: master weights, moments and number of steps.
 
-    Reads only the ranges that this rank holds, one at a time. `refresh_model` must follow.
+    Reads only the ranges that this rank holds, one at a time, and all buffers that are stored.
+    `refresh_model` must follow.
 
     Args:
         state: the folder that `index` describes.
-        weights: the safetensors file of the whole master weights, which `check_weights` has seen.
+        weights: the safetensors file of the whole master weights and the buffers, which
+            `check_weights` has seen.
 
     Raises:
         UserError: a file is damaged.
@@ -295,24 +301,34 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
     _read_moments(engine, held, index, state)
 
 
-def check_weights(engine: Engine, path: Path) -> None:
-    """Compares the header of the whole master weights with the model.
+def check_weights(engine: Engine, path: Path) -> list[str]:
+    """Compares the header of the whole master weights and the buffers with the model.
+
+    Returns:
+        The buffers that are missing: earlier versions saved none.
 
     Raises:
-        UserError: the file is damaged, or a weight is missing, of another shape or not fp32.
+        UserError: the file is damaged, or a weight is missing, of another shape or not fp32, or a
+            buffer of another shape or type.
     """
+    own = buffers.persistent(engine.model)
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
+    expected |= {name: list(buffer.shape) for name, buffer in own.items()}
     with _opened(path) as stored:
         slices = {name: stored.get_slice(place) for name, place in _places(engine, stored).items()}
         found = {name: part.get_shape() for name, part in slices.items()}
-        for name in sorted(expected.keys() | found.keys()):
+        lacking = sorted(own.keys() - found.keys())
+        for name in sorted((expected.keys() | found.keys()) - set(lacking)):
             if expected.get(name) != found.get(name):
                 raise UserError(
                     f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
                     f"{expected.get(name, 'none')}"
                 )
-            if (dtype := slices[name].get_dtype()) != "F32":
-                raise UserError(f"{path}: {name}: is {dtype}, must be F32")
+            dtype = slices[name].get_dtype()
+            wanted = buffers.wrong_type(dtype, own[name]) if name in own else "F32"
+            if wanted not in (None, dtype):
+                raise UserError(f"{path}: {name}: is {dtype}, must be {wanted}")
+    return lacking
 
 
 def _places(engine: Engine, stored: safe_open) -> dict[str, str]:
@@ -331,6 +347,9 @@ def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
             read = stored.get_slice(places[fragment.name])[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
+        for name, buffer in buffers.persistent(engine.model).items():
+            if name in places:
+                buffer.copy_(stored.get_tensor(places[name]))
 
 
 def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:

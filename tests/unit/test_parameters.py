@@ -163,6 +163,20 @@ def test_a_pattern_starts_anew_on_the_weights_of_a_model_without_it(pattern, tmp
     assert found == ["linear.bias", "linear.weight", "usual.bias", "usual.weight"]
 
 
+def test_a_pattern_s_buffers_start_as_built_in_a_model_without(pattern, monkeypatch, tmp_path):
+    class Drawn(Gated):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.register_buffer("omega", torch.randn(3))
+
+    monkeypatch.setattr(attention._ENTRIES[Pattern]["gated"], "build", lambda config: Drawn(WIDTH))
+    transformer().save_pretrained(tmp_path)
+    model = transformer(attention="gated")
+    drawn = {name: b.clone() for name, b in model.named_buffers() if name.endswith(".omega")}
+    assert drawn and any("omega" in name for name in load_initial_weights(model, str(tmp_path)))
+    assert all(model.get_buffer(name).equal(buffer) for name, buffer in drawn.items())
+
+
 class Rates(Gated):
     """A gated module with rates of its own."""
 
@@ -180,7 +194,16 @@ def other(**said) -> type[nn.Module]:
     return type("Other", (Rates,), said)
 
 
+class Unsaved(Rates):
+    """With a buffer that no loaded model would have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
 SAID_WRONGLY = {
+    "a lost buffer": (Unsaved, "Unsaved registers the buffer table with persistent=False, so that"),
     "no decay said": (other(no_decay=None), "Other.no_decay=None: must be a tuple of names"),
     "a text": (
         other(no_decay="rates"),

@@ -249,14 +249,14 @@ class AttentionMixin:
         return (output[..., :width] if output.shape[-1] > width else output), maps
 
 
-def entry_parameters(model: nn.Module) -> set[str]:
-    """List the names of the parameters that entries of the registry have in a model."""
+def entry_weights(model: nn.Module) -> set[str]:
+    """List the names of what entries of the registry have in a model: parameters and buffers."""
     return {
         f"{name}.{part}.{key}"
         for name, module in model.named_modules()
         if isinstance(module, AttentionMixin)
         for part in _ENTRIES
-        for key, _ in (getattr(module, part) or nn.Module()).named_parameters()
+        for key in (getattr(module, part) or nn.Module()).state_dict()
     }
 
 

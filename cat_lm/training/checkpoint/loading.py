@@ -119,7 +119,10 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
     def look() -> tuple[Restored, StateIndex]:
         restored = read_compatible(folder, config, ranks.world_size, fingerprint)
         # Before the moments, which lie flat and could not say what shape is stored.
-        check_weights(engine, folder / WEIGHTS)
+        for name in check_weights(engine, folder / WEIGHTS):
+            restored.changed.append(
+                f"buffer {name}: {WEIGHTS} has none, as earlier versions wrote none; it is as built"
+            )
         return restored, read_index(folder / "state", restored.state.world_size, engine)
 
     # The first rank alone reads what is the same for all; on a file system of many nodes that is

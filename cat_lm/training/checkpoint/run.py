@@ -229,13 +229,14 @@ class Checkpoints:
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
+        from cat_lm.training import buffers
         from cat_lm.training.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         try:
             ranks.on_rank_zero(lambda: saving.prepare(temporary))
-            weights = full_precision_weights(engine)
+            weights = full_precision_weights(engine) | buffers.to_save(engine.model, ranks)
             progress("gathering the weights")
             files = ranks.on_all_ranks(
                 lambda: saving.write_own_files(

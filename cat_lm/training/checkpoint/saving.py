@@ -70,7 +70,7 @@ class Flusher:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, path: Path, tensors: Tensors | None = None) -> None:
-        """Take a file that is written, and the fp32 tensors that it must hold."""
+        """Take a file that is written, and the tensors that it must hold."""
         flushed = self._pool.submit(flush, path)
         digest = self._pool.submit(checksum, path, ALGORITHM)
         self._written.append(_Written(path, flushed, digest, tensors))
@@ -114,7 +114,7 @@ def write_own_files(
     """Write, flush and check this rank's files; the first rank's are also those of the whole.
 
     Args:
-        weights: of the whole model, on the first rank.
+        weights: of the whole model with its buffers, on the first rank.
 
     Returns:
         Each file's size and checksum, by its name in the folder.

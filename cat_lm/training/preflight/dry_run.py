@@ -13,6 +13,7 @@ import torch
 from cat_lm.data.loader import TrainLoader
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
+from cat_lm.training import buffers
 from cat_lm.training.determinism import attention_kernels, refused_operator
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import count_parameters, memory_per_rank
@@ -28,15 +29,15 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     """Computes one micro-batch of full context and drops its gradients; a collective.
 
     DeepSpeed's own way of dropping a step serves: the loss is made NaN before the backward pass, so
-    the step is skipped as any that is not finite. Weights, optimizer, generators and counters are
-    afterwards what they were, bit for bit.
+    the step is skipped as any that is not finite. Weights, buffers, optimizer, generators and
+    counters are afterwards what they were, bit for bit.
 
     Returns:
         A line for the first rank's log: tokens, seconds, memory, and what computed attention.
 
     Raises:
         UserError: the memory does not suffice, or train.deterministic cannot be kept; on the rank
-            where it was so.
+            where it was so. Or a buffer does not stay the same on all ranks; on all.
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size
@@ -48,7 +49,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     start = time.perf_counter()
     try:
-        with _restored(engine):
+        with _restored(engine), buffers.tried(engine.model, ranks):
             attention = _skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if operator := refused_operator(error):
