@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.io.causes import os_error
 from cat_lm.io.readers import InsideName, Record, read_json, read_object, short
 
 if TYPE_CHECKING:
@@ -191,11 +192,7 @@ def _named(tensors: dict[str, Any], naming: Naming) -> dict[str, Any]:
 
 def _read(path: Path, safetensors: Callable[[Path], Any], pickled: Callable[[Path], Any]) -> Any:
     try:
-        with open(path, "rb"):
-            pass  # the libraries know no other reason than "no such file"
         return safetensors(path) if path.suffix == ".safetensors" else pickled(path)
-    except OSError as error:
-        raise file_error(f"{path}: {describe_os_error(error)}", error) from None
     except UserError:
         raise
     except pickle.UnpicklingError as error:
@@ -203,7 +200,9 @@ def _read(path: Path, safetensors: Callable[[Path], Any], pickled: Callable[[Pat
             f"{path}: is damaged, or holds more than tensors, such as code, which is not run; "
             "save the model as model.safetensors"
         ) from error
-    except Exception as error:  # of either library, for whatever it cannot parse
+    except Exception as error:  # of either library, for whatever it cannot open or parse
+        if (cause := os_error(error, path)) is not None:
+            raise file_error(f"{path}: {describe_os_error(cause)}", cause) from error
         raise UserError(f"{path}: is damaged ({reason(error)})") from error
 
 

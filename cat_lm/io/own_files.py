@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, file_error
 from cat_lm.io.files import write_text
 from cat_lm.io.readers import InsideName, Record, read_json
 
@@ -138,7 +138,7 @@ def remove_marked(folder: Path, purpose: str) -> None:
         (folder / MARK).unlink(missing_ok=True)
         folder.rmdir()
     except OSError as error:
-        raise UserError(f"{folder}: cannot be removed ({error.strerror})") from None
+        raise file_error(f"{folder}: cannot be removed ({error.strerror})", error) from None
 
 
 def empty_marked(folder: Path) -> None:

@@ -29,7 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
+from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.io.causes import causes_told, os_error
 from cat_lm.training import buffers
 from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
@@ -116,7 +117,8 @@ def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
             tensors[key] = fragment.of(moment).cpu()
     numbers = {"rank": ranks.rank, "ranks": ranks.world_size, "step": optimizer_step(engine)}
     path = folder / state_file(ranks.rank)
-    save_file(tensors, path, {name: str(number) for name, number in numbers.items()})
+    with causes_told(path):
+        save_file(tensors, path, {name: str(number) for name, number in numbers.items()})
     return tensors
 
 
@@ -257,11 +259,20 @@ def _part_of(path: Path, key: str, stored: safe_open) -> tuple[str, str, int, in
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file. Raises UserError where it, or what is read from it, is damaged."""
+    """Open a safetensors file.
+
+    Raises:
+        UserError: it, or what is read from it, is damaged, or cannot be read; `TemporaryError`
+            where it may be at the next start.
+    """
     try:
         with safe_open(path, framework="pt") as stored:
             yield stored
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
+        if (cause := os_error(error, path)) is not None:
+            raise file_error(f"{path}: {describe_os_error(cause)}", cause) from error
+        if isinstance(error, RuntimeError):
+            raise
         raise UserError(f"{path}: is damaged: {' '.join(str(error).split())}") from error
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 
 import torch
 
 from cat_lm.errors import UserError
+from cat_lm.io.causes import causes_told
+from cat_lm.io.readers import read_bytes
 
 
 def save_random_states(path: Path) -> None:
@@ -19,8 +22,11 @@ def save_random_states(path: Path) -> None:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, path)
-    stored = torch.load(path, weights_only=True)
+    content = io.BytesIO()
+    torch.save(states, content)
+    with causes_told(path):  # torch's own writer would not say what the system said
+        path.write_bytes(content.getvalue())
+        stored = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
     if not all(stored[device].equal(state) for device, state in states.items()):
         raise OSError(f"{path.name} was not stored as it is")
 
@@ -29,7 +35,8 @@ def restore_random_states(path: Path) -> None:
     """Continue the generators bit for bit; one of a device that was not there is left alone.
 
     Raises:
-        UserError: there is no such file, or it holds no states of this machine's generators.
+        UserError: there is no such file, or it holds no states of this machine's generators, or
+            cannot be read; `TemporaryError` where it may be at the next start.
     """
     states = _read_states(path)
     try:
@@ -43,8 +50,9 @@ def restore_random_states(path: Path) -> None:
 def _read_states(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; it holds the states of a rank's generators")
+    content = io.BytesIO(read_bytes(path))
     try:
-        states = torch.load(path, map_location="cpu", weights_only=True)
+        states = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged archive makes of its reader
         raise UserError(
             f"{path}: cannot be read as states of generators ({type(error).__name__})"

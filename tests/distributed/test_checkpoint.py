@@ -148,7 +148,9 @@ def failed_on_last_rank(ranks, data: str, folder: str) -> list[str]:
 def test_a_save_that_fails_on_one_rank_ends_all_of_them(tiny_corpus, tmp_path):
     for messages in run_on_ranks(failed_on_last_rank, 2, str(tiny_corpus), str(tmp_path)):
         for message in messages:
-            assert "could not be written" in message and "No space left" in message
+            # The system's words, or ours where the file is known.
+            assert "could not be written" in message
+            assert "No space left" in message or ": the disk is full" in message
             assert "newest complete one: step-00000002" in message
 
 

@@ -169,16 +169,13 @@ class Checkpoints:
 
     def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
         """Restore `folder`, or what was saved before it where its files are not as they were."""
-        restored = failed = None
-        try:
+        restored = None
+        with contextlib.suppress(UserError):  # may be for what the verifier finds
             restored = loading.restore(engine, folder, fingerprint)
-        except UserError as error:
-            failed = error
         problem = self._verifier.read(folder)
         if problem is None:
-            if failed is not None:
-                raise failed
-            return restored
+            # All of it was read meanwhile: what could not be read for a moment now can.
+            return restored or loading.restore(engine, folder, fingerprint)
         if not self._older:
             raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
         self._say(f"{folder}: passed over: {problem}")

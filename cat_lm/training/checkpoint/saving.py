@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import __version__, plugins
 from cat_lm.commit import commit
+from cat_lm.io.causes import causes_told
 from cat_lm.io.checksums import checksum
 from cat_lm.io.files import sync_directory, write_json, write_text
 from cat_lm.io.own_files import make_marked, remove_marked
@@ -131,10 +132,12 @@ def write_own_files(
         save_random_states(temporary / random_file(ranks.rank))
         files.add(temporary / random_file(ranks.rank))
         if ranks.is_first:
-            save_file(weights, temporary / WEIGHTS, {"format": "pt"})
+            with causes_told(temporary / WEIGHTS):
+                save_file(weights, temporary / WEIGHTS, {"format": "pt"})
             files.add(temporary / WEIGHTS, weights)
             engine.model.config.save_pretrained(temporary / "model")
-            shutil.copytree(tokenizer, temporary / "tokenizer")
+            with causes_told(temporary / "tokenizer"):
+                shutil.copytree(tokenizer, temporary / "tokenizer")
             engine.config.save(temporary / RUN_CONFIG)
             code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
             write_json(temporary / STATE, {**state, "world_size": ranks.world_size, "code": code})
