@@ -128,7 +128,8 @@ class Trainer:
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
 
         # What is written on the way.
-        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, resumed_step=self.step))
+        past = self.checkpoints.recorded_step
+        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, recorded_step=past))
         self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
         if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")

@@ -50,19 +50,22 @@ class Metrics:
 
     A resumed run drops the records after its checkpoint: these steps are run again.
 
+    Args:
+        recorded_step: up to which the folder's records are this run's past; 0: none is.
+
     Attributes:
         validated_step: of the last validation that was recorded when the run began; 0: none.
     """
 
-    def __init__(self, run_folder: Path, config: RunConfig, resumed_step: int) -> None:
+    def __init__(self, run_folder: Path, config: RunConfig, recorded_step: int) -> None:
         path = run_folder / "metrics.jsonl"
-        self.validated_step = keep_records(path, up_to_step=resumed_step)
+        self.validated_step = keep_records(path, up_to_step=recorded_step)
         self._file = AppendedFile(path)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
             from cat_lm.training.tensorboard import EventFile
 
-            self._tensorboard = EventFile(run_folder / "tensorboard", purge_step=resumed_step + 1)
+            self._tensorboard = EventFile(run_folder / "tensorboard", purge_step=recorded_step + 1)
         if config.logging.wandb_project:
             self._wandb = _start_wandb(run_folder, config)
 
@@ -96,7 +99,7 @@ class Metrics:
 def keep_records(path: Path, up_to_step: int) -> int:
     """Drops records of later steps, and a last line that a kill has cut.
 
-    A run that starts from nothing puts the records of an earlier one aside: its checkpoints may
+    A run that has no past here (0) puts the records of an earlier one aside: its checkpoints may
     have been deleted on purpose, its records must not be.
 
     Returns:

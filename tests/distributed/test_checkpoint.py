@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pkgutil
 import shutil
@@ -189,6 +190,44 @@ def test_a_named_checkpoint_starts_a_run_of_its_own(tiny_corpus, tmp_path):
     from cat_lm.config import load_config
 
     assert load_config(tmp_path / "other/config.yaml").train.resume.endswith("step-00000002")
+
+
+def forked(ranks, data: str, folder: str) -> list[list[tuple]]:
+    """What a fork has recorded when it is killed, started again, stopped and continued."""
+    first, fork = Path(folder) / "first", Path(folder) / "fork"
+    train(ranks, run_values(data, first, max_steps=4) | {"checkpoint": {"every_steps": 2}})
+    recorded = []
+
+    def go_on(resume: Path | str, steps: int, killed: bool = False) -> None:
+        values = run_values(data, fork, max_steps=steps, resume=str(resume))
+        values["checkpoint"] = {"every_steps": 2}
+        # Of an action of all ranks: none waits for another.
+        saving = (lambda: failing(ACTIONS[1], False, Killed())) if killed else None
+        with contextlib.suppress(Killed):
+            train(ranks, values, saving, at_step=6)
+        ranks.on_rank_zero(lambda: recorded.append(losses(fork)))
+
+    go_on(start := first / "checkpoints/step-00000004", 6, killed=True)
+    go_on(start, 6)
+    go_on("auto", 8)
+    return recorded
+
+
+def test_a_fork_s_records_are_its_own(tiny_corpus, tmp_path):
+    """Others' of steps before its start, and those of a start without a checkpoint, are put aside.
+
+    Once it has a checkpoint of its own, `auto` goes on from that and keeps its records.
+    """
+    (tmp_path / "fork").mkdir()
+    strange = "".join(f'{{"step": {step}, "loss": 1.0, "grad_norm": 1.0}}\n' for step in (1, 2, 9))
+    (tmp_path / "fork/metrics.jsonl").write_text(strange)
+    found = run_on_ranks(forked, 2, str(tiny_corpus), str(tmp_path))[0]
+    steps = [[row[0] for row in rows if len(row) == 3] for rows in found]
+    assert steps == [[5, 6], [5, 6], [5, 6, 7, 8]]
+    assert found[0] == found[1][: len(found[0])] and found[1] == found[2][: len(found[1])]
+    assert (tmp_path / "fork/metrics.1.jsonl").read_text() == strange
+    assert (tmp_path / "fork/metrics.2.jsonl").exists()
+    assert not (tmp_path / "fork/metrics.3.jsonl").exists()
 
 
 def two_at_once(ranks, data: str, folder: str) -> str:

@@ -184,6 +184,38 @@ def test_a_checkpoint_of_a_damaged_file_is_no_reason_to_start_anew(run):
         to_resume(run, "never")
 
 
+@pytest.mark.parametrize("step", [2, 6, 8])
+def test_a_start_from_another_run_is_refused_where_there_are_checkpoints(run, tmp_path, step):
+    """Earlier, equal or later: pruning would delete those of this folder as the start's past."""
+    start, before = step_folder(tmp_path / "other", step), names(run)
+    for path in (start, tmp_path / "other"):
+        with pytest.raises(
+            UserError, match=r"already holds step-00000006; .*another train\.output_"
+        ):
+            to_resume(run, str(path))
+    assert names(run) == before
+
+
+def test_a_start_from_another_run_sets_aside_what_is_no_checkpoint(run, tmp_path):
+    start = step_folder(tmp_path / "other", 8)
+    for step in (2, 4, 6):
+        (run / f"checkpoints/step-{step:08d}/complete.json").unlink()
+    assert to_resume(run, str(start))[0] == start
+    assert to_resume(tmp_path / "new", str(start))[0] == start
+
+
+def test_the_newest_of_the_run_s_own_can_be_named_by_any_path(run, tmp_path, monkeypatch):
+    newest, link = run / "checkpoints/step-00000006", tmp_path / "links/step-00000006"
+    link.parent.mkdir()
+    link.symlink_to(newest)
+    (tmp_path / "linked").symlink_to(run)
+    monkeypatch.chdir(run / "checkpoints")
+    for path in (newest, run, link, tmp_path / "linked", Path("step-00000006")):
+        assert to_resume(run, str(path))[0].resolve() == newest
+    with pytest.raises(UserError, match="already holds step-00000006"):
+        to_resume(run, str(newest.with_name("step-00000004")))
+
+
 def test_markers_of_earlier_versions_are_read(run, capsys):
     newest = run / "checkpoints/step-00000006"
     seal_as_before(newest)

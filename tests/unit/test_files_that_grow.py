@@ -105,7 +105,7 @@ def test_metrics_on_a_full_disk(tmp_path, capfd):
     values["logging"] = {"tensorboard": True}
     for name in ("_file", "_tensorboard"):
         threads = threading.active_count()
-        recorded = Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+        recorded = Metrics(tmp_path, RunConfig.model_validate(values), recorded_step=0)
         part = getattr(recorded, name)
         file = part if name == "_file" else part._file
         file._stream.close()

@@ -240,7 +240,7 @@ def test_records_that_are_none_are_named(tmp_path, line, said):
 
 def test_metrics_hold_no_number_that_json_has_not(tmp_path):
     c = config()
-    metrics = Metrics(tmp_path, c, resumed_step=0)
+    metrics = Metrics(tmp_path, c, recorded_step=0)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -250,7 +250,7 @@ def test_metrics_hold_no_number_that_json_has_not(tmp_path):
 def test_tensorboard_and_missing_wandb(tmp_path):
     values = run_values("unused", "unused")
     values["logging"] = {"tensorboard": True}
-    metrics = Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+    metrics = Metrics(tmp_path, RunConfig.model_validate(values), recorded_step=0)
     metrics.write({"step": 1, "loss": 2.0})
     metrics.close()
     assert list((tmp_path / "tensorboard").iterdir())
@@ -259,7 +259,7 @@ def test_tensorboard_and_missing_wandb(tmp_path):
         import wandb  # noqa: F401
     except ImportError:
         with pytest.raises(UserError, match=r"cat_lm\[wandb\]"):
-            Metrics(tmp_path, RunConfig.model_validate(values), resumed_step=0)
+            Metrics(tmp_path, RunConfig.model_validate(values), recorded_step=0)
 
 
 def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):

@@ -37,6 +37,11 @@ def step_of(folder: Path) -> int:
     return int(STEP_FOLDER.fullmatch(folder.name)[1])
 
 
+def lies_in(step_folder: Path, folder: Path) -> bool:
+    """Tell whether a step folder is one of a `checkpoints` folder's, by name or behind a link."""
+    return folder.resolve() in (step_folder.parent.resolve(), step_folder.resolve().parent)
+
+
 def step_folders(folder: Path) -> list[Path]:
     """List the folders named as checkpoints are, whole or not, oldest first."""
     if not folder.is_dir():

@@ -22,6 +22,7 @@ from cat_lm.training.checkpoint.finding import (
     Say,
     complete_checkpoints,
     is_complete,
+    lies_in,
     step_folders,
     step_of,
     without_folder,
@@ -73,7 +74,7 @@ def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
 
     These are step folders without a marker of ours, and those after `chosen` that are not whole.
     """
-    is_own = chosen is not None and chosen.resolve().parent == folder.resolve()
+    is_own = chosen is not None and lies_in(chosen, folder)
     for path in step_folders(folder):
         try:
             read_marker(path)

@@ -16,6 +16,7 @@ from cat_lm.training.checkpoint import loading, saving
 from cat_lm.training.checkpoint.finding import (
     Say,
     candidates,
+    lies_in,
     newest_whole,
     silent,
     step_folders,
@@ -78,6 +79,16 @@ class Checkpoints:
         """The step of the checkpoint that this process saved or loaded last."""
         return None if self._current is None else step_of(self._current)
 
+    @property
+    def recorded_step(self) -> int:
+        """The step up to which the folder's records are this run's past.
+
+        0 where it begins with nothing, or with a checkpoint of another folder: what is recorded
+        here is then another run's, or of an attempt that a kill ended before its first checkpoint.
+        """
+        is_own = self._current is not None and lies_in(self._current, self.folder)
+        return step_of(self._current) if is_own else 0
+
     def describe_left(self) -> str:
         """Say which complete checkpoint a run can go on from."""
         return leftovers.describe_left(self.folder)
@@ -130,13 +141,20 @@ class Checkpoints:
         return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
 
     def _check_mixture(self, start: Path | None) -> None:
-        """Refuse a start that would mix its checkpoints with those of the run's folder."""
+        """Refuse a start that would mix its checkpoints with those of the run's folder.
+
+        Only the newest of the folder's own can be gone on from; what lies elsewhere, of whatever
+        step, is another run's past, whose pruning and records must not be taken for this one's.
+        """
         if self.config.train.resume == "auto":
             return
-        own = [path for path in step_folders(self.folder) if _is_ours(path)]
-        if own and (start is None or step_of(own[-1]) > step_of(start)):
+        own = next((path for path in step_folders(self.folder)[::-1] if _is_ours(path)), None)
+        if own is None:
+            return
+        is_own = start is not None and lies_in(start, self.folder)
+        if not is_own or step_of(own) > step_of(start):
             raise UserError(
-                f"train.output_dir={self.config.train.output_dir}: already holds {own[-1].name}; "
+                f"train.output_dir={self.config.train.output_dir}: already holds {own.name}; "
                 "train.resume=auto goes on from the newest whole checkpoint, "
                 "another train.output_dir starts anew"
             )
