@@ -402,6 +402,27 @@ def test_a_file_system_s_bad_moment_is_no_damage(run, monkeypatch, code, place):
     assert to_resume(run)[0].name == "step-00000006"
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_marker_that_cannot_be_read_now_is_no_reason_to_start_anew(
+    run, tmp_path, monkeypatch, code
+):
+    """Neither from nothing nor from another run: its checkpoints would be trained over."""
+    real, newest = open, run / "checkpoints/step-00000006"
+    other, before = step_folder(tmp_path / "other", 8), names(run)
+
+    def failing(path, *args, **kwargs):
+        if str(path) == str(newest / "complete.json"):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", failing)
+        for resume in ("never", str(other)):
+            with pytest.raises(TemporaryError, match=r"complete\.json: cannot be read now"):
+                to_resume(run, resume)
+    assert names(run) == before
+
+
 @pytest.mark.parametrize("place", ["complete.json", "random-00000.pt"])
 def test_an_old_checkpoint_that_cannot_be_looked_at_ends_no_run(run, monkeypatch, place):
     """After a good save, and at a start: it stays, and is not known to be complete."""

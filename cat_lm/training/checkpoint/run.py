@@ -22,7 +22,7 @@ from cat_lm.training.checkpoint.finding import (
     step_folders,
     step_of,
 )
-from cat_lm.training.checkpoint.records import read_marker
+from cat_lm.training.checkpoint.records import Unreadable, read_marker
 from cat_lm.training.checkpoint.verifying import Verifier
 
 if TYPE_CHECKING:
@@ -268,8 +268,11 @@ class Checkpoints:
 
 
 def _is_ours(folder: Path) -> bool:
+    """Tell whether a step folder is a checkpoint. Raises `Unreadable` where it may be one."""
     try:
         read_marker(folder)
+    except Unreadable:
+        raise
     except UserError:
         return False
     return True
