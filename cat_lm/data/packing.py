@@ -30,7 +30,7 @@ from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError, is_temporary
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.locks import Busy, Lock, hold
-from cat_lm.io.own_files import empty_marked, is_marked, make_marked, remove_marked
+from cat_lm.io.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
 
@@ -248,20 +248,10 @@ def _remove_dead(place: Path, begin: str) -> None:
     """Remove the folders of plans that killed processes of this host left."""
     for left in place.glob(f"{glob.escape(begin)}.*.tmp"):
         number = left.name.removeprefix(f"{begin}.").removesuffix(".tmp")
-        if is_marked(left, _PURPOSE) and not _is_alive(number):
+        is_dead = number.isdecimal() and not is_alive(int(number))
+        if is_dead and is_marked(left, _PURPOSE):
             with suppress(UserError):  # another process that starts now may be removing it, too
                 remove_marked(left, _PURPOSE)
-
-
-def _is_alive(number: str) -> bool:
-    """Tell whether a process of this number may run here."""
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError, OverflowError):
-        return True
-    return True
 
 
 def plan_files(data: Path) -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,12 +25,27 @@ LISTING = ".cat_lm_files.json"
 _ASIDE = re.compile(r"\.aside(?:-\d+)?$")
 
 
+class Writer(Record):
+    """The process that marked a folder.
+
+    Attributes:
+        numbering: of process ids; containers of one host have their own.
+        job: SLURM's number, for people; empty outside of one.
+    """
+
+    host: str
+    numbering: str
+    pid: int
+    job: str = ""
+
+
 class Mark(Record):
-    """The mark in a folder of ours."""
+    """The mark in a folder of ours; those of earlier versions name no writer."""
 
     program: str
     purpose: str
     inode: int
+    writer: Writer | None = None
 
 
 class Listing(Record):
@@ -73,8 +89,18 @@ def make_marked(folder: Path, purpose: str) -> None:
 
 
 def _mark(folder: Path, purpose: str) -> str:
-    mark = Mark(program="cat_lm", purpose=purpose, inode=folder.stat().st_ino)
+    inode, writer = folder.stat().st_ino, _this_process()
+    mark = Mark(program="cat_lm", purpose=purpose, inode=inode, writer=writer)
     return mark.model_dump_json() + "\n"
+
+
+def _this_process() -> Writer:
+    try:
+        numbering = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbering = ""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return Writer(host=socket.gethostname(), numbering=numbering, pid=os.getpid(), job=job)
 
 
 def take_over(folder: Path, purpose: str) -> None:
@@ -103,23 +129,55 @@ def _not_ours(folder: Path) -> UserError:
 
 def is_marked(folder: Path, purpose: str) -> bool:
     """Tell whether `make_marked` made this very folder, and not one that it was copied from."""
+    mark = _read_mark(folder, purpose)
     try:
-        return bears_mark(folder, purpose) and (
-            read_json(folder / MARK, Mark).inode == folder.stat().st_ino
-        )
-    except (OSError, UserError):
+        return mark is not None and mark.inode == folder.stat().st_ino
+    except OSError:
         return False
 
 
 def bears_mark(folder: Path, purpose: str) -> bool:
     """Tell whether `make_marked` made this folder, or one that it was copied from."""
+    return _read_mark(folder, purpose) is not None
+
+
+def _read_mark(folder: Path, purpose: str) -> Mark | None:
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
-            return False
+            return None
         mark = read_json(folder / MARK, Mark)
     except (OSError, UserError):
+        return None
+    return mark if (mark.program, mark.purpose) == ("cat_lm", purpose) else None
+
+
+def other_writer(folder: Path, purpose: str) -> str:
+    """Name the other process that may still write into a folder of ours, where no lock tells.
+
+    Nothing where this one marked it, or one of this host that is gone; or where it is not ours.
+    """
+    mark = _read_mark(folder, purpose)
+    if mark is None:
+        return "another process" if is_only_begun(folder) else ""
+    if mark.writer is None:
+        return "a process of an earlier version"
+    writer, here = mark.writer, _this_process()
+    is_here = (writer.host, writer.numbering) == (here.host, here.numbering)
+    if is_here and (writer.pid == here.pid or not is_alive(writer.pid)):
+        return ""
+    job = f" (job {writer.job})" if writer.job else ""
+    return f"process {writer.pid} on {writer.host}{job}"
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process of this number may run here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
-    return (mark.program, mark.purpose) == ("cat_lm", purpose)
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def remove_marked(folder: Path, purpose: str) -> None:

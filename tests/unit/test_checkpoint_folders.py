@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from cat_lm.config import CheckpointSection, RunConfig
 from cat_lm.errors import TemporaryError, UserError, file_error
-from cat_lm.io.own_files import make_marked
+from cat_lm.io.own_files import MARK, make_marked
 from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
     Checkpoints,
@@ -23,6 +26,7 @@ from cat_lm.training.checkpoint import (
     read_run_config,
     read_run_state,
     records,
+    saving,
     verifying,
 )
 from cat_lm.training.checkpoint import folder as cleaning
@@ -304,6 +308,62 @@ def test_an_unfinished_save_goes_and_what_only_looks_like_one_is_set_aside(run):
     assert set(names(run)) == {f"step-{step:08d}" for step in (2, 4, 6)} | set(kept)
     assert all((folder / name / "notes.txt").read_text() == "mine" for name in kept)
     assert len(lines) == 2
+
+
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def unfinished_save(run: Path, step: int, pid: int, host: str = "", writer: bool = True) -> Path:
+    """What a process of that number and host is writing, or has left when it was killed."""
+    folder = run / f"checkpoints/.step-{step:08d}.saving"
+    make_marked(folder, PURPOSE)
+    mark = json.loads((folder / MARK).read_text())
+    mark["writer"] |= {"pid": pid} | ({"host": host, "job": "7"} if host else {})
+    (folder / MARK).write_text(json.dumps(mark if writer else mark | {"writer": None}))
+    (folder / "half").write_text("half")
+    return folder
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_without_locks_only_what_a_dead_process_of_this_host_left_is_removed(run, locks):
+    """Another process may train in the folder, on any host, and be saving at this moment."""
+    dead, own = ended_process(), os.getpid()
+    gone = [unfinished_save(run, 7, dead), unfinished_save(run, 8, own)]
+    kept = {
+        unfinished_save(run, 9, os.getppid()): f"process {os.getppid()} on ",
+        unfinished_save(run, 10, dead, "n001"): f"process {dead} on n001 (job 7) may still write",
+        unfinished_save(run, 11, dead, writer=False): "a process of an earlier version may",
+        run / "checkpoints/.step-00000012.saving": "another process may still write it",
+    }
+    (run / "checkpoints/.step-00000012.saving").mkdir()
+    no_locks = mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "not implemented"))
+    with contextlib.nullcontext() if locks else no_locks:
+        start, lines = to_resume(run)
+    assert start.name == "step-00000006" and not any(path.exists() for path in gone)
+    if locks:
+        assert not lines and not any(path.exists() for path in kept)
+        return
+    assert lines[0].startswith(f"warning: {run / 'checkpoints'}: no locks here (not implemented)")
+    assert all(path.exists() for path in kept) and len(lines) == 1 + len(kept)
+    for path, said in kept.items():
+        assert [line for line in lines if f"{path}: {said}" in line and "stays" in line], path
+
+
+def test_a_save_does_not_take_another_process_s_folder(run):
+    """It is set aside whole, and is not published by who made it before."""
+    temporary, lines = unfinished_save(run, 8, os.getppid()), []
+    with pytest.raises(OSError, match=f"process {os.getppid()} on .* saves the same step"):
+        saving.publish(temporary, run / "checkpoints/step-00000008", {}, None, lines.append)
+    saving.prepare(temporary, lines.append, alone=False)
+    aside = run / "checkpoints/step-00000008.saving.aside"
+    assert (aside / "half").read_text() == "half" and "set aside as step-00000008" in lines[0]
+    assert sorted(path.name for path in temporary.iterdir()) == [MARK, "model", "state"]
+    (temporary / "model/part").write_text("own")
+    saving.prepare(temporary, lines.append, alone=False)  # after its own failed save
+    assert not (temporary / "model/part").exists() and len(lines) == 1
 
 
 def test_large_files_are_read_while_the_model_is_built(run, monkeypatch):

@@ -14,6 +14,7 @@ from cat_lm.io.own_files import (
     MARK,
     asides,
     is_marked,
+    other_writer,
     remove_listed,
     remove_marked,
     set_aside,
@@ -43,10 +44,13 @@ def describe_left(folder: Path) -> str:
     return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
 
 
-def clear_leftovers(folder: Path, say: Say) -> None:
+def clear_leftovers(folder: Path, say: Say, alone: bool = True) -> None:
     """End what a killed process left half-done: remove its unfinished save, go on with its prune.
 
     What only has such a name, and does not prove to be ours, is set aside.
+
+    Args:
+        alone: as in `remove_unfinished`.
     """
     for path in sorted(folder.iterdir()):
         leftover = _LEFTOVER.fullmatch(path.name)
@@ -56,11 +60,28 @@ def clear_leftovers(folder: Path, say: Say) -> None:
             _delete(path, leftover[1], say)
             continue
         try:
-            remove_marked(path, PURPOSE)
+            if why := remove_unfinished(path, alone):
+                say(f"{path}: {why}; it stays")
         except UserError:
             put_aside(path, "no unfinished save of this program's", say, path.name[1:])
     for path in step_folders(folder):
         unmark_saved(path)
+
+
+def remove_unfinished(path: Path, alone: bool) -> str:
+    """Remove an unfinished save, or say why it stays: another process may still write it.
+
+    Args:
+        alone: whether a lock keeps other processes out of the folder; else the writer that the
+            save's mark names must be gone.
+
+    Raises:
+        UserError: it is not ours, or cannot be removed.
+    """
+    if not alone and (writer := other_writer(path, PURPOSE)):
+        return f"{writer} may still write it"
+    remove_marked(path, PURPOSE)
+    return ""
 
 
 def unmark_saved(folder: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import SharedError, UserError, is_temporary, shared_error
+from cat_lm.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
 from cat_lm.io.locks import Busy, Lock, hold
-from cat_lm.io.own_files import remove_marked
 from cat_lm.training.checkpoint import folder as leftovers
 from cat_lm.training.checkpoint import loading, saving
 from cat_lm.training.checkpoint.finding import (
@@ -61,12 +60,23 @@ class Checkpoints:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # Some cluster file systems have no locks; a run there must start all the same.
-            return hold(self.folder / ".lock", wait=False)
+            lock = hold(self.folder / ".lock", wait=False)
         except Busy:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
             ) from None
+        # Some cluster file systems have no locks; a run there must start all the same.
+        if lock.error:
+            self._say(
+                f"warning: {self.folder}: no locks here ({describe_os_error(lock.error)}): nothing "
+                "keeps a second process out; start none in this train.output_dir"
+            )
+        return lock
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the lock, which the first rank has, keeps other processes out."""
+        return self._lock is not None and self._lock.error is None
 
     def close(self) -> None:
         """Let another process train in the folder; nothing of it is read any more."""
@@ -116,7 +126,7 @@ class Checkpoints:
         return start
 
     def _tidy(self) -> None:
-        leftovers.clear_leftovers(self.folder, self._say)
+        leftovers.clear_leftovers(self.folder, self._say, self._alone)
         if line := leftovers.describe_asides(self.folder.parent):
             self._say(line)
 
@@ -250,7 +260,7 @@ class Checkpoints:
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         try:
-            ranks.on_rank_zero(lambda: saving.prepare(temporary))
+            ranks.on_rank_zero(lambda: saving.prepare(temporary, self._say, self._alone))
             weights = full_precision_weights(engine) | buffers.to_save(engine.model, ranks)
             progress("gathering the weights")
             files = ranks.on_all_ranks(
@@ -263,7 +273,7 @@ class Checkpoints:
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):
-                    remove_marked(temporary, leftovers.PURPOSE)
+                    leftovers.remove_unfinished(temporary, self._alone)
             raise
 
 

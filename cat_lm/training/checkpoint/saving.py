@@ -15,9 +15,15 @@ from cat_lm.commit import commit
 from cat_lm.io.causes import causes_told
 from cat_lm.io.checksums import checksum
 from cat_lm.io.files import sync_directory, write_json, write_text
-from cat_lm.io.own_files import make_marked, remove_marked
-from cat_lm.training.checkpoint.finding import Say
-from cat_lm.training.checkpoint.folder import LATEST, PURPOSE, put_aside, unmark_saved
+from cat_lm.io.own_files import make_marked, other_writer
+from cat_lm.training.checkpoint.finding import Say, silent
+from cat_lm.training.checkpoint.folder import (
+    LATEST,
+    PURPOSE,
+    put_aside,
+    remove_unfinished,
+    unmark_saved,
+)
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     RUN_CONFIG,
@@ -40,9 +46,13 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def prepare(temporary: Path) -> None:
-    """Make the folder that a checkpoint is written to, in place of what a failed save left."""
-    remove_marked(temporary, PURPOSE)
+def prepare(temporary: Path, say: Say = silent, alone: bool = True) -> None:
+    """Make the folder that a checkpoint is written to, in place of what a failed save left.
+
+    What another process may still write is set aside. `alone` as in `remove_unfinished`.
+    """
+    if why := remove_unfinished(temporary, alone):
+        put_aside(temporary, why, say, temporary.name[1:])
     make_marked(temporary, PURPOSE)
     for name in ("model", "state"):
         (temporary / name).mkdir()
@@ -154,10 +164,13 @@ def publish(
     """Mark what all ranks have written as complete, and give it its name.
 
     Raises:
-        UserError, OSError: a rank's file is not what it wrote, as this one sees it.
+        UserError, OSError: a rank's file is not what it wrote, as this one sees it; or another
+            process has put a folder of its own in the place of this one's.
     """
     from cat_lm.training.optimizer_state import read_index
 
+    if writer := other_writer(temporary, PURPOSE):
+        raise OSError(f"{writer} saves the same step")
     # What cannot be read must never be marked as complete.
     read_index(temporary / "state", engine.ranks.world_size, engine)
     for name, file in files.items():
