@@ -5,6 +5,7 @@ The one definition of each; log, benchmarks and planning use these.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.config import GRADIENT_BUCKET, RunConfig
+from cat_lm.host import GIB
 from cat_lm.model.loss import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.building import begins_again_in_fp32
 from cat_lm.training.devices import known_device
@@ -102,6 +104,39 @@ def building_bytes(config: RunConfig, parameters: int) -> int:
 def checkpoint_bytes(parameters: int) -> int:
     """Bytes of a checkpoint: the weights in fp32, stored once, and AdamW's two moments."""
     return 12 * parameters
+
+
+def saves(config: RunConfig) -> int:
+    """Checkpoints of a run that nothing stops: one every so many steps, and one of the last."""
+    return math.ceil(config.total_steps / config.checkpoint.every_steps)
+
+
+def checkpoints_to_hold(config: RunConfig, saved: int = 0) -> int:
+    """Checkpoints that need room at the same time, at least the next one.
+
+    One more than `checkpoint.keep_last`, where so many are made: an old one is deleted after a
+    save, never before. Those of `kept_for_good` come on top, in time.
+
+    Args:
+        saved: complete ones of the run, which have their room already.
+    """
+    return max(1, min(config.checkpoint.keep_last + 1 - saved, saves(config)))
+
+
+def kept_for_good(config: RunConfig) -> int:
+    """Checkpoints that `checkpoint.keep_every_steps` has kept by the end of a run, at most."""
+    every = config.checkpoint.keep_every_steps
+    return config.total_steps // every if every else 0
+
+
+def describe_kept(config: RunConfig, one: int) -> str:
+    """Say what `kept_for_good` adds to a line on checkpoints of `one` bytes each; or nothing."""
+    if not (kept := kept_for_good(config)):
+        return ""
+    return (
+        f"; checkpoint.keep_every_steps={config.checkpoint.keep_every_steps} keeps up to {kept:,} "
+        f"for good, {kept * one / GIB:,.2f} GiB by the end"
+    )
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,13 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
-    """Tell whether two checkpoints have room; of a run that has some already, the next one."""
-    from cat_lm.training.estimate import checkpoint_bytes
+    """Tell whether all checkpoints have room that the run has at the same time."""
+    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, describe_kept
     from cat_lm.training.preflight.folder import saved_checkpoints
 
     one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
-    needed = one * max(1, 2 - saved_checkpoints(folder))
+    saved = saved_checkpoints(folder, config.checkpoint.keep_last)
+    needed = one * checkpoints_to_hold(config, saved)
     free, problem = shutil.disk_usage(parent).free, None
     if free < needed:
         problem = (
@@ -122,6 +123,7 @@ def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
             f"checkpoints of {one / GIB:.2f} GiB each need {needed / GIB:.2f}"
         )
     text = f"a checkpoint takes {one / GIB:.2f} GiB, {free / GIB:.1f} GiB are free"
+    text += describe_kept(config, one)
     return Finding("run output", text, "checkpoint", one, problem, problem is not None)
 
 

@@ -245,17 +245,14 @@ def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
 
 def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     """The size of one, of one rank's file, and of all that the run keeps."""
-    from cat_lm.training.estimate import checkpoint_bytes
+    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
     from launch.doctor.run_config import vocabulary
 
     one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
-    rule, saves = config.checkpoint, config.total_steps // config.checkpoint.every_steps
-    kept = min(saves, rule.keep_last)
-    if rule.keep_every_steps:
-        kept += config.total_steps // rule.keep_every_steps
+    most = checkpoints_to_hold(config) + kept_for_good(config)
     text = (
-        f"{one / GIB:.1f} GiB each, every {rule.every_steps:,} steps; up to "
-        f"{(kept + 1) * one / GIB:,.1f} GiB at the end of the run"
+        f"{one / GIB:.1f} GiB each, every {config.checkpoint.every_steps:,} steps; up to "
+        f"{most * one / GIB:,.1f} GiB at the end of the run"
     )
     yield Finding("checkpoints", text, "checkpoint", one)
 

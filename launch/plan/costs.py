@@ -5,7 +5,6 @@ Each is written out in README.md, beside tables that these functions computed.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -190,7 +189,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     Raises:
         UserError: the global batch cannot be shared by so many GPUs, or they are not whole nodes.
     """
-    from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank
+    from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank, saves
 
     config = with_fitting_micro_batch(run.config, gpus)
     compute = compute_seconds(run, cluster, gpus)
@@ -206,7 +205,6 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     volume, communication, exposed = volume + shared, communication + waited, exposed + waited
     step = busy + exposed
     saved = checkpoint_bytes(run.parameters)
-    saves = math.ceil(config.total_steps / config.checkpoint.every_steps)
     validation = validation_flops(run) / (gpus * cluster.flops)
     saving = saved / (cluster.storage * 1e9)
     return Costs(
@@ -223,9 +221,9 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
         tokens_per_second=config.tokens_per_step / step,
         checkpoint_bytes=saved,
         checkpoint_seconds=saving,
-        checkpoints=saves,
+        checkpoints=saves(config),
         validation_seconds=validation,
-        total_seconds=config.total_steps * step + saves * saving + validation,
+        total_seconds=config.total_steps * step + saves(config) * saving + validation,
         memory=memory_per_rank(config, run.parameters, gpus, run.model.vocab_size),
     )
 

@@ -503,11 +503,19 @@ def test_an_old_checkpoint_that_cannot_be_looked_at_ends_no_run(run, monkeypatch
         assert not is_complete(bad.parent)
         prune(folder, CheckpointSection(keep_last=1), current, print)
         probe = Probe(run, "t", "n000")
-        assert probe.write() and probe.look(is_first=True, written=True).checkpoints == 1
+        assert probe.write()
+        assert probe.look(is_first=True, written=True, keep_last=2).checkpoints == 1
         assert "of 1 in" in describe_left(folder)
     assert names(run) == ["step-00000002", "step-00000006"]
     prune(folder, CheckpointSection(keep_last=1), current, print)
     assert names(run) == ["step-00000006"]
+
+
+def test_checkpoints_that_have_their_room_are_counted_as_far_as_they_are_kept(run):
+    probe = Probe(run, "t", "n000")
+    assert probe.write()
+    counted = [probe.look(True, True, keep_last=most).checkpoints for most in (1, 2, 3, 5)]
+    assert counted == [1, 2, 3, 3]
 
 
 def test_pruning_looks_at_no_checkpoint_that_stays_in_any_case(run, monkeypatch):

@@ -18,6 +18,7 @@ from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
 from tests.unit.calls import call_main
+from tests.unit.test_checkpoint_folders import step_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})
@@ -227,6 +228,22 @@ def test_run(command, only, run_file, tmp_path):
     assert (code, err) == (0, ""), out
     assert "train tokens" in out and "validation tokens" in out
     assert "head convolution of q, k, v (W=21)" in out and "fp32: asked for" in out
+
+
+def test_disk_for_all_checkpoints_that_are_there_at_once(only, run_file, tmp_path, monkeypatch):
+    """Three where two are kept; each that is there needs none."""
+    more = ["train.max_steps=400", "checkpoint.every_steps=100", "checkpoint.keep_every_steps=100"]
+    config = load_config(run_file[0], [*run_file[1:], *more, "model.vocab_size=257"])
+    one = 12 * config.num_parameters(257)
+    for saved, needed in ((0, 3), (1, 2), (2, 1), (3, 1)):
+        if saved:
+            step_folder(tmp_path / "run", 100 * saved)
+        for free, broken in ((needed * one, False), (needed * one - 1, True)):
+            usage = type("usage", (), {"free": free})
+            monkeypatch.setattr(run_config.shutil, "disk_usage", lambda _, found=usage: found)
+            (found,) = [f for f in run_config.run_output(config) if f.name == "checkpoint"]
+            assert found.broken is broken and found.value == one, (saved, free)
+    assert "keep_every_steps=100 keeps up to 4 for good" in found.text
 
 
 def test_all_that_is_wrong_with_a_run_at_once(only, run_file, tmp_path):

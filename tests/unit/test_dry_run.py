@@ -49,6 +49,9 @@ def test_a_large_run(command, without_engine, tmp_path):
     found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
     assert found["host_memory"] == 4 * found["parameters"], "the first rank alone builds it"
     words = " ".join(out.split())
+    # The last two, the next, and those of each 20,000th of 238,418 steps.
+    kept = (2 + 1 + 11) * found["checkpoint"] / 2**30
+    assert f"every 1,000 steps; up to {kept:,.1f} GiB at the end" in words
     assert "25.5 GiB of the first node while its first rank builds the model" in words
     assert found["accumulation"] == 32 and found["checkpoint"] == 12 * found["parameters"]
     assert 64 * sum(found["partitions"]) == pytest.approx(found["parameters"], rel=1e-6)

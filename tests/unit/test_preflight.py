@@ -134,18 +134,47 @@ def test_sequences_shared_between_hosts_are_told(parts, who):
     assert not told or told[0].startswith(f"preflight: warning: {who}")
 
 
-def test_disk_for_two_checkpoints_or_the_next_one():
+@pytest.mark.parametrize(
+    ("keep_last", "steps", "saved", "needed"),
+    [
+        (1, 8, 0, 2),  # the next one is there before the old one goes
+        (2, 8, 0, 3),
+        (2, 8, 1, 2),
+        (2, 8, 2, 1),
+        (5, 8, 1, 4),  # no more than a run of 8 steps makes
+        (2, 3, 0, 2),
+        (2, 1, 0, 1),
+    ],
+)
+def test_disk_for_all_checkpoints_that_are_there_at_once(keep_last, steps, saved, needed):
     one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
+    rule = {"checkpoint": {"every_steps": 2, "keep_last": keep_last}}
+    run = RunConfig.model_validate(run_values("data", "run", max_steps=steps) | rule)
 
-    def with_room(free: float, checkpoints: int = 0) -> list[str]:
+    def with_room(free: int) -> list[str]:
         found = sound(2, 2)
-        found[0] = replace(found[0], folder=FolderFacts(None, int(free), checkpoints))
-        return problems(found)
+        values = run.model_dump(mode="json")
+        found = [replace(fact, config=values) for fact in found]
+        found[0] = replace(found[0], folder=FolderFacts(None, free, saved))
+        return [
+            line for line in rules.judge(run, found).message().splitlines() if "output_dir" in line
+        ]
 
-    assert with_room(2 * one) == with_room(one, checkpoints=1) == with_room(one, 5) == []
-    for found in (with_room(2 * one - 1), with_room(one - 1, checkpoints=1)):
-        (line,) = found
-        assert "n000 rank 0: train.output_dir=run:" in line and "are free, but checkpoints" in line
+    assert with_room(needed * one) == []
+    (line,) = with_room(needed * one - 1)
+    assert "n000 rank 0: train.output_dir=run:" in line and "are free, but checkpoints" in line
+
+
+def test_what_is_kept_for_good_is_told():
+    one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
+    values = config(max_steps=10_000_000).model_dump(mode="json")
+    values["checkpoint"]["keep_every_steps"] = 1000
+    run = RunConfig.model_validate(values)
+    (line,) = [line for line in rules.judge(run, sound(config=values)).lines() if "disk: " in line]
+    gib = f"{10_000 * one / 2**30:,.2f} GiB by the end"
+    assert f"checkpoint.keep_every_steps=1000 keeps up to 10,000 for good, {gib}" in line
+    (line,) = [line for line in rules.judge(config(), sound()).lines() if "disk: " in line]
+    assert "for good" not in line
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -266,7 +295,7 @@ def fail(path: Path) -> None:
 def test_a_folder_without_write_permission(tmp_path, monkeypatch):
     probe = Probe(tmp_path, "t", "n000")
     probe.write()
-    assert probe.look(is_first=True, written=True).problem is None
+    assert probe.look(is_first=True, written=True, keep_last=2).problem is None
     real = Path.write_text
 
     def refused(path: Path, *arguments, **keywords):
@@ -275,10 +304,10 @@ def test_a_folder_without_write_permission(tmp_path, monkeypatch):
         return real(path, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", refused)
-    found = probe.look(is_first=False, written=True)
+    found = probe.look(is_first=False, written=True, keep_last=2)
     assert "cannot be written to" in found.problem and not found.may_pass
     monkeypatch.setattr(Path, "write_text", stale := lambda path, *_, **__: fail(path))
-    assert probe.look(is_first=False, written=True).may_pass and stale
+    assert probe.look(is_first=False, written=True, keep_last=2).may_pass and stale
     probe.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -292,10 +321,12 @@ def test_a_folder_that_a_node_sees_late_is_waited_for_where_it_was_made(tmp_path
             probe.write()
 
     monkeypatch.setattr("time.sleep", made)
-    found = probe.look(is_first=False, written=True)
+    found = probe.look(is_first=False, written=True, keep_last=2)
     assert found.problem is None and len(waited) == 3 and found.checkpoints is None
     probe.remove()
-    found = probe.look(is_first=False, written=False)  # rank 0 could not: nothing comes
+    found = probe.look(
+        is_first=False, written=False, keep_last=2
+    )  # rank 0 could not: nothing comes
     assert "is not the folder that rank 0 writes to" in found.problem and len(waited) <= 4
 
 

@@ -92,7 +92,7 @@ def collect(
     data_may_come = False
     if probe is not None:
         data, data_problem, data_may_come = _tried(lambda: read_data(config), failed)
-        folder = probe.look(ranks.is_first, written)
+        folder = probe.look(ranks.is_first, written, config.checkpoint.keep_last)
     on_gpu = ranks.device.type == "cuda"
     return Facts(
         rank=ranks.rank,

@@ -26,7 +26,7 @@ class FolderFacts:
         problem: why it cannot be used from there, or None.
         may_pass: whether the problem may be gone at the next start.
         free: bytes that are free in it; 0 where there is a problem.
-        checkpoints: complete ones that it holds already, two for all that are more; None where
+        checkpoints: complete ones that it holds already, no more than the run keeps; None where
             another node counted them, as each of many ranks has files to be looked at.
     """
 
@@ -60,12 +60,13 @@ class Probe:
         with contextlib.suppress(OSError):
             self.file.unlink(missing_ok=True)
 
-    def look(self, is_first: bool, written: bool) -> FolderFacts:
+    def look(self, is_first: bool, written: bool, keep_last: int) -> FolderFacts:
         """Look at the folder from this node.
 
         Args:
             is_first: on the node that wrote the file.
             written: whether it could; else there is nothing to wait for.
+            keep_last: the run's; more checkpoints are not counted.
         """
         seen = _sees(self.file, PATIENCE_SECONDS if written and not is_first else 0)
         try:
@@ -80,7 +81,8 @@ class Probe:
                 "choose one on a file system that all nodes share"
             )
         free = shutil.disk_usage(self.folder).free
-        return FolderFacts(None, free, saved_checkpoints(self.folder) if is_first else None)
+        saved = saved_checkpoints(self.folder, keep_last) if is_first else None
+        return FolderFacts(None, free, saved)
 
     def _try_to_write(self) -> None:
         """Write to the folder, or make it where it is not there. Raises OSError."""
@@ -95,12 +97,12 @@ class Probe:
             own.unlink(missing_ok=True)
 
 
-def saved_checkpoints(folder: Path) -> int:
-    """Count the complete checkpoints of a run's folder that have their room already, up to two."""
+def saved_checkpoints(folder: Path, most: int) -> int:
+    """Count a run's complete checkpoints, which have their room already, up to `most`."""
     from cat_lm.training.checkpoint import is_complete, step_folders
 
     newest_first = reversed(step_folders(folder / "checkpoints"))
-    return len(list(itertools.islice(filter(is_complete, newest_first), 2)))
+    return len(list(itertools.islice(filter(is_complete, newest_first), most)))
 
 
 def _sees(path: Path, patience: float) -> bool:

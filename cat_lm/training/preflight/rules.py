@@ -16,6 +16,8 @@ from cat_lm.training.estimate import (
     Memory,
     building_bytes,
     checkpoint_bytes,
+    checkpoints_to_hold,
+    describe_kept,
     memory_per_rank,
 )
 from cat_lm.training.preflight import node
@@ -258,8 +260,7 @@ def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
     one = checkpoint_bytes(parameters)
     looked = [fact for fact in verdict.facts if fact.folder is not None and not fact.folder.problem]
     saved = max((fact.folder.checkpoints or 0 for fact in looked), default=0)
-    # The run's own, from before a restart, already have their room; the next is written first.
-    needed = max(1, 2 - saved) * one
+    needed = checkpoints_to_hold(config, saved) * one
     for fact in looked:
         if fact.folder.free < needed:
             verdict.problems[
@@ -268,7 +269,9 @@ def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
             ].append(fact.rank)
     if looked:
         free = min(fact.folder.free for fact in looked)
-        verdict.notes.append(f"disk: {size(free)} free, a checkpoint takes {size(one)}")
+        verdict.notes.append(
+            f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
+        )
 
 
 def _memory(verdict: PreflightReport, memory: Memory) -> None:
