@@ -47,7 +47,7 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
+        give_usual_mode(Path(name))
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -146,7 +146,12 @@ def sync_directory(path: Path | str) -> None:
         os.close(handle)
 
 
-def _umask() -> int:
+def give_usual_mode(path: Path) -> None:
+    """Give a file or folder the permissions that a newly made one has, by the process's umask.
+
+    Temporary files and those of safetensors are made for their owner alone, copies keep what the
+    original had.
+    """
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)

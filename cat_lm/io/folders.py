@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.files import sync_directory
+from cat_lm.io.files import give_usual_mode, sync_directory
 from cat_lm.io.locks import Busy, hold
 from cat_lm.io.own_files import (
     MARK,
@@ -252,14 +252,11 @@ def _publish(folder: Path, carried: set[Path]) -> None:
     Args:
         carried: files and folders of others, which keep what they had.
     """
-    mask = os.umask(0)
-    os.umask(mask)
     for path in folder.rglob("*"):
         if path.is_symlink():
             continue
-        # Weights are made for their owner only.
         if path not in carried:
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+            give_usual_mode(path)
         if path.is_dir():
             sync_directory(path)
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pkgutil
 import shutil
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -266,6 +268,28 @@ def test_records_of_a_run_without_checkpoints_are_put_aside(tiny_corpus, tmp_pat
     shutil.rmtree(tmp_path / "run/checkpoints")
     run_on_ranks(train, 1, values)
     assert (tmp_path / "run/metrics.1.jsonl").read_text() == before
+
+
+def with_umask(ranks, values: dict, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        train(ranks, values)
+    finally:
+        os.umask(before)
+
+
+def test_a_checkpoint_has_the_modes_of_new_files(tiny_corpus, tmp_path):
+    """Whatever safetensors makes and the tokenizer's own files have: a group can export it."""
+    data = shutil.copytree(tiny_corpus, tmp_path / "data")
+    for path in (data / "tokenizer").rglob("*"):
+        path.chmod(0o600)
+    (data / "tokenizer").chmod(0o700)
+    run_on_ranks(with_umask, 1, run_values(data, tmp_path / "run", max_steps=1), 0o027)
+    (folder,) = complete_checkpoints(tmp_path / "run/checkpoints")
+    found = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert {path.suffix for path in found} >= {".safetensors", ".pt", ".json", ".yaml", ""}
+    wrong = {str(p): oct(m) for p, m in found.items() if m != (0o750 if p.is_dir() else 0o640)}
+    assert not wrong
 
 
 @pytest.mark.parametrize("content", ["[]", '{"files": 3}', "{", '{"files": {"gone": 1}}'])

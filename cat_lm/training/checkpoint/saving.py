@@ -14,7 +14,7 @@ from cat_lm import __version__, plugins
 from cat_lm.commit import commit
 from cat_lm.io.causes import causes_told
 from cat_lm.io.checksums import checksum
-from cat_lm.io.files import sync_directory, write_json, write_text
+from cat_lm.io.files import give_usual_mode, sync_directory, write_json, write_text
 from cat_lm.io.own_files import make_marked, other_writer
 from cat_lm.training.checkpoint.finding import Say, silent
 from cat_lm.training.checkpoint.folder import (
@@ -82,6 +82,7 @@ class Flusher:
 
     def add(self, path: Path, tensors: Tensors | None = None) -> None:
         """Take a file that is written, and the tensors that it must hold."""
+        give_usual_mode(path)
         flushed = self._pool.submit(flush, path)
         digest = self._pool.submit(checksum, path, ALGORITHM)
         self._written.append(_Written(path, flushed, digest, tensors))
@@ -151,9 +152,12 @@ def write_own_files(
             engine.config.save(temporary / RUN_CONFIG)
             code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
             write_json(temporary / STATE, {**state, "world_size": ranks.world_size, "code": code})
-            small = [*(temporary / "model").rglob("*"), *(temporary / "tokenizer").rglob("*")]
+            copied = [temporary / "tokenizer", *(temporary / "tokenizer").rglob("*")]
+            small = [*(temporary / "model").rglob("*"), *copied]
             for path in (temporary / RUN_CONFIG, temporary / STATE, *small):
-                if path.is_file() and path != temporary / WEIGHTS:
+                if path.is_dir():
+                    give_usual_mode(path)
+                elif path.is_file() and path != temporary / WEIGHTS:
                     files.add(path)
         return files.finish(progress)
 
