@@ -37,10 +37,11 @@ def main() -> None:
         prog="train.py",
         description="Pretrain a language model of any registered architecture under DeepSpeed.",
         epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
-        "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal or the "
-        "death of its launcher, after a checkpoint (go on with train.resume=auto), or ended by "
-        "what may pass: not all ranks met at the start, a file system or a network failed; 130 "
-        "stopped after Ctrl-C, 76 hung (train.hang_minutes).",
+        "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal (TERM, "
+        "USR1, or HUP of a closed terminal without nohup) or the death of its launcher, after a "
+        "checkpoint (go on with train.resume=auto), or ended by what may pass: not all ranks met "
+        "at the start, a file system or a network failed; 130 stopped after Ctrl-C, 76 hung "
+        "(train.hang_minutes).",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")

@@ -5,8 +5,8 @@ another parent, init or a subreaper. So the line of processes from this one up t
 remembered at the start, wrappers such as a shell or `numactl` included; the launcher is gone when
 a link of it has changed.
 
-A rank that was started by hand, with or without a launcher's variables, has nobody to miss: it
-outlives a closed terminal.
+A rank that was started by hand, with or without a launcher's variables, has nobody to miss. A
+closed terminal sends it a signal, on which it saves and stops (`stop`), or which nohup keeps off.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RunLog:
     def line(self, text: str = "") -> None:
         if self._file is None:
             return
-        # Through tqdm, so that a progress bar below is not torn. A closed terminal ends no run.
+        # Through tqdm, so that a progress bar below is not torn. A closed terminal fails no line.
         with contextlib.suppress(OSError):
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 
 from cat_lm.errors import REQUEUE_EXIT_CODE
@@ -14,19 +14,25 @@ INTERRUPTED_EXIT_CODE = 130
 _CODES = (REQUEUE_EXIT_CODE, INTERRUPTED_EXIT_CODE)  # of two the later is agreed on
 
 
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Leave HUP out where this process was started to outlive its terminal (nohup)."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in numbers if number != signal.SIGHUP or not is_deaf]
+
+
 class StopSignal:
-    """Notes TERM and USR1 from its making on; by `votes` all ranks learn of it in the same step.
+    """Notes TERM, USR1 and HUP from its making on; by `votes` all ranks learn in the same step.
 
     A cluster may signal only one rank, and at any moment. One rank alone stops after the step in
     which the signal comes. Several stop after the next, which carries the votes, or on GPUs, where
     its numbers are read a step later, after the one that follows. A signal that comes while the
     ranks still start is answered after the first steps. Ctrl-C ends a start at once, steps only at
-    its second time.
+    its second time. A closed terminal's HUP is as TERM, unless nohup has it ignored.
     """
 
     def __init__(self) -> None:
         self._exit_code = 0
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in heeded((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
             signal.signal(number, self._note)
 
     def catch_interrupts(self) -> None:

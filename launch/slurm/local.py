@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cat_lm.errors import UserError
+from cat_lm.training.stop import heeded
 from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
@@ -130,7 +131,7 @@ class Local:
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.forward) for number in FORWARDED}
+        before = {number: signal.signal(number, self.forward) for number in heeded(FORWARDED)}
         try:
             yield
         finally:
@@ -140,7 +141,7 @@ class Local:
     def forward(self, number: int, frame: object) -> None:
         """torchrun does not know USR1, so the ranks themselves are signalled."""
         self.told_to_end = self.told_to_end or number != signal.SIGUSR1
-        if number == signal.SIGHUP:  # the terminal was closed; ranks know TERM
+        if number == signal.SIGHUP:  # the terminal was closed; to torchrun, too, that is TERM
             number = signal.SIGTERM
         if self.torchrun is None:
             return

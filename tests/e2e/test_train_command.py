@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -83,6 +84,27 @@ def test_a_signal_saves_and_exits_with_the_requeue_code(tiny_corpus, tmp_path):
     step = records(tmp_path / "run")[-1]["step"]
     assert find_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
     assert f"stopped by a signal after step {step}" in output
+
+
+@pytest.mark.long
+def test_a_closed_terminal_stops_a_run_after_a_checkpoint(tiny_corpus, tmp_path):
+    """As an ended ssh does: a signal, and a terminal that takes no more lines nor the bar."""
+    values = run_values(tiny_corpus, tmp_path / "run", max_steps=100_000, log_every_steps=1)
+    values["checkpoint"] = {"every_steps": 100_000}
+    values["validation"] = {"every_steps": 100_000, "max_tokens": 512}
+    config = write_config(tmp_path, values)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "train.py", str(config)])
+    log, shown = tmp_path / "run/train.log", b""
+    while not (log.exists() and "step 3/" in log.read_text()):
+        shown += os.read(terminal, 2**16)  # ends where the run does
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == REQUEUE_EXIT_CODE, shown
+    step = records(tmp_path / "run")[-1]["step"]
+    assert find_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
+    assert f"stopped by a signal after step {step}" in log.read_text()
 
 
 @pytest.mark.long

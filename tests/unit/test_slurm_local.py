@@ -155,6 +155,18 @@ def wait_for(path: Path, process: subprocess.Popen) -> str:
     return text
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_ends_the_loop_unless_nohup_keeps_it_off(folder, before):
+    local, found = Local(folder, Options(tasks_per_node=1)), signal.signal(signal.SIGHUP, before)
+    try:
+        with local.signals_forwarded():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert local.told_to_end == (before is signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, found)
+
+
 def test_signals_and_killed_ranks_under_torchrun(tmp_path):
     """A killed rank, USR1 and a killed torchrun start the ranks again, TERM ends it.
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from signal import SIGINT, SIGTERM, SIGUSR1
+from signal import SIG_DFL, SIG_IGN, SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 import torch
@@ -263,7 +263,7 @@ def test_tensorboard_and_missing_wandb(tmp_path):
 
 
 def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
-    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGHUP, SIGINT)}
     try:
         stop = StopSignal()
         assert stop.agreed_exit_code((), alone=True) == 0 and stop.votes() == (0, 0)
@@ -283,12 +283,27 @@ def test_signals_end_with_their_code_and_a_second_interrupt_at_once(capfd):
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("before", "code"), [(SIG_DFL, REQUEUE_EXIT_CODE), (SIG_IGN, 0)])
+def test_a_closed_terminal_is_as_term_unless_nohup_keeps_it_off(before, code, capfd):
+    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGHUP)}
+    try:
+        signal.signal(SIGHUP, before)
+        stop = StopSignal()
+        assert signal.getsignal(SIGHUP) is not SIG_DFL  # of which this process would die
+        os.kill(os.getpid(), SIGHUP)
+        assert stop.agreed_exit_code((), alone=True) == code
+        assert ("SIGHUP received" in capfd.readouterr().err) == bool(code)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("votes", "code"), [((0.0, 0.0), 0), ((3.0, 0.0), REQUEUE_EXIT_CODE), ((3.0, 1.0), 130)]
 )
 def test_ranks_agree_on_their_votes_alone(votes, code):
     """Not on what one of them has heard since: the others would go on."""
-    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGHUP)}
     try:
         stop = StopSignal()
         stop.request()
