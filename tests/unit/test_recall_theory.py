@@ -526,7 +526,8 @@ def test_the_commands_seed_reaches_the_constructions(monkeypatch):
         own = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, own=own: seen.append(a[-1]) or own(*a))
     associative.theorem_1(2, 7)
-    assert set(seen) == {7, 8, 9, *(7 + length for length in (16, 64, 256, 1024))}
+    near = associative.seed_with_near_window(associative.SIZES[0], 3, 7)
+    assert set(seen) == {7, 8, 9, near, *(7 + length for length in (16, 64, 256, 1024))}
     seen.clear()
     copying.theorem_4(2, 7)
     assert set(seen) == {7}
