@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
@@ -54,9 +56,9 @@ def _line(key: str, field: FieldInfo) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    plain = to_jsonable_python(value, fallback=str)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()
 
 
 def _words(field: FieldInfo) -> Iterator[str]:
@@ -67,9 +69,10 @@ def _words(field: FieldInfo) -> Iterator[str]:
     if len(choices) > 1:
         yield " | ".join(map(str, choices))
     elif field.is_required() or field.default is None:
-        yield _KINDS[typing.get_origin(kind) or kind]
+        # A plugin's section may have other kinds, which its descriptions tell.
+        yield from filter(None, [_KINDS.get(typing.get_origin(kind) or kind)])
     if field.description:
-        yield field.description
+        yield " ".join(field.description.split())
 
 
 def _plain(kind: Any) -> Any:

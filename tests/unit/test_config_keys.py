@@ -1,13 +1,17 @@
 """`train.py --keys`: every key, with the default that a run without it has."""
 
 import re
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
+from pydantic import Field
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig, known_keys, load_config
-from cat_lm.config_keys import all_keys
+from cat_lm.config_keys import _line, all_keys
+from cat_lm.config_sections import Section
 from cat_lm.errors import UserError
 from tests.commands import python
 
@@ -64,6 +68,32 @@ def test_kinds_and_meanings_are_told():
     assert "n_groups" in lines and "conv_type" not in lines
     with pytest.raises(UserError, match="--keys cat: no such architecture; choose one of gpt"):
         all_keys("cat")
+
+
+class Odd(Section):
+    """What a plugin's family may ask for."""
+
+    kinds: set[int] | None = None
+    paths: tuple[Path, ...] = (Path("a b"), Path("c"))
+    names: list[str] = Field(["x" * 60, "y" * 60], description="of two\n    lines")
+    weights: dict[str, float] = Field({"b": 1.0, "a": 2.0})
+    other: object = object()
+    mode: Literal["one", "two"]
+
+
+def test_keys_of_every_kind_are_a_line_of_yaml_each():
+    lines = [_line(key, field) for key, field in Odd.model_fields.items()]
+    assert not any("\n" in line for line in lines)
+    values = yaml.safe_load("\n".join(lines))
+    assert values.pop("other").startswith("<object")
+    assert values == {
+        "kinds": None,
+        "paths": ["a b", "c"],
+        "names": ["x" * 60, "y" * 60],
+        "weights": {"b": 1.0, "a": 2.0},
+        "mode": None,
+    }
+    assert lines[2].endswith("# of two lines") and lines[-1].endswith("# needed; one | two")
 
 
 def test_the_command():
