@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
@@ -56,7 +56,7 @@ def _line(key: str, field: FieldInfo) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    plain = to_jsonable_python(value, fallback=str)
+    plain = TypeAdapter(Any).dump_python(value, mode="json", fallback=str)
     text = yaml.safe_dump(plain, default_flow_style=True, width=math.inf, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
 

@@ -1,15 +1,12 @@
-"""Parts of a block that cannot be, as a user asks for them: in a run's file, or at upcycling."""
+"""Parts of a block that cannot be, as a user asks for them in a run's file."""
 
 from __future__ import annotations
 
 import pytest
 
-from cat_lm import upcycle
 from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from tests.runs import run_values, write_config
-from tests.unit.calls import call_main
-from tests.unit.tiny_models import stock_model
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -37,16 +34,3 @@ def test_a_runs_file_is_refused_in_one_line(family, keys, said, tmp_path):
     with pytest.raises(UserError) as raised:
         load_config(path)
     assert str(raised.value) == f"{path}: {said}"
-
-
-def test_a_norm_at_upcycling_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    stock_model().save_pretrained(tmp_path / "pythia")
-    capsys.readouterr()
-    given = [tmp_path / "pythia", tmp_path / "out", "--qk-norm", "l2"]
-    code, out, err = call_main(upcycle.main, monkeypatch, capsys, "cat_lm.upcycle", *given)
-    assert (code, out) == (2, "")
-    assert err == (
-        "error: --qk-norm l2: normalised queries and keys change the model, so the two cannot "
-        "compute the same; train from scratch with model.qk_norm=l2\n"
-    )
-    assert not (tmp_path / "out").exists()
