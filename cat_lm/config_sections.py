@@ -123,7 +123,9 @@ class DataSection(Section):
     mixture: dict[PathText, Share] | None = Field(
         None, min_length=1, description="instead of path: {folder: share of the sequences, …}"
     )
-    context_length: Annotated[int, whole(limits.CONTEXT)]
+    context_length: Annotated[int, whole(limits.CONTEXT)] = Field(
+        description="tokens of a sequence"
+    )
     packing: Literal["stream", "best_fit"] = Field(
         "stream", description="best_fit: whole documents a window, few of them cut"
     )
@@ -152,16 +154,18 @@ class OptimizerSection(Section):
         "cosine", description="after the warm-up; wsd: constant, with a decay at the end"
     )
     warmup_tokens: Tokens | None = Field(None, description="linear; or warmup_steps")
-    warmup_steps: Steps | None = None
+    warmup_steps: Steps | None = Field(None, description="instead of warmup_tokens")
     decay_tokens: PositiveTokens | None = Field(
         None, description="wsd: length of the final decay; or decay_steps"
     )
-    decay_steps: PositiveSteps | None = None
+    decay_steps: PositiveSteps | None = Field(None, description="instead of decay_tokens")
     betas: tuple[
         Annotated[float, number(limits.FRACTION, below=1)],
         Annotated[float, number(limits.FRACTION, below=1)],
-    ] = (0.9, 0.95)
-    eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = 1e-8
+    ] = Field((0.9, 0.95), description="of the averages of gradients and of their squares")
+    eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = Field(
+        1e-8, description="added to the root of the second moment"
+    )
     weight_decay: Annotated[float, number(limits.WEIGHT_DECAY)] = Field(
         0.01, description="of matrices and embeddings"
     )
@@ -177,7 +181,7 @@ class TrainSection(Section):
     max_tokens: PositiveTokens | None = Field(
         None, description="length of the run; this or max_steps is needed"
     )
-    max_steps: PositiveSteps | None = None
+    max_steps: PositiveSteps | None = Field(None, description="instead of max_tokens")
     seed: Annotated[int, whole(limits.SEED)] = Field(
         0, description="of first weights, order of the data and dropout"
     )
@@ -239,14 +243,14 @@ class TrainSection(Section):
 
 
 class ValidationSection(Section):
-    every_steps: PositiveSteps = 500
+    every_steps: PositiveSteps = Field(500, description="steps between validations")
     max_tokens: PositiveTokens | None = Field(
         None, description="default: the whole validation split"
     )
 
 
 class CheckpointSection(Section):
-    every_steps: PositiveSteps = 1000
+    every_steps: PositiveSteps = Field(1000, description="steps between checkpoints")
     keep_last: PositiveSteps = Field(2, description="checkpoints; older ones are deleted")
     keep_every_steps: PositiveSteps | None = Field(
         None, description="checkpoints of such steps are never deleted"
@@ -254,7 +258,7 @@ class CheckpointSection(Section):
 
 
 class LoggingSection(Section):
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write curves to the run's folder, too")
     wandb_project: Annotated[str | None, AfterValidator(_check_name)] = Field(
         None, description="needs the wandb extra"
     )

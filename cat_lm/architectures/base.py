@@ -28,12 +28,14 @@ class ModelSection(Section):
     """The keys that every family has; its own section adds the others."""
 
     architecture: str
-    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)]
-    num_hidden_layers: Annotated[int, whole(limits.LAYERS)]
+    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)] = Field(
+        description="channels of a token between layers"
+    )
+    num_hidden_layers: Annotated[int, whole(limits.LAYERS)] = Field(description="layers")
     vocab_size: Annotated[int, whole(limits.VOCABULARY)] | None = Field(
         None, description="default: the tokenizer's"
     )
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = Field(False, description="one table for embeddings and logits")
 
 
 class Classes(NamedTuple):

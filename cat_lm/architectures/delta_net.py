@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
+
 from cat_lm import limits
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.config_sections import number
@@ -15,8 +17,12 @@ class DeltaNetSection(DeltaNetShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
 
     architecture: Literal["delta_net"] = "delta_net"
-    expand_k: Annotated[float, number(limits.EXPANSION)] = 1.0
-    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
+    expand_k: Annotated[float, number(limits.EXPANSION)] = Field(
+        1.0, description="channels of all keys over hidden_size"
+    )
+    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
+        1.0, description="channels of all values over hidden_size"
+    )
 
 
 class DeltaNet(LinearArchitecture):

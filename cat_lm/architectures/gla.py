@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
+
 from cat_lm import limits
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.config_sections import number, whole
@@ -16,10 +18,14 @@ class GlaSection(GlaShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's GLAConfig."""
 
     architecture: Literal["gla"] = "gla"
-    num_heads: Annotated[int, whole(limits.HEADS)] = 4
-    expand_k: Annotated[float, number(limits.EXPANSION)] = 0.5
-    expand_v: Annotated[float, number(limits.EXPANSION)] = 1.0
-    use_short_conv: bool = False
+    num_heads: Annotated[int, whole(limits.HEADS)] = Field(4, description="heads")
+    expand_k: Annotated[float, number(limits.EXPANSION)] = Field(
+        0.5, description="channels of all keys over hidden_size"
+    )
+    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
+        1.0, description="channels of all values over hidden_size"
+    )
+    use_short_conv: bool = Field(False, description="convolve q, k and v")
 
 
 class Gla(LinearArchitecture):

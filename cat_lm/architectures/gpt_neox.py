@@ -33,9 +33,16 @@ class GPTNeoXSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = Field(
         0.25, description="share of a head's channels that is rotated"
     )
-    use_parallel_residual: bool = True
-    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
-    hidden_dropout: Dropout = 0.0
+    use_parallel_residual: bool = Field(
+        True, description="attention and MLP read the same; false: one after the other"
+    )
+    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        1e-5, description="added to variances in layer norms"
+    )
+    hidden_dropout: Dropout = Field(
+        0.0,
+        description="chance that an output of embedding, attention or MLP is dropped in training",
+    )
 
     @property
     def inner_size(self) -> int:

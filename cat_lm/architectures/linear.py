@@ -28,15 +28,19 @@ if TYPE_CHECKING:
 class LinearSection(ModelSection):
     """What all three have, in the names of flash-linear-attention's configurations."""
 
-    num_heads: Annotated[int, whole(limits.HEADS)]
+    num_heads: Annotated[int, whole(limits.HEADS)] = Field(description="heads")
     conv_size: Annotated[int, whole(limits.WINDOW)] = Field(
         4, description="W of the short convolutions of q, k and v"
     )
     intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 8/3 x hidden_size, up to a multiple of 256"
     )
-    norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-6
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = 0.02
+    norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        1e-6, description="added to mean squares in RMS norms"
+    )
+    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
     conv_init: Literal["normal", "uniform"] = Field(
         "normal",
         description="start of the short convolutions: std initializer_range, or within ±1/sqrt(W)",

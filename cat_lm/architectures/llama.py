@@ -31,9 +31,11 @@ class LlamaSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] | None = Field(
         None, description="default: hidden_size / num_attention_heads"
     )
-    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        1e-6, description="added to mean squares in RMS norms"
+    )
+    attention_bias: bool = Field(False, description="biases in the projections of attention")
+    mlp_bias: bool = Field(False, description="biases in the MLP")
 
     @property
     def inner_size(self) -> int:

@@ -32,22 +32,30 @@ _Start = Annotated[float, number(limits.TIME_STEP)]
 class StateSpaceSection(ModelSection):
     """What both Mambas have, in the names of `transformers`' configurations."""
 
-    state_size: Annotated[int, whole(limits.STATE_SIZE)] = 16
-    conv_kernel: Annotated[int, whole(limits.WINDOW)] = 4
+    state_size: Annotated[int, whole(limits.STATE_SIZE)] = Field(
+        16, description="numbers of the state a channel"
+    )
+    conv_kernel: Annotated[int, whole(limits.WINDOW)] = Field(
+        4, description="taps of the short convolution"
+    )
     expand: Annotated[int, whole(limits.EXPANSION.at_least(1))] = Field(
         2, description="channels inside a layer over hidden_size"
     )
     use_bias: bool = Field(False, description="of the first and the last projection of a layer")
-    use_conv_bias: bool = True
-    layer_norm_epsilon: Annotated[float, number(limits.NORM_EPSILON)] = 1e-5
+    use_conv_bias: bool = Field(True, description="a bias in the short convolution")
+    layer_norm_epsilon: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        1e-5, description="added to mean squares in RMS norms"
+    )
     residual_in_fp32: bool = Field(True, description="the residual stream in bf16 training")
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = 0.02
+    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
     rescale_prenorm_residual: bool = Field(
         False, description="start the last projection of a layer with 1/sqrt(layers) of its size"
     )
-    time_step_min: _Start = 0.001
-    time_step_max: _Start = 0.1
-    time_step_floor: _Start = 1e-4
+    time_step_min: _Start = Field(0.001, description="least step size that a layer starts from")
+    time_step_max: _Start = Field(0.1, description="largest step size that a layer starts from")
+    time_step_floor: _Start = Field(1e-4, description="smaller first step sizes are raised to it")
 
 
 class StateSpace(Architecture):

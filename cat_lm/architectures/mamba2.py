@@ -29,8 +29,12 @@ class Mamba2Section(StateSpaceSection):
     """Shape of the model, in the names of `transformers`' Mamba-2 and CatMamba2Config."""
 
     architecture: Literal["mamba2"] = "mamba2"
-    state_size: Annotated[int, whole(limits.STATE_SIZE)] = 128
-    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] = 64
+    state_size: Annotated[int, whole(limits.STATE_SIZE)] = Field(
+        128, description="numbers of the state a channel"
+    )
+    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] = Field(
+        64, description="channels of a head"
+    )
     num_heads: Annotated[int, whole(limits.HEADS)] | None = Field(
         None, description="default: expand x hidden_size / head_dim"
     )

@@ -35,7 +35,9 @@ class MixerSection(ModelSection):
     """Shape of the model and its mixer, in the names of CatMixerConfig."""
 
     architecture: Literal["mixer"] = "mixer"
-    mixer: Annotated[str, AfterValidator(_known_mixer)]
+    mixer: Annotated[str, AfterValidator(_known_mixer)] = Field(
+        description="what mixes tokens, by its name in cat_lm/mixers"
+    )
     mixer_options: dict[str, Any] = Field(
         default_factory=dict, description="as {heads: 4, window: 3}; see cat_lm/mixers"
     )
@@ -45,8 +47,12 @@ class MixerSection(ModelSection):
     learned_positions: Annotated[int, whole(limits.CONTEXT)] | None = Field(
         None, description="rows of the table of positions, of a mixer that has one"
     )
-    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = 1e-6
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = 0.02
+    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        1e-6, description="added to mean squares in RMS norms"
+    )
+    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
 
     @property
     def inner_size(self) -> int:

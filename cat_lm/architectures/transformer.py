@@ -71,11 +71,13 @@ Dropout = Annotated[float, number(limits.FRACTION, below=1)]
 class AttentionKeys(ModelSection):
     """Heads, positions and what computes attention."""
 
-    num_attention_heads: Annotated[int, whole(limits.HEADS)]
+    num_attention_heads: Annotated[int, whole(limits.HEADS)] = Field(description="heads of queries")
     rope_theta: Annotated[float, number(limits.ROPE_BASE)] = Field(
         10000.0, description="base of the rotary positions"
     )
-    position_embedding: Literal["rope", "none"] = "rope"
+    position_embedding: Literal["rope", "none"] = Field(
+        "rope", description="rotary positions, or none"
+    )
     rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
         None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
     )
@@ -85,20 +87,30 @@ class AttentionKeys(ModelSection):
     temperature_scope: Literal["logits", "rotary"] = Field(
         "logits", description="of attention_temperature: all, or those of rotated channels"
     )
-    attention_dropout: Dropout = 0.0
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
+    attention_dropout: Dropout = Field(
+        0.0, description="chance that a weight of attention is dropped in training"
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        "sdpa", description="what computes attention"
+    )
     attention: _PatternName = Field(
         "softmax", description="how queries meet keys, with its options"
     )
-    attention_options: dict[str, Any] | None = None
+    attention_options: dict[str, Any] | None = Field(
+        None, description="of attention, as {name: value}"
+    )
     score_transform: _ScoreTransformName = Field(
         "none", description="of the logits, with its options"
     )
-    score_options: dict[str, Any] | None = None
+    score_options: dict[str, Any] | None = Field(
+        None, description="of score_transform, as {name: value}"
+    )
     value_transform: _ValueTransformName = Field(
         "none", description="of the values, with its options"
     )
-    value_options: dict[str, Any] | None = None
+    value_options: dict[str, Any] | None = Field(
+        None, description="of value_transform, as {name: value}"
+    )
 
 
 class ConvolutionKeys(ModelSection):

@@ -45,4 +45,4 @@ class CanonKeys(ModelSection):
 
     canon: str = Field("none", description="some of the places A, C and D, as in ACD; or none")
     canon_window: Annotated[int, whole(limits.WINDOW)] = Field(4, description="taps of a filter")
-    canon_init: Literal["uniform", "zero"] = "uniform"
+    canon_init: Literal["uniform", "zero"] = Field("uniform", description="start of Canon layers")

@@ -249,9 +249,10 @@ def _remove_dead(place: Path, begin: str) -> None:
     for left in place.glob(f"{glob.escape(begin)}.*.tmp"):
         number = left.name.removeprefix(f"{begin}.").removesuffix(".tmp")
         is_dead = number.isdecimal() and not is_alive(int(number))
-        if is_dead and is_marked(left, _PURPOSE):
+        if is_dead:
             with suppress(UserError):  # another process that starts now may be removing it, too
-                remove_marked(left, _PURPOSE)
+                if is_marked(left, _PURPOSE):
+                    remove_marked(left, _PURPOSE)
 
 
 def plan_files(data: Path) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from cat_lm.errors import is_temporary
 
 # safetensors' and Python's forms; torch's is a bare number, which the system's words must go with.
-_NUMBERED = re.compile(r"\bos error (\d+)|\[Errno (\d+)\]")
+_NUMBERED = re.compile(r"\bos error (\d+)|\[Errno (\d+)\](?: [^':]*: '([^']+)')?")
 _BARE = re.compile(r"\((\d+)\)")
 
 
@@ -30,7 +30,7 @@ def os_error(error: Exception, path: Path | str) -> OSError | None:
     if isinstance(error, OSError) and error.errno is not None:
         error.filename = error.filename or str(path)
         return error
-    if told := [OSError(number, os.strerror(number), str(path)) for number in _told(str(error))]:
+    if told := _told(str(error), path):
         return min(told, key=is_temporary)  # first what somebody must mend
     found = _found(path)
     if isinstance(error, FileNotFoundError):
@@ -39,13 +39,17 @@ def os_error(error: Exception, path: Path | str) -> OSError | None:
     return None if isinstance(found, FileNotFoundError) else found
 
 
-def _told(text: str) -> list[int]:
-    """List the numbers of errors that a text names."""
-    numbers = [int(one or other) for one, other in _NUMBERED.findall(text)]
+def _told(text: str, path: Path | str) -> list[OSError]:
+    """List the errors that a text names, of `path` where it names no other file."""
+    told = [(int(one or other), file) for one, other, file in _NUMBERED.findall(text)]
     bare = [int(number) for number in _BARE.findall(text)]
     bare = [number for number in bare if number in errno.errorcode]
-    numbers += [number for number in bare if os.strerror(number) in text]
-    return [number for number in numbers if number in errno.errorcode]
+    told += [(number, "") for number in bare if os.strerror(number) in text]
+    return [
+        OSError(number, os.strerror(number), file or str(path))
+        for number, file in told
+        if number in errno.errorcode
+    ]
 
 
 def _found(path: Path | str) -> OSError | None:

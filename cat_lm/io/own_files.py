@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from cat_lm.errors import UserError, file_error
+from cat_lm.errors import UserError, describe_os_error, file_error, is_temporary
 from cat_lm.io.files import write_text
 from cat_lm.io.readers import InsideName, Record, read_json
 
@@ -129,11 +129,8 @@ def _not_ours(folder: Path) -> UserError:
 
 def is_marked(folder: Path, purpose: str) -> bool:
     """Tell whether `make_marked` made this very folder, and not one that it was copied from."""
-    mark = _read_mark(folder, purpose)
-    try:
-        return mark is not None and mark.inode == folder.stat().st_ino
-    except OSError:
-        return False
+    found = _read_mark(folder, purpose)
+    return found is not None and found[0].inode == found[1]
 
 
 def bears_mark(folder: Path, purpose: str) -> bool:
@@ -141,14 +138,24 @@ def bears_mark(folder: Path, purpose: str) -> bool:
     return _read_mark(folder, purpose) is not None
 
 
-def _read_mark(folder: Path, purpose: str) -> Mark | None:
+def _read_mark(folder: Path, purpose: str) -> tuple[Mark, int] | None:
+    """Read the mark of a folder of ours, and the folder's own inode; None where it has none.
+
+    Raises:
+        TemporaryError: neither can be told for a while.
+    """
     try:
-        if not stat.S_ISDIR(folder.lstat().st_mode):
+        own = folder.lstat()
+        if not stat.S_ISDIR(own.st_mode):
             return None
         mark = read_json(folder / MARK, Mark)
-    except (OSError, UserError):
-        return None
-    return mark if (mark.program, mark.purpose) == ("cat_lm", purpose) else None
+    except (OSError, UserError) as error:
+        if not is_temporary(error):
+            return None
+        if isinstance(error, UserError):
+            raise
+        raise file_error(f"{folder}: {describe_os_error(error)}", error) from None
+    return (mark, own.st_ino) if (mark.program, mark.purpose) == ("cat_lm", purpose) else None
 
 
 def other_writer(folder: Path, purpose: str) -> str:
@@ -156,12 +163,12 @@ def other_writer(folder: Path, purpose: str) -> str:
 
     Nothing where this one marked it, or one of this host that is gone; or where it is not ours.
     """
-    mark = _read_mark(folder, purpose)
-    if mark is None:
+    found = _read_mark(folder, purpose)
+    if found is None:
         return "another process" if is_only_begun(folder) else ""
-    if mark.writer is None:
+    writer, here = found[0].writer, _this_process()
+    if writer is None:
         return "a process of an earlier version"
-    writer, here = mark.writer, _this_process()
     is_here = (writer.host, writer.numbering) == (here.host, here.numbering)
     if is_here and (writer.pid == here.pid or not is_alive(writer.pid)):
         return ""

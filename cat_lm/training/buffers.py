@@ -147,8 +147,8 @@ def _check_changes(model: nn.Module, before: Mapping, saved: set[str]) -> None:
 
 
 def _check_alike(model: nn.Module, ranks: Ranks) -> None:
-    """Check that all ranks have the same (a collective). Raises SharedError."""
-    found = ranks.gather({name: _digest(buffer) for name, buffer in named(model).items()})
+    """Check that all ranks would save the same (a collective). Raises SharedError."""
+    found = ranks.gather({name: _digest(buffer) for name, buffer in persistent(model).items()})
     names = set().union(*found)
     apart = sorted(name for name in names if len({rank.get(name) for rank in found}) > 1)
     if apart:
@@ -180,7 +180,9 @@ def to_save(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     _check_alike(model, ranks)
     if not ranks.is_first:
         return {}
-    return {name: b.detach().to("cpu", copy=True) for name, b in persistent(model).items()}
+    found = {name: b.detach().to("cpu", copy=True) for name, b in persistent(model).items()}
+    # safetensors writes contiguous ones alone, and forward may have put others in their place.
+    return {name: buffer.contiguous() for name, buffer in found.items()}
 
 
 def _form(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:

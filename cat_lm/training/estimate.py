@@ -120,7 +120,7 @@ def checkpoints_to_hold(config: RunConfig, saved: int = 0) -> int:
     Args:
         saved: complete ones of the run, which have their room already.
     """
-    return max(1, min(config.checkpoint.keep_last + 1 - saved, saves(config)))
+    return max(1, min(config.checkpoint.keep_last + 1, saves(config)) - saved)
 
 
 def kept_for_good(config: RunConfig) -> int:

@@ -16,7 +16,8 @@ class Options:
     """What buffers the module has beside those that never change.
 
     `learns`: "" (none), "alone" or "together" (running statistics), "late" (made in forward),
-    "lost" (not saved), "complex", "infinite".
+    "lost" (not saved), "complex", "infinite", "turned" (put in its place with other strides), "own"
+    (what a rank keeps from batch to batch, and never saves).
     """
 
     learns: str = ""
@@ -54,6 +55,8 @@ class RandomFeatures(nn.Module):
             self.register_buffer("mean", torch.zeros(width))
         if learns == "lost":
             self.register_buffer("table", torch.arange(8.0), persistent=False)
+        if learns == "own":
+            self.register_buffer("last", None, persistent=False)
         if learns == "complex":
             self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
         if learns == "infinite":
@@ -73,6 +76,12 @@ class RandomFeatures(nn.Module):
     def _learn(self, mean: Tensor) -> None:
         if self.learns == "late":
             self.register_buffer("mean", mean)
+            return
+        if self.learns == "turned":
+            self.omega = self.omega.t().contiguous().t()
+            return
+        if self.learns == "own":
+            self.last = mean
             return
         if self.learns == "together" and torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(mean)

@@ -182,6 +182,18 @@ def test_a_checkpoint_that_could_hold_one_rank_s_alone_is_not_made(tiny_corpus, 
         assert "newest complete one: step-00000002, of 1" in line
 
 
+@pytest.mark.parametrize("learns", ["turned", "own"])
+def test_strides_and_what_a_rank_has_for_itself_stop_no_checkpoint(learns, tiny_corpus, tmp_path):
+    values = values_of(str(tiny_corpus), tmp_path / "run", learns, max_steps=4)
+    for line, found in run_on_ranks(trained, 2, values):
+        assert "finished: 4 steps" in line
+        stored = load_file(tmp_path / "run/checkpoints/step-00000002" / WEIGHTS)
+        assert found.keys() == SAVED == {name for name in stored if name in found}
+        assert all(stored[name].equal(buffer) for name, buffer in found.items())
+        if learns == "turned":
+            assert not found["model.layers.0.mixer.omega"].is_contiguous(), "what it is about"
+
+
 def test_a_buffer_that_forward_makes_is_refused(tiny_corpus, tmp_path):
     values = values_of(str(tiny_corpus), tmp_path / "run", "late", max_steps=2)
     ((line, _),) = run_on_ranks(trained, 1, values)

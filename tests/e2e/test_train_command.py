@@ -95,6 +95,7 @@ def test_a_closed_terminal_stops_a_run_after_a_checkpoint(tiny_corpus, tmp_path)
     config = write_config(tmp_path, values)
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup before the tests had ignored
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "train.py", str(config)])
     log, shown = tmp_path / "run/train.log", b""

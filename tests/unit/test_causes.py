@@ -33,6 +33,10 @@ SAID = {
         shutil.Error([("a", "b", "[Errno 5] Input/output error: 'a'")]),
         errno.EIO,
     ),
+    "a copy of what may not be read": (
+        shutil.Error([("a", "b", "[Errno 13] Permission denied: '/from/merges.txt'")]),
+        errno.EACCES,
+    ),
     "a copy that fills a disk": (
         shutil.Error([("a", "b", "[Errno 5] Input/output"), ("c", "d", "[Errno 28] No space")]),
         errno.ENOSPC,
@@ -44,6 +48,10 @@ SAID = {
 }
 
 
+# Where the text names the file that failed, that one is told, not the folder of all.
+NAMED = {"a copy": "a", "a copy of what may not be read": "/from/merges.txt"}
+
+
 @pytest.mark.parametrize("case", SAID)
 def test_an_error_is_the_one_that_it_stands_for(case, tmp_path):
     error, number = SAID[case]
@@ -52,8 +60,8 @@ def test_an_error_is_the_one_that_it_stands_for(case, tmp_path):
     cause = os_error(error, path)
     assert (cause and cause.errno) == number
     if cause is not None:
-        assert cause.filename == str(path)
-        assert is_temporary(cause) == (number != errno.ENOSPC)
+        assert cause.filename == NAMED.get(case, str(path))
+        assert is_temporary(cause) == (number not in (errno.ENOSPC, errno.EACCES))
     with pytest.raises(type(error) if cause is None else OSError) as caught, causes_told(path):
         raise error
     assert caught.value is error or caught.value.errno == number

@@ -16,6 +16,7 @@ import torch
 
 from cat_lm.config import CheckpointSection, RunConfig
 from cat_lm.errors import TemporaryError, UserError, file_error
+from cat_lm.io import own_files
 from cat_lm.io.own_files import MARK, make_marked
 from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
@@ -293,7 +294,7 @@ def test_a_killed_prune_is_continued(run, gone):
     assert len(files) == 7
     for path in files[:gone]:
         path.unlink()
-    clear_leftovers(folder, lines.append)
+    clear_leftovers(folder, lines.append, alone=True)
     assert names(run) == ["step-00000004", "step-00000006"] and not lines
 
 
@@ -303,7 +304,7 @@ def test_an_unfinished_save_goes_and_what_only_looks_like_one_is_set_aside(run):
     for name in (".step-00000008.saving", ".step-00000009.deleting", ".step-notes"):
         (folder / name).mkdir()
         (folder / name / "notes.txt").write_text("mine")
-    clear_leftovers(folder, lines.append)
+    clear_leftovers(folder, lines.append, alone=True)
     kept = ["step-00000008.saving.aside", "step-00000009.aside", ".step-notes"]
     assert set(names(run)) == {f"step-{step:08d}" for step in (2, 4, 6)} | set(kept)
     assert all((folder / name / "notes.txt").read_text() == "mine" for name in kept)
@@ -350,6 +351,31 @@ def test_without_locks_only_what_a_dead_process_of_this_host_left_is_removed(run
     assert all(path.exists() for path in kept) and len(lines) == 1 + len(kept)
     for path, said in kept.items():
         assert [line for line in lines if f"{path}: {said}" in line and "stays" in line], path
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("what", ["mark", "removal"])
+def test_an_unfinished_save_that_fails_for_a_while_stays(what, locks, run, monkeypatch):
+    """Neither removed nor renamed: without locks its writer may live, with them its room is ours"""
+    path, lines = unfinished_save(run, 7, os.getppid() if what == "mark" else os.getpid()), []
+    stale = OSError(errno.ESTALE, "Stale file handle", str(path / MARK))
+    read = own_files.read_json
+
+    def fails(place, schema):
+        if place == path / MARK:
+            raise file_error(f"{place}: {stale.strerror}", stale)
+        return read(place, schema)
+
+    with monkeypatch.context() as patched:
+        if what == "mark":
+            patched.setattr(own_files, "read_json", fails)
+        else:
+            patched.setattr(own_files, "empty_marked", mock.Mock(side_effect=stale))
+        clear_leftovers(run / "checkpoints", lines.append, alone=locks)
+        assert (path / "half").exists() and len(lines) == 1 and lines[0].endswith("; it stays")
+        with pytest.raises(TemporaryError, match="Stale file handle"):
+            saving.prepare(path, lines.append, alone=locks)
+    assert (path / "half").exists() and len(lines) == 1
 
 
 def test_a_save_does_not_take_another_process_s_folder(run):

@@ -56,6 +56,14 @@ def dotted(name: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("name", architectures.names())
+def test_every_key_says_what_it_means(name):
+    sections = {n: field.annotation for n, field in RunConfig.model_fields.items()}
+    sections["model"] = architectures.get(name).Section
+    keys = [item for section in sections.values() for item in section.model_fields.items()]
+    assert [key for key, field in keys if not field.description] == ["architecture"]
+
+
 def test_kinds_and_meanings_are_told():
     lines = {line.split(":")[0].strip(): line for line in all_keys("mamba2").splitlines()}
     assert re.fullmatch(r"  precision: auto +# auto \| bf16 \| fp32; auto: .*", lines["precision"])

@@ -141,7 +141,10 @@ def test_sequences_shared_between_hosts_are_told(parts, who):
         (2, 8, 0, 3),
         (2, 8, 1, 2),
         (2, 8, 2, 1),
-        (5, 8, 1, 4),  # no more than a run of 8 steps makes
+        (5, 8, 0, 4),  # no more than a run of 8 steps makes
+        (5, 8, 1, 3),
+        (9, 8, 3, 1),
+        (9, 8, 4, 1),
         (2, 3, 0, 2),
         (2, 1, 0, 1),
     ],

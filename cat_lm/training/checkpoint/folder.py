@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cat_lm.config import CheckpointSection
-from cat_lm.errors import UserError, describe_os_error
+from cat_lm.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.host import GIB
 from cat_lm.io.files import write_text
 from cat_lm.io.own_files import (
@@ -44,7 +44,7 @@ def describe_left(folder: Path) -> str:
     return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
 
 
-def clear_leftovers(folder: Path, say: Say, alone: bool = True) -> None:
+def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
     """End what a killed process left half-done: remove its unfinished save, go on with its prune.
 
     What only has such a name, and does not prove to be ours, is set aside.
@@ -62,6 +62,8 @@ def clear_leftovers(folder: Path, say: Say, alone: bool = True) -> None:
         try:
             if why := remove_unfinished(path, alone):
                 say(f"{path}: {why}; it stays")
+        except TemporaryError as error:
+            say(f"{error}; it stays")
         except UserError:
             put_aside(path, "no unfinished save of this program's", say, path.name[1:])
     for path in step_folders(folder):

@@ -16,7 +16,7 @@ from cat_lm.io.causes import causes_told
 from cat_lm.io.checksums import checksum
 from cat_lm.io.files import give_usual_mode, sync_directory, write_json, write_text
 from cat_lm.io.own_files import make_marked, other_writer
-from cat_lm.training.checkpoint.finding import Say, silent
+from cat_lm.training.checkpoint.finding import Say
 from cat_lm.training.checkpoint.folder import (
     LATEST,
     PURPOSE,
@@ -46,7 +46,7 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def prepare(temporary: Path, say: Say = silent, alone: bool = True) -> None:
+def prepare(temporary: Path, say: Say, alone: bool) -> None:
     """Make the folder that a checkpoint is written to, in place of what a failed save left.
 
     What another process may still write is set aside. `alone` as in `remove_unfinished`.
