@@ -162,7 +162,7 @@ class OptimizerSection(Section):
     betas: tuple[
         Annotated[float, number(limits.FRACTION, below=1)],
         Annotated[float, number(limits.FRACTION, below=1)],
-    ] = Field((0.9, 0.95), description="of the averages of gradients and of their squares")
+    ] = Field((0.9, 0.95), description="decay rates of the two moments")
     eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = Field(
         1e-8, description="added to the root of the second moment"
     )

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
+from cat_lm.config import RunConfig
 from cat_lm.io.checksums import checksum
+from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.checkpoint.records import MARKER, StoredFile, write_marker
+from cat_lm.training.distributed import Ranks
+from tests.runs import run_values, write_config
+
+STATE = {"step": 2, "tokens": 64, "data": {"fingerprint": "f"}, "world_size": 1}
 
 
 def seal(folder: Path) -> None:
@@ -36,3 +44,40 @@ def flip(path: Path, place: int = -5) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
     path.write_bytes(content)
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """A checkpoint by its files' names; what is in the large ones does not matter here."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    for name in ("model/model.safetensors", "state/rank-00000.safetensors", "random-00000.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode() * 100)
+    (folder / "model/config.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps(STATE | {"step": step}))
+    write_config(folder, run_values("data", run)).rename(folder / "run_config.yaml")
+    seal(folder)
+    return folder
+
+
+def run_of_three(run: Path) -> Path:
+    """Make a run folder with the checkpoints of steps 2, 4 and 6."""
+    for step in (2, 4, 6):
+        step_folder(run, step)
+    return run
+
+
+def names(run: Path) -> list[str]:
+    """List what is in the run's folder of checkpoints, but for its lock."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if path.name != ".lock")
+
+
+def to_resume(run: Path, resume: str = "auto") -> tuple[Path | None, list[str]]:
+    """(what a run would go on from, the lines for its log)."""
+    lines: list[str] = []
+    config = RunConfig.model_validate(run_values("data", run, resume=resume))
+    ranks = Ranks(0, 0, 1, torch.device("cpu"))
+    checkpoints = Checkpoints(run, config, ranks, lines.append)
+    try:
+        return checkpoints.to_resume(), lines
+    finally:
+        checkpoints.close()

@@ -7,8 +7,8 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.training.checkpoint import Checkpoints, verifying
 from cat_lm.training.distributed import Ranks
+from tests.checkpoints import step_folder
 from tests.runs import run_values
-from tests.unit.test_checkpoint_folders import step_folder
 
 
 def test_closing_ends_what_still_reads_the_checkpoint(tmp_path, monkeypatch):

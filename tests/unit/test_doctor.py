@@ -17,8 +17,8 @@ from cat_lm.training.preflight import kernel_trial
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
+from tests.checkpoints import step_folder
 from tests.unit.calls import call_main
-from tests.unit.test_checkpoint_folders import step_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})

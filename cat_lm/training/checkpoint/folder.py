@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -87,9 +88,10 @@ def remove_unfinished(path: Path, alone: bool) -> str:
 
 
 def unmark_saved(folder: Path) -> None:
-    """Remove the mark of temporary folders from one that has its final name."""
-    if is_marked(folder, PURPOSE):
-        (folder / MARK).unlink()
+    """Remove the mark of temporary folders from one that has its final name, now or at a start."""
+    with contextlib.suppress(TemporaryError):  # the checkpoint is whole with it, too
+        if is_marked(folder, PURPOSE):
+            (folder / MARK).unlink()
 
 
 def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
