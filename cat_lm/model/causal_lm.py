@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -42,10 +43,11 @@ _HUB_OPTIONS = (
 class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
-    @property
-    def _is_stateful(self) -> bool:
-        """Tell transformers whether drafted tokens cannot be taken back."""
-        return self.config.has_long_filters
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
+        super().post_init()
+        # Of the instance: read off the class, a property would be true.
+        self._is_stateful = self.config.has_long_filters
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -61,12 +63,14 @@ class PreTrainedMixin(AsksForStarts):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load as in transformers; the library's files and those of earlier versions too."""
-        config = kwargs.get("config")
+        name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            config = cls.config_class.from_pretrained(name_or_path, **hub)
+            config = cls.config_class.from_pretrained(config or name_or_path, **hub)
         renamed = config.renamings(bool(config.convolved_streams)) | (
             kwargs.pop("key_mapping", None) or {}
         )
@@ -186,10 +190,21 @@ class CausalLanguageModel:
     """
 
     collects_losses = False
+    # Neither is true of the head, which computes the loss, nor of convolutions between heads.
+    _tp_plan = _pp_plan = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Enter the class where transformers looks up by name what shifts its labels."""
+        super().__init_subclass__(**kwargs)
+        names, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, getattr(cls, "config_class", None)
+        # Of one type several classes may be made, such as those of FSDP.
+        if kind is not None and names.setdefault(kind.model_type, cls.__name__) != cls.__name__:
+            names[cls.__name__] = cls.__name__
 
     def post_init(self) -> None:
         """Do what transformers does when a model is made; see what the body takes."""
         super().post_init()
+        self.loss_type = "ForCausalLM"  # whatever the class is called
         taken = inspect.signature(type(self.base_model).forward).parameters
         self.keeps_state = "past_key_values" in taken
         self.takes_borders = "document_borders" in taken
@@ -311,9 +326,8 @@ class CausalLanguageModel:
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        skip_logits: bool | None = None,
+        skip_logits: bool = False,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
@@ -331,18 +345,19 @@ class CausalLanguageModel:
             padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
                 prepared for the attention function.
             labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
-            shift_labels: [B, T]: scored against the logits at t. −100 is not scored in either.
+                −100 is not scored.
             num_items_in_batch: the loss is the sum divided by this; by default by the number of
                 scored positions.
-            skip_logits: return no logits; by default when a loss is asked for in training mode.
+            skip_logits: return no logits.
             use_cache: by default the configuration's; off with labels, documents and in training.
             logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
+            shift_labels: [B, T], scored against the logits at t, in the place of `labels`. Not in
+                the signature, off which `Trainer` reads which inputs every batch of labels has.
         """
         if past_key_values is not None and not self.keeps_state:
             raise ValueError("past_key_values: the model keeps no state; give all tokens each time")
-        if labels is not None and shift_labels is not None:
-            raise ValueError("give labels or shift_labels, not both")
-        if labels is not None:
+        given_shifted = shift_labels = kwargs.pop("shift_labels", None)
+        if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         has_loss = shift_labels is not None
         if use_cache is None and past_key_values is None:
@@ -365,9 +380,18 @@ class CausalLanguageModel:
         )
         hidden_states = outputs.last_hidden_state
         loss, logits = None, None
-        if has_loss:
+        if has_loss and hasattr(self, "_loss_function"):
+            # Set from outside, as by DeepSpeed's tensor parallelism: called as transformers does.
+            how = {"num_items_in_batch": num_items_in_batch, "shift_labels": given_shifted}
+            loss = self.loss_function(
+                logits=self.lm_head(hidden_states),
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                **{name: value for name, value in how.items() if value is not None},
+            )
+        elif has_loss:
             loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
-        if not (has_loss and self.training if skip_logits is None else skip_logits):
+        if not skip_logits:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )

@@ -91,8 +91,9 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
         r"\.query_key_value\.bias$": ".convolution.bias",
     }
-    # Tensor parallelism would have to split the filters along with the heads.
-    base_model_tp_plan = None
+    # Tensor parallelism would have to split the filters along with the heads, and the stages of a
+    # pipeline to hand on documents and padding.
+    base_model_tp_plan = base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)

@@ -55,8 +55,9 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     model_type = "cat_llama"
     # The projections' biases are added after the convolution.
     convolved_names: ClassVar[dict[str, str]] = {r"\.([qkv])_proj\.bias$": r".convolution.\1_bias"}
-    # Tensor parallelism would have to split the filters along with the heads.
-    base_model_tp_plan = None
+    # Tensor parallelism would have to split the filters along with the heads, and the stages of a
+    # pipeline to hand on documents and padding.
+    base_model_tp_plan = base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
