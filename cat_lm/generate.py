@@ -182,7 +182,9 @@ def _note_length(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int) 
 
 def _check_memory(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Raises UserError where prompt and continuation need more memory than is free."""
-    needed = generation_bytes(model, prompt_tokens, new_tokens)
+    settings = model.generation_config
+    rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    needed = generation_bytes(model, rows, prompt_tokens, new_tokens)
     free = free_bytes(model.device)
     if free is not None and needed > free:
         raise UserError(

@@ -53,6 +53,7 @@ WINDOW = Range(1, 2**16)
 CONV_STATE = Range(0, 2**10)
 STATE_SIZE = Range(1, 2**14)
 CONTEXT = Range(1, 2**24)
+LABELS = Range(0, 2**17)  # of a classifier, which no model here is
 # Its numbers
 ROPE_BASE = Range(1.0, 1e15)
 TEMPERATURE = Range(1e-3, 1e3)
@@ -103,6 +104,7 @@ NEW_TOKENS = Range(1, 2**20)
 EXTRAPOLATION = Range(1, 64)  # tokens read or written, over those of a training sequence
 ROWS = Range(1, 10**9)
 SAMPLES = Range(1, 10**4)
+BEAMS = Range(1, 2**10)
 REPEATS = Range(1, 10**6)
 SCORED_TOKENS = Range(1, 10**12)
 BATCH_TOKENS = Range(1, 2**26)

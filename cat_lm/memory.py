@@ -36,7 +36,9 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     return total + 3 * 4 * LOGIT_ELEMENTS
 
 
-def generation_bytes(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> int:
+def generation_bytes(
+    model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int
+) -> int:
     """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
     config, architecture = model.config, architectures.find(model.config)
     length, itemsize = prompt_tokens + new_tokens, model.dtype.itemsize
@@ -44,7 +46,7 @@ def generation_bytes(model: PreTrainedModel, prompt_tokens: int, new_tokens: int
         state = key_value_bytes(config, length, itemsize)
     else:
         state = architecture.state_bytes(architecture.section(config), length, itemsize)
-    return forward_bytes(model, 1, prompt_tokens) + state
+    return forward_bytes(model, rows, prompt_tokens) + rows * state
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -12,11 +12,19 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.causes import os_error
-from cat_lm.io.readers import InsideName, Record, read_json, read_object, short
+from cat_lm.io.readers import (
+    MAX_YAML_BYTES,
+    InsideName,
+    Record,
+    read_json,
+    read_object,
+    short,
+)
+from cat_lm.limits import BEAMS, LABELS, LAYERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +53,11 @@ class WeightIndex(Record):
     weight_map: dict[str, Annotated[InsideName, AfterValidator(_check_plain)]]
 
 
-class TokenIds(Record):
+class GenerationSettings(Record):
     """Hold what is used of `generation_config.json` before transformers checks the rest."""
 
+    num_beams: int | None = Field(None, le=BEAMS.high)
+    num_return_sequences: int | None = Field(None, le=BEAMS.high)
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -88,7 +98,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
             weights or its settings elsewhere, or asks for code from the Hub.
     """
     path = folder / "config.json"
-    settings = read_object(path)
+    settings = read_object(path, limit=MAX_YAML_BYTES)
+    _check_counts(settings, path)
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"model {folder}: holds an adapter (adapter_config.json), which is not read; merge it "
@@ -113,8 +124,22 @@ def read_settings(folder: Path) -> dict[str, Any]:
         )
     generation = folder / "generation_config.json"
     if generation.is_file():
-        read_json(generation, TokenIds)
+        read_json(generation, GenerationSettings)
     return settings
+
+
+def _check_counts(settings: dict[str, Any], path: Path) -> None:
+    """Refuse more layers or labels, of each of which transformers makes an entry, than can be meant.
+
+    The limits are those of our own models; the names are those of any model's parts.
+    """
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(value, path)
+        kind = key.rpartition("_")[2].removesuffix("s")
+        allowed = {"layer": LAYERS, "label": LABELS}.get(kind)
+        if allowed and isinstance(value, int | float) and value > allowed.high:
+            raise UserError(f"{path}: {key} is {short(value)}: must be at most {allowed.high:,}")
 
 
 def asks_for_code(settings: dict[str, Any]) -> str:

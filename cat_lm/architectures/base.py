@@ -124,9 +124,13 @@ class Architecture:
         Raises:
             ValueError: the class refuses them.
         """
-        values = config if isinstance(config, Mapping) else config.to_dict()
+        values, kind = config if isinstance(config, Mapping) else config.to_dict(), self.config_class()
         fields = {key: value for key, value in values.items() if key not in _NOT_FIELDS}
-        return self.config_class()(**fields | changes)
+        if values.get("model_type") == self.library_type and hasattr(kind, "unknown_keys"):
+            # The library's class knows what it leaves out of its files, such as Mamba's d_model.
+            for key in kind.unknown_keys(fields):
+                del fields[key]
+        return kind.from_dict(fields | changes)
 
     def library_config(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
         """Make the library's configuration of a model that `library_problems` finds nothing in."""

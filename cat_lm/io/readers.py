@@ -161,13 +161,16 @@ def clipped(text: str, most: int = 60) -> str:
     return "".join(parts)
 
 
-def read_object(path: Path | str, advice: str = "", *, finite: bool = False) -> dict[str, Any]:
+def read_object(
+    path: Path | str, advice: str = "", *, finite: bool = False, limit: int = MAX_TEXT_BYTES
+) -> dict[str, Any]:
     """Read a JSON file that holds an object of any keys; errors as in `read_json`.
 
     Args:
         finite: as in `parse_value`.
+        limit: as in `read_bytes`.
     """
-    values = parse_value(read_bytes(path), str(path), finite=finite)
+    values = parse_value(read_bytes(path, limit=limit), str(path), finite=finite)
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds {short(values)}, must be an object{_then(advice)}")
     return values

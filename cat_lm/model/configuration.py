@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -94,6 +94,11 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
     # Tensor parallelism would have to split the filters along with the heads, and the stages of a
     # pipeline to hand on documents and padding.
     base_model_tp_plan = base_model_pp_plan = None
+
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return the keys that are stored in `rope_parameters`."""
+        return ("rotary_emb_base", *super().other_keys())
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)

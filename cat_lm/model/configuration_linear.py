@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -99,10 +99,15 @@ class LinearConfig(RecurrentSettings, PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
 
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return flash-linear-attention's other fields."""
+        return _PACKAGE | cls.package
+
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(type(self), self, kwargs)
         self.intermediate_size = self.intermediate_size or gated_width(self.hidden_size)
-        known = _PACKAGE | self.package
+        known = self.other_keys()
         super().__post_init__(**{key: v for key, v in kwargs.items() if key not in known})
 
 

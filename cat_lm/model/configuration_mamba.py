@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +62,11 @@ class CatMambaConfig(RecurrentSettings, MambaConfig):
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return the attribute that the library's class computes and writes."""
+        return ("intermediate_size",)
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_numbers(self, {"max_position_embeddings": limits.CONTEXT}, whole=True)

@@ -1,13 +1,17 @@
 """Settings that configurations of every family share: convolutions, positions, temperature.
 
 The modules of `cat_lm.model` read them here and know no family's configuration by type. This
-module imports neither torch nor transformers.
+module imports neither torch nor transformers (but for `KnownKeys`, which stands before a class of
+its).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from cat_lm.limits import (
@@ -17,6 +21,7 @@ from cat_lm.limits import (
     HEADS,
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
+    LABELS,
     LAYERS,
     TEMPERATURE,
     VOCABULARY,
@@ -64,10 +69,84 @@ WHOLE_NUMBERS = {
 NUMBERS = {"attention_temperature": TEMPERATURE, "attention_dropout": FRACTION}
 SWITCHES = ("tie_word_embeddings", "attention_bias", "use_cache")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What transformers, its present version and earlier ones, takes or writes of every model beside the
+# attributes of its configuration's class and the settings of generation.
+_OF_EVERY_MODEL = frozenset(
+    """add_cross_attention attn_implementation auto_map configuration_files
+    cross_attention_hidden_size custom_pipelines experts_implementation finetuning_task
+    gradient_checkpointing is_decoder loss_type prefix pretraining_tp pruned_heads
+    quantization_config sep_token_id task_specific_params tf_legacy_loss tie_encoder_decoder
+    tokenizer_class torchscript transformers_weights use_bfloat16""".split()
+)
+# How near a key of a file is to a known one before it is taken for a slip: `difflib`'s ratio.
+_SLIP = 0.7
+
+
+class KnownKeys:
+    """Refuse keys that a configuration does not know; before its class of transformers."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before anything is made of them: of each label transformers makes two entries.
+        if isinstance(kwargs.get("num_labels"), int):
+            check_numbers(SimpleNamespace(**kwargs), {"num_labels": LABELS}, whole=True)
+        refuse([cls._unknown(key) for key in cls.unknown_keys(kwargs)])
+        return super().__new__(cls)
+
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return the keys that are no fields and that `__post_init__` takes."""
+        return ()
+
+    @classmethod
+    def unknown_keys(cls, keys: Iterable[str]) -> list[str]:
+        """Return those keys that mean nothing to this class nor to transformers."""
+        known = {*_OF_EVERY_MODEL, *_generation_keys(), *cls.other_keys()}
+        return [k for k in keys if not (k in known or k.startswith("_") or hasattr(cls, k))]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a configuration of a file's keys; those of other programs stay as attributes.
+
+        Raises:
+            ValueError: a key, of the file or beside it, is nearly one of this class.
+        """
+        others = {k: config_dict[k] for k in cls.unknown_keys(config_dict) if not cls._nearest(k)}
+        known = {key: value for key, value in config_dict.items() if key not in others}
+        wants_unused = kwargs.pop("return_unused_kwargs", False)
+        config, unused = super().from_dict(known, return_unused_kwargs=True, **kwargs)
+        for key, value in others.items():
+            setattr(config, key, value)
+        if wants_unused:
+            return config, unused
+        # What else is unused may be for whoever loads the weights, such as device_map.
+        refuse([cls._unknown(key) for key in cls.unknown_keys(unused) if cls._nearest(key)])
+        return config
+
+    @classmethod
+    def from_json_file(cls, json_file: Any) -> Any:
+        """Make a configuration of a file, as `from_dict`."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
+    def _nearest(cls, key: str, cutoff: float = _SLIP) -> list[str]:
+        names = [*(field.name for field in fields(cls)), *cls.other_keys()]
+        return difflib.get_close_matches(key[:60], names, n=1, cutoff=cutoff)
+
+    @classmethod
+    def _unknown(cls, key: str) -> str:
+        nearest = cls._nearest(key, cutoff=0.0)[0]
+        return f"{key}: unknown key of {cls.__name__}; the nearest known one is {nearest}"
+
+
+@cache
+def _generation_keys() -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    return frozenset(vars(GenerationConfig()))
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class AttentionSettings:
+class AttentionSettings(KnownKeys):
     """Hold what convolution-augmented attention adds to a configuration of transformers.
 
     A family's configuration extends this and its own of the library, and says the meaning of the
@@ -106,6 +185,11 @@ class AttentionSettings:
     score_options: dict[str, Any] | None = None
     value_transform: str = "none"
     value_options: dict[str, Any] | None = None
+
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return the keys that are stored in `rope_parameters`."""
+        return ("rope_theta",)
 
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:
@@ -198,7 +282,7 @@ class AttentionSettings:
         refuse(attention.problems(self))
 
 
-class RecurrentSettings:
+class RecurrentSettings(KnownKeys):
     """Say what holds of configurations whose layers keep a state; before a family's own.
 
     Attributes:

@@ -46,7 +46,7 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
     architecture = config.architecture
     fields = architecture.fields(config.model, vocab_size, config.data.context_length)
     try:
-        return architecture.config_class()(**fields, use_cache=False)
+        return architecture.config_class()(**fields)
     except ValueError as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
 
