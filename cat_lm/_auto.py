@@ -1,10 +1,10 @@
-"""Makes transformers' Auto classes know the architectures' models, at no cost for the import.
+"""Makes transformers' Auto classes and peft know the architectures' models, at no cost for the import.
 
 Registering needs the models' classes, hence torch and transformers, and the modules of transformers
 import each other in circles, so it can be done neither on `import cat_lm` nor while one loads.
 Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_model`) are wrapped:
 their first call registers the models and puts the original methods back. Auto modules that are not
-loaded yet are awaited by a finder on `sys.meta_path`.
+loaded yet are awaited by a finder on `sys.meta_path`. So is peft's module of default target modules.
 
 setup.cfg names `install` as an entry point that torch calls at the end of its own import. Programs
 that know nothing of cat_lm, such as lm_eval, then open the models too.
@@ -68,10 +68,30 @@ def _await_model_use(auto: ModuleType) -> None:
     _register_on_first_call(owners, ("from_pretrained", "from_config"), _register_models)
 
 
-# Tokenizers need no entry: the tokenizer_config.json of an exported folder names their class.
-_AWAITED: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.models.auto.configuration_auto": _await_config_use,
-    "transformers.models.auto.modeling_auto": _await_model_use,
+def _name_adapter_modules(constants: ModuleType) -> None:
+    """Enter what adapters go to, where nobody says, into peft's tables by type of model.
+
+    A type of ours has what peft knows of its library's; other families name theirs themselves, for
+    the methods that adapt any linear layer, as those with an entry for GPT-NeoX do.
+    """
+    tables = {k: v for k, v in vars(constants).items() if k.endswith("_MODULES_MAPPING")}
+    for architecture in _architectures():
+        for name, table in tables.items():
+            modules = list(architecture.adapter_modules)
+            if architecture.library_type in table:
+                table.setdefault(architecture.model_type, table[architecture.library_type])
+            elif modules and "gpt_neox" in table:
+                # (IA)³ scales the inputs of feed-forward modules, the outputs of others.
+                entry = [] if "FEEDFORWARD" in name else modules
+                table.setdefault(architecture.model_type, entry)
+
+
+# What is done once a module is there, and its last name but for functions. Tokenizers need no
+# entry: the tokenizer_config.json of an exported folder names their class.
+_AWAITED: dict[str, tuple[str, Callable[[ModuleType], None]]] = {
+    "transformers.models.auto.configuration_auto": ("AutoConfig", _await_config_use),
+    "transformers.models.auto.modeling_auto": ("AutoModelForCausalLM", _await_model_use),
+    "peft.utils.constants": ("DUMMY_MODEL_CONFIG", _name_adapter_modules),
 }
 
 
@@ -119,7 +139,7 @@ class _AutoModuleFinder:
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                _call_after_execution(spec.loader, _AWAITED[name])
+                _call_after_execution(spec.loader, _AWAITED[name][1])
                 return spec
         return None
 
@@ -140,14 +160,14 @@ def _call_after_execution(loader, look: Callable[[ModuleType], None]) -> None:
 
 
 def _call_after_definition(
-    module: ModuleType, last_class: str, look: Callable[[ModuleType], None]
+    module: ModuleType, last: str, look: Callable[[ModuleType], None]
 ) -> None:
-    """Looks at a module that is being executed on the first use of it that finds `last_class`."""
+    """Looks at a module that is being executed on the first use of it that finds the name `last`."""
     original = type(module)
 
     class Executing(original):
         def __getattribute__(self, name: str):
-            if last_class in original.__getattribute__(self, "__dict__"):
+            if last in original.__getattribute__(self, "__dict__"):
                 self.__class__ = original
                 look(self)
             return original.__getattribute__(self, name)
@@ -159,11 +179,10 @@ def install() -> None:
     """Wraps the loaded Auto modules and waits for the others; safe to repeat."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
     sys.meta_path.insert(0, _AutoModuleFinder())
-    for name, look in _AWAITED.items():
+    for name, (last, look) in _AWAITED.items():
         module = sys.modules.get(name)
-        last_class = "AutoConfig" if "configuration" in name else "AutoModelForCausalLM"
-        if hasattr(module, last_class):
+        if hasattr(module, last):
             look(module)
         elif module is not None:
             # torch, and so this function, may be imported while transformers is.
-            _call_after_definition(module, last_class, look)
+            _call_after_definition(module, last, look)

@@ -102,7 +102,7 @@ def continue_text(
     options["logits_processor"] = [refuse_nonsense]
     try:
         ids = model.generate(**inputs, **options)[0]
-    except (ValueError, TypeError) as error:
+    except (ArithmeticError, AssertionError, ImportError, TypeError, ValueError) as error:
         # Whatever else the folder's generation_config.json asks for, transformers looks at it here.
         raise UserError(
             f"model {model.name_or_path}: cannot generate with its generation_config.json: "

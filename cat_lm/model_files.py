@@ -24,7 +24,7 @@ from cat_lm.io.readers import (
     read_object,
     short,
 )
-from cat_lm.limits import BEAMS, LABELS, LAYERS
+from cat_lm.limits import BEAMS, LABELS, LAYERS, NEW_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +58,8 @@ class GenerationSettings(Record):
 
     num_beams: int | None = Field(None, le=BEAMS.high)
     num_return_sequences: int | None = Field(None, le=BEAMS.high)
+    encoder_no_repeat_ngram_size: int | None = Field(None, le=NEW_TOKENS.high)
+    prefill_chunk_size: int | None = Field(None, ge=1)
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -139,7 +141,7 @@ def _check_counts(settings: dict[str, Any], path: Path) -> None:
         kind = key.rpartition("_")[2].removesuffix("s")
         allowed = {"layer": LAYERS, "label": LABELS}.get(kind)
         if allowed and isinstance(value, int | float) and value > allowed.high:
-            raise UserError(f"{path}: {key} is {short(value)}: must be at most {allowed.high:,}")
+            raise UserError(f"{path}: {key}={value}: {allowed.problem(value)}")
 
 
 def asks_for_code(settings: dict[str, Any]) -> str:

@@ -66,6 +66,8 @@ class Architecture:
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: what a run may choose anew that starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
+        adapter_modules: linear layers that peft adapts where nobody names any, of a family whose
+            library's models peft does not know.
     """
 
     name: ClassVar[str]
@@ -83,6 +85,7 @@ class Architecture:
     short_names: ClassVar[dict[str, str]] = {}
     free_keys: ClassVar[frozenset[str]] = frozenset()
     unoffered_keys: ClassVar[tuple[str, ...]] = ()
+    adapter_modules: ClassVar[tuple[str, ...]] = ()
 
     # Classes
 

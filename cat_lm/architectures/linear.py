@@ -66,6 +66,7 @@ class LinearArchitecture(Architecture):
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
     recurrent = True
     free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
+    adapter_modules = ("q_proj", "v_proj")
     classes_named: ClassVar[str]
     package_classes: ClassVar[str]
 

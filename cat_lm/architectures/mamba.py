@@ -65,6 +65,7 @@ class StateSpace(Architecture):
     layer_weight = "backbone.layers.{layer}.mixer.in_proj.weight"
     recurrent = True
     unoffered_keys = ("hidden_act",)
+    adapter_modules = ("in_proj", "out_proj")
     # These change what a model starts from, or how it rounds.
     free_keys = frozenset(
         {"initializer_range", "rescale_prenorm_residual", "residual_in_fp32"}

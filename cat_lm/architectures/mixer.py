@@ -69,6 +69,7 @@ class MixerArchitecture(Architecture):
     Section = MixerSection
     embedding = "model.embed_tokens.weight"
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
+    adapter_modules = ("gate_proj", "up_proj", "down_proj")  # the MLP's, whatever the mixer
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMixerConfig`."""

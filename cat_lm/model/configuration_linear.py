@@ -78,7 +78,6 @@ class LinearConfig(RecurrentSettings, PreTrainedConfig):
     anyway. Wrong values raise a `ValueError` that says what is supported.
     """
 
-    keys_to_ignore_at_inference = ("past_key_values",)
     # As _PACKAGE, of one family.
     package: ClassVar[dict[str, tuple[Any, ...]]] = {}
 

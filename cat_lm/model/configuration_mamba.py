@@ -57,7 +57,6 @@ class CatMambaConfig(RecurrentSettings, MambaConfig):
     """
 
     model_type = "cat_mamba"
-    keys_to_ignore_at_inference = ("past_key_values",)
 
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -85,7 +84,6 @@ class CatMamba2Config(RecurrentSettings, Mamba2Config):
     """
 
     model_type = "cat_mamba2"
-    keys_to_ignore_at_inference = ("past_key_values",)
 
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02

@@ -59,7 +59,6 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
     """
 
     model_type = "cat_mixer"
-    keys_to_ignore_at_inference = ("past_key_values",)
 
     vocab_size: int = 32000
     hidden_size: int = 1024

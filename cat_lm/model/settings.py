@@ -292,6 +292,7 @@ class RecurrentSettings(KnownKeys):
 
     keeps_state: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # a list to Trainer
 
 
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
