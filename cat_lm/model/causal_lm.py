@@ -43,6 +43,9 @@ _HUB_OPTIONS = (
 class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
+    # What layers write into, and a module that they hand on; accelerate would hand on copies.
+    _skip_keys_device_placement = ("past_key_values", "layer_past", "auxiliary_losses", "norm")
+
     def post_init(self) -> None:
         """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
         super().post_init()

@@ -141,7 +141,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             state_of(cache, self.layer_idx),
             self._continues(cache),
             document_positions,
-            self.qk_norm,
+            norm=self.qk_norm,
         )
 
 

@@ -133,7 +133,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             document_ids,
             state_of(cache, self.layer_idx),
             document_positions,
-            self.qk_norm,
+            norm=self.qk_norm,
         )
 
 

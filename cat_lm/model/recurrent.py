@@ -57,7 +57,8 @@ class RecurrentPreTrained(AsksForStarts):
     """
 
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values",)
+    # What layers write into; accelerate would hand them copies.
+    _skip_keys_device_placement = ("past_key_values", "state", "auxiliary_losses")
     _is_stateful = True  # no drafted token can be taken back
 
     @torch.no_grad()
