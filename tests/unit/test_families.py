@@ -16,11 +16,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.utils.generic import find_labels
 
 import cat_lm  # noqa: F401
 from cat_lm import architectures
@@ -394,7 +402,7 @@ def test_learns_and_starts_from_even_odds(case):
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for _ in range(12):
         outputs = model(rows, labels=rows)
-        assert outputs.logits is None and outputs.past_key_values is None
+        assert outputs.logits is not None and outputs.past_key_values is None
         optimizer.zero_grad()
         outputs.loss.backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -539,6 +547,7 @@ def test_weights_that_a_folder_lacks_start_as_new_ones(case, tmp_path):
 @torch.no_grad()
 def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
     model = model_of(case, tie_word_embeddings=tied)
+    model.config.use_cache = False  # of training alone
     checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
     out = export_checkpoint(tmp_path / "run", tmp_path / "out")
     settings = json.loads((out / "config.json").read_text())
@@ -546,6 +555,7 @@ def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
     assert architectures.find(settings) is family_of(case)
     family_of(case).check_settings(settings)
     again, rows = AutoModelForCausalLM.from_pretrained(out), tokens(2, 20)
+    assert again.config.use_cache
     kinds = family_of(case).classes()
     assert type(again) is kinds.causal_lm
     assert type(AutoConfig.from_pretrained(out)) is kinds.config
@@ -583,7 +593,102 @@ def test_an_export_for_the_library_is_the_librarys(case, tiny_corpus, tmp_path):
     assert "import cat_lm" not in (Path(out) / "README.md").read_text()
 
 
+# What transformers, accelerate and peft decide by names and signatures
+
+
+def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
+    settings = TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, **options)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(2, 12)]
+    return Trainer(
+        model, settings, eval_dataset=rows, compute_metrics=lambda found: {"n": len(found.label_ids)}
+    )
+
+
+@every_case
+def test_trainer_shifts_labels_and_evaluates(case, tmp_path):
+    plain, rows = model_of(case), tokens(2, 12)
+    adapted = peft.get_peft_model(model_of(case), peft.LoraConfig(task_type="CAUSAL_LM")).eval()
+    derived = model_of(case)
+    derived.__class__ = type("Renamed", (type(derived),), {})  # as FSDP and parametrizations do
+    loss = plain(rows, labels=rows).loss.item()
+    for model in (plain, adapted, derived):
+        smoothed = trainer(model, tmp_path, label_smoothing_factor=1e-7)
+        found = smoothed.compute_loss(model, {"input_ids": rows, "labels": rows})
+        assert found.item() == pytest.approx(loss, abs=1e-3)
+    found = trainer(plain, tmp_path).evaluate()
+    assert found["eval_loss"] == pytest.approx(loss, abs=1e-3) and found["eval_n"] == 2
+
+
+@every_case
+def test_adapters_find_their_modules(case):
+    for options in (peft.LoraConfig, peft.IA3Config, peft.OSFConfig):
+        adapted = peft.get_peft_model(model_of(case), options(task_type="CAUSAL_LM"))
+        adapted(input_ids=tokens(2, 12), labels=tokens(2, 12)).loss.backward()
+        own = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        assert own and all(parameter.grad is not None for parameter in own)
+
+
+@every_case
+@torch.no_grad()
+def test_offloaded_model_keeps_its_state(case, tmp_path):
+    model, rows = model_of(case), tokens(2, 12)
+    model.save_pretrained(tmp_path)
+    room = sum(4 * parameter.numel() for parameter in model.parameters()) // 2
+    how = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": tmp_path / "off"}
+    how |= {"attn_implementation": CASES[case].get("attn_implementation")}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        pretrained_model_name_or_path=tmp_path, **how
+    )
+    assert "disk" in offloaded.hf_device_map.values()
+    texts = [m.generate(rows, max_new_tokens=4, do_sample=False) for m in (offloaded, model)]
+    assert torch.equal(*texts)
+
+
+@every_case
+def test_class_says_what_is_true_of_it(case):
+    model = model_of(case)
+    keeps_filters = getattr(model.config, "has_long_filters", None)
+    for kind in (model, model.base_model):
+        assert type(kind)._is_stateful is (keeps_filters is None)
+        assert kind._is_stateful is (keeps_filters is not False)
+    assert not model.supports_tp_plan and not model.supports_pp_plan
+    assert find_labels(type(model)) == ["labels"]
+
+
+@every_case
+def test_arguments_have_transformers_names(case, tmp_path):
+    model = model_of(case)
+    model.save_pretrained(tmp_path)
+    for kind in (type(model), type(model.base_model), type(model.config)):
+        kind.from_pretrained(pretrained_model_name_or_path=tmp_path)
+
+
 # Keys
+
+
+@every_case
+def test_configuration_refuses_unknown_keys(case, tmp_path):
+    config = model_of(case).config
+    kind, values = type(config), config.to_dict()
+    theirs = {"torch_dtype": "float16", "max_length": 20, "unsloth_version": "1", "_secret": 1}
+    said = "hiden_size: unknown key of .*; the nearest known one is hidden_size"
+    with pytest.raises(ValueError, match=said):
+        kind(hiden_size=32)
+    with pytest.raises(ValueError, match="num_labels=1000000000: must be from 0 to"):
+        kind(num_labels=10**9)
+    kind(**values | {"quantization_config": {}, "num_labels": 3, "attn_implementation": None})
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | theirs))
+    opened = AutoConfig.from_pretrained(tmp_path)
+    assert opened.unsloth_version == "1"
+    assert family_of(case).own_config(opened).unsloth_version == "1"
+    with pytest.raises(ValueError, match=said):
+        AutoConfig.from_pretrained(tmp_path, hiden_size=32)
+    file.write_text(json.dumps(stored | {"hiden_size": 32}))
+    with pytest.raises(ValueError, match=said):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 @every_case

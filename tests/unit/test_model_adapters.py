@@ -45,7 +45,6 @@ def test_lora_trains_saves_reloads_and_merges(variant, tmp_path):
     model = cat_model(**variant)
     model.save_pretrained(tmp_path / "base")
     before = model(IDS).logits.detach()
-    # By its name: peft has a default for GPT-NeoX's own type alone, which is this one.
     names = {name for _, name in projections(model)}
     adapted = trained_adapter(model, target_modules=sorted(names))
     targets = {name.split(".lora")[0] for name, _ in adapted.named_parameters() if "lora" in name}

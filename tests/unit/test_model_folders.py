@@ -394,6 +394,9 @@ class TestSettings:
             ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
             ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
             ({"model_type": 3}, "model_type is 3, must be a name"),
+            ({"num_labels": 10**9}, "num_labels=1000000000: must be from 0 to 131,072"),
+            ({"of_text": {"n_layer": 1e9}}, "n_layer=1000000000.0: must be from 1 to 1,024"),
+            ({"id2label": {i: "x" * 500 for i in range(2**15)}}, "is larger than 16 MiB"),
             ({"model_type": "unheard_of"}, "unheard_of"),
         ],
     )
@@ -539,3 +542,22 @@ class TestGenerate:
         code, out, err = run(monkeypatch, capsys, foreign, "x", "--max-new-tokens", 2)
         assert code in (0, 2)
         assert "Traceback" not in out + err
+
+    @pytest.mark.parametrize(
+        ("name", "value", "said"),
+        [
+            ("num_beams", 10**6, "num_beams is 1000000: should be less than or equal to 1024"),
+            ("num_return_sequences", 10**6, "num_return_sequences is 1000000: should be less"),
+            ("encoder_no_repeat_ngram_size", 10**9, "encoder_no_repeat_ngram_size is 1000000000"),
+            ("prefill_chunk_size", 0, "prefill_chunk_size is 0"),
+            ("length_penalty", 1e300, "cannot generate with its generation_config.json"),
+        ],
+    )
+    def test_settings_without_end(self, foreign, monkeypatch, capsys, name, value, said):
+        change_settings(foreign, "generation_config.json", **{"num_beams": 2, name: value})
+        assert_one_line(monkeypatch, capsys, said, foreign, "x", "--max-new-tokens", 2)
+
+    def test_memory_is_asked_for_every_beam(self, foreign, monkeypatch, capsys):
+        change_settings(foreign, "generation_config.json", num_beams=1000)
+        monkeypatch.setattr(generate, "free_bytes", lambda device: 2**28)
+        assert_one_line(monkeypatch, capsys, "do not fit into memory", foreign, "x" * 99)

@@ -130,9 +130,8 @@ def test_when_logits_are_returned():
     model, ids = cat_model(), random_ids(2, 10)
     assert model(ids, labels=ids).logits.shape == (2, 10, 97)
     assert model(ids, labels=ids, skip_logits=True).logits is None
-    model.train()
-    assert model(ids, labels=ids).logits is None
-    assert model(ids, labels=ids, skip_logits=False).logits is not None
+    model.train()  # as TRL reads them
+    assert model(ids, labels=ids).logits.shape == (2, 10, 97)
     assert model(ids).logits.shape == (2, 10, 97)
     assert model(ids, logits_to_keep=3).logits.shape == (2, 3, 97)
     assert model(ids, labels=ids).past_key_values is None
@@ -150,8 +149,20 @@ def test_labels_that_do_not_fit():
     model, ids = cat_model(), random_ids(2, 10)
     with pytest.raises(ValueError, match=r"labels are \[2, 9\]"):
         model(ids, shift_labels=ids[:, 1:])
-    with pytest.raises(ValueError, match="not both"):
-        model(ids, labels=ids, shift_labels=ids)
+
+
+def test_shift_labels_come_before_labels():
+    model, ids = cat_model(), random_ids(2, 10)
+    both = model(ids, labels=ids.flip(1), shift_labels=ids).loss
+    assert torch.equal(both, model(ids, shift_labels=ids).loss)
+
+
+def test_loss_function_that_is_set_is_called():
+    model, ids = cat_model(), random_ids(2, 10)
+    expected = model(ids, labels=ids).loss
+    usual = model.loss_function
+    model.loss_function = lambda **how: 2 * usual(**how)
+    torch.testing.assert_close(model(ids, labels=ids).loss, 2 * expected)
 
 
 def test_tied_embeddings_get_both_gradients():

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cat_lm.errors import UserError
+from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
 from eval.common.interrupts import terminated_as_interrupt
 from eval.speed import choices
@@ -210,8 +211,11 @@ def training_step(
     if case.compile:
         model.compile()
 
+    # As in a run, which asks for no logits; transformers' classes know nothing of it.
+    asked = {"skip_logits": True} if isinstance(model, CausalLanguageModel) else {}
+
     def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids, **asked).loss.backward()
         model.zero_grad(set_to_none=True)
 
     return step
