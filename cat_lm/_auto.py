@@ -1,10 +1,10 @@
-"""Makes transformers' Auto classes and peft know the architectures' models, at no cost for the import.
+"""Makes transformers' Auto classes and peft know our models, at no cost for the import.
 
 Registering needs the models' classes, hence torch and transformers, and the modules of transformers
 import each other in circles, so it can be done neither on `import cat_lm` nor while one loads.
 Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_model`) are wrapped:
 their first call registers the models and puts the original methods back. Auto modules that are not
-loaded yet are awaited by a finder on `sys.meta_path`. So is peft's module of default target modules.
+loaded yet are awaited by a finder on `sys.meta_path`. So is peft's module of target modules.
 
 setup.cfg names `install` as an entry point that torch calls at the end of its own import. Programs
 that know nothing of cat_lm, such as lm_eval, then open the models too.
@@ -71,19 +71,20 @@ def _await_model_use(auto: ModuleType) -> None:
 def _name_adapter_modules(constants: ModuleType) -> None:
     """Enter what adapters go to, where nobody says, into peft's tables by type of model.
 
-    A type of ours has what peft knows of its library's; other families name theirs themselves, for
-    the methods that adapt any linear layer, as those with an entry for GPT-NeoX do.
+    A type of ours has what peft knows of its library's. Other families name linear layers, for
+    methods that adapt any: those that know every library's type that peft knows at all.
     """
     tables = {k: v for k, v in vars(constants).items() if k.endswith("_MODULES_MAPPING")}
-    for architecture in _architectures():
+    families = _architectures()
+    known = {f.library_type for f in families if any(f.library_type in t for t in tables.values())}
+    for family in families:
         for name, table in tables.items():
-            modules = list(architecture.adapter_modules)
-            if architecture.library_type in table:
-                table.setdefault(architecture.model_type, table[architecture.library_type])
-            elif modules and "gpt_neox" in table:
+            if family.library_type in table:
+                table.setdefault(family.model_type, table[family.library_type])
+            elif family.adapter_modules and known <= table.keys():
                 # (IA)³ scales the inputs of feed-forward modules, the outputs of others.
-                entry = [] if "FEEDFORWARD" in name else modules
-                table.setdefault(architecture.model_type, entry)
+                modules = () if "FEEDFORWARD" in name else family.adapter_modules
+                table.setdefault(family.model_type, list(modules))
 
 
 # What is done once a module is there, and its last name but for functions. Tokenizers need no
@@ -162,7 +163,7 @@ def _call_after_execution(loader, look: Callable[[ModuleType], None]) -> None:
 def _call_after_definition(
     module: ModuleType, last: str, look: Callable[[ModuleType], None]
 ) -> None:
-    """Looks at a module that is being executed on the first use of it that finds the name `last`."""
+    """Looks at a module that is being executed on the first use of it that finds `last`."""
     original = type(module)
 
     class Executing(original):

@@ -36,9 +36,7 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     return total + 3 * 4 * LOGIT_ELEMENTS
 
 
-def generation_bytes(
-    model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int
-) -> int:
+def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int) -> int:
     """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
     config, architecture = model.config, architectures.find(model.config)
     length, itemsize = prompt_tokens + new_tokens, model.dtype.itemsize

@@ -131,7 +131,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_counts(settings: dict[str, Any], path: Path) -> None:
-    """Refuse more layers or labels, of each of which transformers makes an entry, than can be meant.
+    """Refuse more layers or labels than can be meant: transformers makes an entry for each.
 
     The limits are those of our own models; the names are those of any model's parts.
     """

@@ -127,7 +127,10 @@ class Architecture:
         Raises:
             ValueError: the class refuses them.
         """
-        values, kind = config if isinstance(config, Mapping) else config.to_dict(), self.config_class()
+        values, kind = (
+            config if isinstance(config, Mapping) else config.to_dict(),
+            self.config_class(),
+        )
         fields = {key: value for key, value in values.items() if key not in _NOT_FIELDS}
         if values.get("model_type") == self.library_type and hasattr(kind, "unknown_keys"):
             # The library's class knows what it leaves out of its files, such as Mamba's d_model.

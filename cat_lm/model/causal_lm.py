@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -66,9 +66,7 @@ class PreTrainedMixin(AsksForStarts):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as in transformers; the library's files and those of earlier versions too."""
         name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
         if not isinstance(config, cls.config_class):

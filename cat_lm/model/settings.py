@@ -1,8 +1,7 @@
 """Settings that configurations of every family share: convolutions, positions, temperature.
 
 The modules of `cat_lm.model` read them here and know no family's configuration by type. This
-module imports neither torch nor transformers (but for `KnownKeys`, which stands before a class of
-its).
+module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -72,11 +71,14 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What transformers, its present version and earlier ones, takes or writes of every model beside the
 # attributes of its configuration's class and the settings of generation.
 _OF_EVERY_MODEL = frozenset(
-    """add_cross_attention attn_implementation auto_map configuration_files
-    cross_attention_hidden_size custom_pipelines experts_implementation finetuning_task
-    gradient_checkpointing is_decoder loss_type prefix pretraining_tp pruned_heads
-    quantization_config sep_token_id task_specific_params tf_legacy_loss tie_encoder_decoder
-    tokenizer_class torchscript transformers_weights use_bfloat16""".split()
+    (
+        *("add_cross_attention", "attn_implementation", "auto_map", "configuration_files"),
+        *("cross_attention_hidden_size", "custom_pipelines", "experts_implementation"),
+        *("finetuning_task", "gradient_checkpointing", "is_decoder", "loss_type", "prefix"),
+        *("pretraining_tp", "pruned_heads", "quantization_config", "sep_token_id"),
+        *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class"),
+        *("torchscript", "transformers_weights", "use_bfloat16"),
+    )
 )
 # How near a key of a file is to a known one before it is taken for a slip: `difflib`'s ratio.
 _SLIP = 0.7

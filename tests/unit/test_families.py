@@ -600,7 +600,10 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
     settings = TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, **options)
     rows = [{"input_ids": row, "labels": row} for row in tokens(2, 12)]
     return Trainer(
-        model, settings, eval_dataset=rows, compute_metrics=lambda found: {"n": len(found.label_ids)}
+        model,
+        settings,
+        eval_dataset=rows,
+        compute_metrics=lambda found: {"n": len(found.label_ids)},
     )
 
 
@@ -636,9 +639,7 @@ def test_offloaded_model_keeps_its_state(case, tmp_path):
     room = sum(4 * parameter.numel() for parameter in model.parameters()) // 2
     how = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": tmp_path / "off"}
     how |= {"attn_implementation": CASES[case].get("attn_implementation")}
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        pretrained_model_name_or_path=tmp_path, **how
-    )
+    offloaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, **how)
     assert "disk" in offloaded.hf_device_map.values()
     texts = [m.generate(rows, max_new_tokens=4, do_sample=False) for m in (offloaded, model)]
     assert torch.equal(*texts)
