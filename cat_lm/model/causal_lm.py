@@ -9,6 +9,7 @@ transformers. `CausalBody` and `PreTrainedMixin` want a configuration that exten
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ class PreTrainedMixin(AsksForStarts):
         name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            config = cls.config_class.from_pretrained(config or name_or_path, **hub)
+            is_place = isinstance(config, str | os.PathLike)
+            config = cls.config_class.from_pretrained(config if is_place else name_or_path, **hub)
         renamed = config.renamings(bool(config.convolved_streams)) | (
             kwargs.pop("key_mapping", None) or {}
         )
