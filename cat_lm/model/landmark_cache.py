@@ -225,7 +225,9 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
 
 
 class LandmarkStaticLayer(LandmarkMixin, StateStaticLayer):
-    """A cache layer of fixed length."""
+    """A cache layer of fixed length, which counts blocks on the host: each token is another graph."""
+
+    is_compileable = False
 
     def _landmark_room(self, count: int, block: int) -> int:
         return self.max_cache_len // block
