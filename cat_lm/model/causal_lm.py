@@ -282,7 +282,7 @@ class CausalLanguageModel:
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching, whose cache holds keys and values alone. Raises ValueError."""
+        """Refuse continuous batching: raise ValueError."""
         raise ValueError(
             f"{type(self).__name__} does not serve by continuous batching, whose cache holds keys "
             "and values alone; use generate with a batch"
@@ -337,7 +337,8 @@ class CausalLanguageModel:
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too.
+            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too, of
+                which it says what it said before. Padding stands at a row's beginning or end.
             position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
             inputs_embeds: [B, T, C] instead of `input_ids`.
             past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
