@@ -112,6 +112,7 @@ def sequence_layout(
         elif by == "rows" and attention_mask is None and padding_mask is None:
             attention_kwargs = {"by_rows": True}
         else:
+            check_function(config)
             same_document = _same_document_function(documents)
     if config.reads_positions:
         attention_kwargs["key_positions"] = further.get("key_positions")
@@ -156,9 +157,14 @@ def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
                 f"{name}: a {type(value).__name__} that the layers do not read; say in "
                 "document_ids, padding_mask and past_key_values what stands before a token"
             )
-    name, masks = config._attn_implementation, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    is_foreign = config.reads_padding and name is not None and name not in masks
-    if is_foreign and any(said is not None for said in layout):
+    if config.reads_padding and any(said is not None for said in layout):
+        check_function(config)
+
+
+def check_function(config: Any) -> None:
+    """Check that the attention function gets a mask. Raises ValueError."""
+    name = config._attn_implementation
+    if name is not None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
         raise ValueError(
             f"attn_implementation={name}: transformers makes no mask for it, so that it may read "
             "other tokens than the layers before it; use sdpa, eager or flash_attention_2"
@@ -259,7 +265,7 @@ def padding_of(
     _check_width(attention_mask, time, cache)
     if not config.reads_padding:
         return None
-    first = cache.layers[0] if cache is not None and cache.layers else None
+    first = next(iter(getattr(cache, "layers", ())), None)
     kept = getattr(first, "real", None)
     if attention_mask is None and padding_mask is None:
         if kept is not None:
@@ -282,10 +288,10 @@ def padding_of(
         if time > 1 and not config.takes_gaps:
             torch._assert_async(~interior_padding(new, documents).any(), _GAP)
         return new
-    if (kept is None or real.shape[1] == time) and real.all():
-        return None
     if config.takes_gaps:
         return None if new.all() else new
+    if (kept is None or real.shape[1] == time) and real.all():
+        return None
     past = 0 if cache is None else int(cache.get_seq_length())
     before = new.new_ones(len(new), past)
     if kept is not None:
