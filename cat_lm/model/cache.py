@@ -28,7 +28,26 @@ if TYPE_CHECKING:
     from cat_lm.model.settings import AttentionSettings
 
 
-class LayerStateMixin:
+class PaddingRecord:
+    """Keeps in a cache layer which of its tokens were read as padding.
+
+    Attributes:
+        real: [B, n] bool, False at padding, of the first n tokens; later ones are real. None where
+            all are. A model keeps it in its first layer.
+    """
+
+    real: Tensor | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.real = None
+
+    def _change_record(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.real is not None:
+            self.real = change(self.real)
+
+
+class LayerStateMixin(PaddingRecord):
     """Adds named states to a cache layer of transformers.
 
     Attributes:
@@ -92,6 +111,7 @@ class LayerStateMixin:
         self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._change_record(change)
         for states in (self.inputs, self.recurrent):
             states.update({name: change(state) for name, state in states.items()})
 
@@ -164,6 +184,7 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             )
         self.inputs.update({name: self._cropped(name, removed) for name in self.inputs})
         super().crop(tokens_to_remove)
+        self._change_record(lambda real: real[:, : self.get_seq_length()])
 
     def _cropped(self, name: str, removed: int) -> Tensor:
         inputs, window = self.inputs[name], self.windows[name]
@@ -246,6 +267,11 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     """
     if not getattr(config, "needs_layer_state", False):
         return
+    if not hasattr(cache, "layers"):
+        raise ValueError(
+            f"past_key_values: a {type(cache).__name__} has no layers that could hold states; use "
+            "CatCache, DynamicCache or StaticCache, or use_cache=False"
+        )
     dynamic, static = layer_classes(config)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = dynamic

@@ -28,7 +28,7 @@ from cat_lm.model.attention.probe import try_entries
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
-from cat_lm.model.masks import sequence_layout
+from cat_lm.model.masks import check_call, counted, sequence_layout
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.model.starts import AsksForStarts
 from cat_lm.ops import BACKENDS
@@ -44,6 +44,9 @@ _HUB_OPTIONS = (
 class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
+    # Layers read tokens before a token, which neither engines with a cache of their own nor ranks
+    # that share a sequence in another way than `cat_lm.model.sequence` give them.
+    _supports_attention_backend = _supports_context_parallel = False
     # What layers write into, and a module that they hand on; accelerate would hand on copies.
     _skip_keys_device_placement = ("past_key_values", "layer_past", "auxiliary_losses", "norm")
 
@@ -129,6 +132,8 @@ class CausalBody:
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        said = position_ids, attention_mask, padding_mask, document_ids, past_key_values
+        check_call(self.config, kwargs, *said)
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if past_key_values is not None:
@@ -147,9 +152,8 @@ class CausalBody:
             past_key_values,
             padding_mask,
             document_borders,
+            kwargs,
         )
-        if kwargs.get("cu_seq_lens_q") is not None and layout.documents is None:
-            raise ValueError("cu_seq_lens_q says nothing to the convolution; pass document_ids")
         hidden_states = self._enter(inputs_embeds)
         position_embeddings = None
         if self.rotary_emb is not None:
@@ -283,13 +287,23 @@ class CausalLanguageModel:
             inputs["attention_mask"] = given
         elif prepared is not None and prepared is not given and prepared.ndim == 4:
             batch, _, time, _ = prepared.shape
-            is_known = given is not None and given.ndim == 2
-            if getattr(self.config, "reads_positions", False):  # of all keys
-                time += int(inputs["past_key_values"].get_seq_length())
-            inputs["padding_mask"] = (
-                given[:, -time:] if is_known else prepared.new_ones(batch, time)
-            )
+            cache = inputs["past_key_values"]
+            if given is None:
+                given = prepared.new_ones(batch, int(cache.get_seq_length()) + time)
+            is_first = time > 1 or kwargs.get("is_first_iteration")
+            # Of one shape and strides, or every token would be compiled anew.
+            new = given if is_first else given[:, -time:]
+            inputs["padding_mask"] = new.clone(memory_format=torch.contiguous_format)
+            if getattr(self.config, "reads_positions", False):
+                inputs["key_positions"] = counted(given, prepared.shape[3])
         return inputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching: raise ValueError."""
+        raise ValueError(
+            f"{type(self).__name__} does not serve by continuous batching, whose cache holds keys "
+            "and values alone; use generate with a batch"
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -339,7 +353,8 @@ class CausalLanguageModel:
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too.
+            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too, of
+                which it says what it said before. Padding stands at a row's beginning or end.
             position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
             inputs_embeds: [B, T, C] instead of `input_ids`.
             past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
@@ -365,7 +380,8 @@ class CausalLanguageModel:
         has_loss = shift_labels is not None
         if use_cache is None and past_key_values is None:
             # A cache nobody asked for would cost memory, and packed rows cannot be continued.
-            use_cache = False if has_loss or self.training or document_ids is not None else None
+            is_packed = document_ids is not None or kwargs.get("seq_idx") is not None
+            use_cache = False if has_loss or self.training or is_packed else None
 
         losses: list[Tensor] = []
         if self.collects_losses and self.training:

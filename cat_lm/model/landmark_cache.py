@@ -227,6 +227,8 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
 class LandmarkStaticLayer(LandmarkMixin, StateStaticLayer):
     """A cache layer of fixed length."""
 
+    is_compileable = False  # Blocks are counted on the host: each token would be another graph.
+
     def _landmark_room(self, count: int, block: int) -> int:
         return self.max_cache_len // block
 

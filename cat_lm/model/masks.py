@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cat_lm.model import attention
 from cat_lm.model.attention.documents import document_attention
@@ -16,6 +18,15 @@ from cat_lm.model.attention.varlen import computing_dtype
 from cat_lm.model.settings import AttentionSettings, refuse
 from cat_lm.ops.documents import document_borders, document_positions, document_runs
 from cat_lm.ops.landmark.layout import interior_padding
+
+# What a body's forward takes beside its named arguments and plain values.
+_FURTHER = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # documents
+_FURTHER += ("auxiliary_losses", "cache_position", "token_type_ids")  # nothing about neighbours
+_FURTHER += ("key_positions",)  # [B, S] beside a prepared mask, see `counted`
+_GAP = (
+    "attention_mask: the model takes no padding between the tokens of a row; pad rows at their "
+    "beginning or their end"
+)
 
 
 @dataclass
@@ -48,6 +59,7 @@ def sequence_layout(
     cache: Cache | None,
     padding_mask: Tensor | None = None,
     borders: Tensor | None = None,
+    further: Mapping[str, Any] | None = None,
 ) -> SequenceLayout:
     """Derives the layout from what the caller said, so that attention and convolution agree.
 
@@ -62,21 +74,28 @@ def sequence_layout(
         padding_mask: [B, T], or [B, S] as `attention_mask`, 0 at padding; needed only beside a
             prepared attention mask, off which it cannot be read.
         borders: `document_borders` of the documents, if they are known without waiting for a GPU.
+        further: the forward's other arguments.
 
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
     """
     check_attention(config)
-    time = inputs_embeds.shape[1]
-    documents = documents_of(document_ids, position_ids, attention_mask, cache)
+    batch, time, _ = inputs_embeds.shape
+    further = further or {}
+    told = position_ids, attention_mask, cache, further, batch
+    documents = documents_of(document_ids, *told)
     given_padding = padding_mask
-    padding_mask = padding_of(config, attention_mask, padding_mask, time)
+    padding_mask = padding_of(config, attention_mask, padding_mask, time, documents, cache)
     if position_ids is None:
         position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
     attention_kwargs: dict[str, Any] = {}
     if config.masks_keys:
-        check_maskless(config, attention_mask, padding_mask, documents)
+        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+            raise ValueError(
+                f"attention_mask: {attention.pattern(config).title} takes [B, S] with 1 at real "
+                "tokens, not a prepared mask"
+            )
         known = {} if borders is None or padding_mask is not None else {"document_borders": borders}
         return SequenceLayout(position_ids, None, padding_mask, documents, None, known)
     same_document = positions = None
@@ -93,11 +112,13 @@ def sequence_layout(
         elif by == "rows" and attention_mask is None and padding_mask is None:
             attention_kwargs = {"by_rows": True}
         else:
+            check_function(config)
             same_document = _same_document_function(documents)
     if config.reads_positions:
-        attention_kwargs["key_positions"] = _key_positions(
-            attention_mask, given_padding, position_ids, cache
-        )
+        attention_kwargs["key_positions"] = further.get("key_positions")
+        if attention_kwargs["key_positions"] is None:
+            told = attention_mask, given_padding, position_ids, cache
+            attention_kwargs["key_positions"] = _key_positions(*told)
     prepared_mask = attention.pattern(config).mask(
         config,
         inputs_embeds=inputs_embeds,
@@ -117,31 +138,36 @@ def check_attention(config: AttentionSettings) -> None:
     refuse(attention.implementation_problems(config, config._attn_implementation))
 
 
-def check_maskless(
-    config: AttentionSettings,
-    attention_mask: Any,
-    padding_mask: Tensor | None,
-    documents: Tensor | None,
-) -> None:
-    """Check that a pattern which masks keys itself can know all that it has to.
+def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
+    """Check that a call says nothing about a token's neighbours that only attention would read.
+
+    Engines with a cache of their own (vLLM, continuous batching) call a model so: the requests'
+    borders and keys are known to their attention function alone.
 
     Args:
-        padding_mask, documents: [B, T], of the new tokens.
+        further: the arguments that the body's forward does not name.
+        layout: what else says how rows are read: positions, masks, documents, a cache.
 
     Raises:
-        ValueError: a prepared mask, or padding between tokens of a document.
+        ValueError: an argument that no layer reads, or an attention function without a mask.
     """
-    title = attention.pattern(config).title
-    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+    for name, value in further.items():
+        if name not in _FURTHER and not isinstance(value, bool | int | float | str | None):
+            raise ValueError(
+                f"{name}: a {type(value).__name__} that the layers do not read; say in "
+                "document_ids, padding_mask and past_key_values what stands before a token"
+            )
+    if config.reads_padding and any(said is not None for said in layout):
+        check_function(config)
+
+
+def check_function(config: Any) -> None:
+    """Check that the attention function gets a mask. Raises ValueError."""
+    name = config._attn_implementation
+    if name is not None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
         raise ValueError(
-            f"attention_mask: {title} takes [B, S] with 1 at real tokens, not a prepared mask"
-        )
-    if padding_mask is None or torch.compiler.is_compiling():
-        return
-    if interior_padding(padding_mask, documents).any():
-        raise ValueError(
-            f"attention_mask: {title} takes no padding between the tokens of a row; "
-            "pad rows at their beginning or their end"
+            f"attn_implementation={name}: transformers makes no mask for it, so that it may read "
+            "other tokens than the layers before it; use sdpa, eager or flash_attention_2"
         )
 
 
@@ -150,36 +176,103 @@ def documents_of(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     cache: Cache | None,
+    further: Mapping[str, Any],
+    batch: int,
 ) -> Tensor | None:
-    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`."""
+    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`.
+
+    Raises:
+        ValueError: documents beside a cache, or such as only their lengths say.
+    """
+    name = "document_ids" if document_ids is not None else "seq_idx"
+    document_ids = further.get("seq_idx") if document_ids is None else document_ids
+    documents = None
     if document_ids is not None:
-        if cache is not None:
-            raise ValueError("document_ids cannot be used with a cache; pass use_cache=False")
-        return document_runs(document_ids)
-    if position_ids is None or attention_mask is not None or cache is not None:
-        return None
+        documents = document_runs(document_ids)
+    elif position_ids is not None and attention_mask is None and position_ids.shape[1] > 1:
+        name = "position_ids that start anew"
+        documents = _runs_of_positions(position_ids.expand(batch, -1), cache)
+    if documents is not None and cache is not None:
+        raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
+    lengths = further.get("cu_seq_lens_q")
+    if documents is None and lengths is not None and len(lengths) > 2:
+        raise ValueError(
+            "cu_seq_lens_q says nothing to the layers; pass document_ids, and no cache"
+        )
+    return documents
+
+
+def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | None:
+    """Number the runs of positions that count up by one, [B, T]; None where rows are one each."""
+    starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    runs = starts.cumsum(dim=1)
     if torch.compiler.is_compiling():
         # Whether positions restart is not known while compiling; one document is never wrong to
         # number, only slower.
-        return _runs_of_positions(position_ids)
-    runs = _runs_of_positions(position_ids)
-    return runs if runs[:, -1].any() else None
+        if cache is None:
+            return runs
+        torch._assert_async(~runs[:, -1].any(), "position_ids that start anew, beside a cache")
+        return None
+    if not runs[:, -1].any():
+        return None
+    is_odd = starts & (position_ids != 0) & (position_ids != position_ids[:, :1])
+    if is_odd.any():
+        raise ValueError(
+            "position_ids: a document within a row begins at another position than 0 or the "
+            "row's first; give document_ids, and a document's tokens from its beginning"
+        )
+    return runs
 
 
-def _runs_of_positions(position_ids: Tensor) -> Tensor:
-    return F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(dim=1)
+def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:
+    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
+
+    How many there are in a static cache is not known to the host.
+    """
+    if cache is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    past = cache.get_seq_length()
+    if isinstance(past, int) and attention_mask.shape[1] != past + time:
+        raise ValueError(
+            f"attention_mask: says what {attention_mask.shape[1]} tokens are, of {past + time} "
+            "with those in the cache; give [B, S] with all of them"
+        )
 
 
 def padding_of(
-    config: Any, attention_mask: Any, padding_mask: Tensor | None, time: int
+    config: Any,
+    attention_mask: Any,
+    padding_mask: Tensor | None,
+    time: int,
+    documents: Tensor | None = None,
+    cache: Cache | None = None,
 ) -> Tensor | None:
     """Tell the real ones of the `time` new tokens, [B, T] bool; None where all are real.
 
+    The cache's first layer keeps which of its tokens are padding. Masks without padding cost one
+    wait for a GPU, as do those of single tokens.
+
     Args:
-        config: says by `reads_padding` whether that matters to the model.
-        attention_mask, padding_mask: as of `sequence_layout`.
+        config: says by `reads_padding` whether that matters to the model, and by `takes_gaps`
+            whether padding may stand between tokens.
+        attention_mask, padding_mask, cache: as of `sequence_layout`.
+        documents: [B, T]; None where rows are not packed.
+
+    Raises:
+        ValueError: padding between the tokens of a document, or a mask by which cached tokens are
+            others than those that were read.
     """
-    if not config.reads_padding or (attention_mask is None and padding_mask is None):
+    _check_width(attention_mask, time, cache)
+    if not config.reads_padding:
+        return None
+    first = next(iter(getattr(cache, "layers", ())), None)
+    kept = getattr(first, "real", None)
+    if attention_mask is None and padding_mask is None:
+        if kept is not None:
+            raise ValueError(
+                "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
+                "cached and the new tokens"
+            )
         return None
     if padding_mask is None:
         if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
@@ -189,9 +282,40 @@ def padding_of(
                 "attention_mask as [B, T]"
             )
         padding_mask = attention_mask
-    new = padding_mask[:, -time:].bool()
-    if not torch.compiler.is_compiling() and new.all():
+    real = padding_mask.bool()
+    new = real[:, -time:]
+    if torch.compiler.is_compiling():
+        if time > 1 and not config.takes_gaps:
+            torch._assert_async(~interior_padding(new, documents).any(), _GAP)
+        return new
+    if config.takes_gaps:
+        return None if new.all() else new
+    if (kept is None or real.shape[1] == time) and real.all():
         return None
+    past = 0 if cache is None else int(cache.get_seq_length())
+    before = new.new_ones(len(new), past)
+    if kept is not None:
+        before[:, : kept.shape[1]] = kept
+    said = real[:, :-time] if real.shape[1] > time else before
+    if said.shape[1] != past:
+        raise ValueError(
+            f"padding_mask: says what {said.shape[1]} cached tokens are, of {past}; give [B, S] "
+            "with all of them, or [B, T]"
+        )
+    row = new if documents is not None else torch.cat([before.any(1, keepdim=True), new], dim=1)
+    tests = (said != before).any(), interior_padding(row, documents).any(), new.all()
+    differs, has_gaps, is_whole = torch.stack(tests).tolist()
+    if differs:
+        raise ValueError(
+            "attention_mask: takes cached tokens for padding that were read as tokens, or padding "
+            "for tokens (generate reads what follows the end of a row); begin with an empty cache"
+        )
+    if has_gaps:
+        raise ValueError(_GAP)
+    if is_whole:
+        return None
+    if hasattr(first, "real"):
+        first.real = torch.cat([before, new], dim=1)
     return new
 
 
@@ -219,6 +343,12 @@ def positions_of(
     return (torch.arange(time, device=device) + past)[None]
 
 
+def counted(attention_mask: Tensor, length: int) -> Tensor:
+    """Compute the positions of real tokens [B, S], and zeros up to `length` slots."""
+    positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return F.pad(positions, (0, length - positions.shape[1]))
+
+
 def _key_positions(
     attention_mask: Any, padding_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
 ) -> Tensor | None:
@@ -230,7 +360,7 @@ def _key_positions(
         attention_mask = padding_mask
     if attention_mask is None:
         return None
-    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return counted(attention_mask, attention_mask.shape[1])
 
 
 def _check_covers_cache(

@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from cat_lm.model.cache import PaddingRecord
 
-class MixerCacheLayer(DynamicLayer):
+
+class MixerCacheLayer(PaddingRecord, DynamicLayer):
     """Hold what a layer's mixer keeps of the tokens so far, instead of keys and values.
 
     Attributes:
@@ -34,7 +36,7 @@ class MixerCacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.state.clear()
-        self.length = 0
+        self.length, self.real = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: a state cannot go back."""
@@ -53,6 +55,7 @@ class MixerCacheLayer(DynamicLayer):
         self._change(lambda x: x[indices])
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._change_record(change)
         self.state.update({name: change(x) for name, x in self.state.items()})
 
 

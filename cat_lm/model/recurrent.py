@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.model.causal_lm import CausalLanguageModel
-from cat_lm.model.masks import documents_of, padding_of
+from cat_lm.model.masks import check_call, documents_of, padding_of
 from cat_lm.model.mixer_cache import MixerCache, cache_for
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.model.starts import AsksForStarts
@@ -59,6 +59,7 @@ class RecurrentPreTrained(AsksForStarts):
     supports_gradient_checkpointing = True
     # What layers write into; accelerate would hand them copies.
     _skip_keys_device_placement = ("past_key_values", "state", "auxiliary_losses")
+    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
     _is_stateful = True  # no drafted token can be taken back
 
     @torch.no_grad()
@@ -118,12 +119,16 @@ class RecurrentBody:
         asked = {} if auxiliary_losses is None else {"auxiliary_losses": auxiliary_losses}
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        said = position_ids, attention_mask, padding_mask, document_ids, past_key_values
+        check_call(self.config, kwargs, *said)
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         cache = cache_for(self.config, past_key_values, use_cache)
         check_divided(self.sequence_group, attention_mask, padding_mask, cache)
-        documents = documents_of(document_ids, position_ids, attention_mask, cache)
-        padding = padding_of(self.config, attention_mask, padding_mask, inputs_embeds.shape[1])
+        batch, time, _ = inputs_embeds.shape
+        told = position_ids, attention_mask, cache, kwargs, batch
+        documents = documents_of(document_ids, *told)
+        padding = padding_of(self.config, attention_mask, padding_mask, time, documents, cache)
         padding = self._readable(documents, padding)
         hidden_states = self._enter(inputs_embeds, attention_mask, position_ids, documents, cache)
         for layer in self.layers:

@@ -264,6 +264,11 @@ class AttentionSettings(KnownKeys):
         convolves = convolves or self.value_transform != "none"
         return convolves or self.reads_positions or self.masks_keys
 
+    @property
+    def takes_gaps(self) -> bool:
+        """Tell whether padding may stand between the tokens of a row: nothing reads neighbours."""
+        return not self.needs_layer_state
+
     def check_attention_settings(self) -> None:
         """Check the fields above, but for the temperature. Raises ValueError."""
         if self.conv_type != "none":
@@ -290,11 +295,13 @@ class RecurrentSettings(KnownKeys):
     Attributes:
         keeps_state: whether it is kept from call to call, so that a text can be continued.
         reads_padding: that the model must be told which tokens are padding.
+        takes_gaps: whether padding may stand between the tokens of a row.
     """
 
     keeps_state: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # a list to Trainer
+    takes_gaps: ClassVar[bool] = False
 
 
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:

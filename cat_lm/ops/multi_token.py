@@ -96,7 +96,9 @@ def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
     place = torch.arange(rows, device=starts.device) + gap * starts.cumsum(dim=1)
     place = place.expand(scores.shape[0], rows)
     row = torch.arange(scores.shape[0], device=starts.device)[:, None]
-    laid = scores.new_zeros(scores.shape[0], int(place.max()) + 1, *scores.shape[1::2])
+    # Of one new query two documents at most start; more rows would wait for a GPU to be counted.
+    count = rows + 2 * gap if time == 1 else int(place.max()) + 1
+    laid = scores.new_zeros(scores.shape[0], count, *scores.shape[1::2])
     laid = laid.index_put((row, place), scores.transpose(1, 2))  # [B, R, H, S]
     found = _Convolution.apply(laid.transpose(1, 2), kernel)
     return found.transpose(1, 2)[row, place[:, -time:] - gap].transpose(1, 2)

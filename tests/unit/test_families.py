@@ -377,6 +377,100 @@ def test_a_text_may_come_in_parts_and_padded_on_the_right(case):
     same(found[1:], model(alone).logits[:, 5:])
 
 
+def refuses(call, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+@every_case
+@torch.no_grad()
+def test_padding_between_tokens_is_as_if_it_were_not_there_or_is_refused(case):
+    """In one pass, and in a later turn; layers that read neighbours would read the padding."""
+    model, rows = model_of(case), tokens(2, 12)
+    mask = torch.ones_like(rows)
+    mask[1, 5:8] = 0
+    if model.config.takes_gaps:
+        alone = model(rows[1:, mask[1].bool()]).logits
+        same(model(rows, attention_mask=mask, use_cache=False).logits[1:, mask[1].bool()], alone)
+        return
+    why = "no padding between the tokens of a row"
+    refuses(lambda: model(rows, attention_mask=mask, use_cache=False), why)
+    cache = model(rows[:, :5], use_cache=True).past_key_values
+    refuses(lambda: model(rows[:, 5:], attention_mask=mask, past_key_values=cache), why)
+
+
+@every_case
+@torch.no_grad()
+def test_a_cache_goes_on_by_the_mask_that_it_was_read_with(case):
+    """generate feeds padding behind the end of a text as tokens, which a later mask denies."""
+    model, rows = model_of(case), tokens(3, 6)
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    ends = int(model.generate(rows[:1], **how)[0, 7])
+    made = model.generate(rows, **how, eos_token_id=ends, return_dict_in_generate=True)
+    text, cache = made.sequences, made.past_key_values
+    assert cache.get_seq_length() == 10 and (text[0, 8:] == 0).all()
+    text = torch.cat([text, tokens(3, 3)], dim=1)
+    mask, past = (text != 0).long(), cache.get_seq_length()
+
+    def go_on():
+        return model(text[:, past:], attention_mask=mask, past_key_values=cache).logits[:, -3:]
+
+    if model.config.takes_gaps:
+        for row, found in enumerate(go_on()):
+            same(found, model(text[row, mask[row].bool()][None]).logits[0, -3:])
+        return
+    refuses(go_on, "read as tokens")
+    refuses(lambda: model.generate(text, attention_mask=mask, past_key_values=cache), "read as tok")
+    padded = model(text[:, :11], attention_mask=mask[:, :11], use_cache=True).past_key_values
+    refuses(lambda: model(text[:, 11:], past_key_values=padded), "the cache holds padding")
+    padded.reorder_cache(torch.tensor([2, 1, 0]))
+    refuses(
+        lambda: model(text[:, 11:], attention_mask=mask, past_key_values=padded), "read as tokens"
+    )
+    again = model(text[:, 11:].flip(0), attention_mask=mask.flip(0), past_key_values=padded)
+    same(again.logits[-1, -3:], model(text[0, mask[0].bool()][None]).logits[0, -3:])
+
+
+@every_case
+@torch.no_grad()
+def test_documents_and_caches_that_layers_do_not_see_are_refused(case):
+    """As vLLM and continuous batching call models, whose attention alone knows the requests."""
+    model, row = model_of(case), tokens(1, 12)
+    expected, once = model(row).logits, {"use_cache": False}
+    alone = torch.cat([model(part).logits for part in row.split([5, 7], dim=1)], dim=1)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    borders = {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "cu_seq_lens_k": torch.tensor([0, 5, 12])}
+    same(model(row, seq_idx=(torch.arange(12)[None] >= 5).long()).logits, alone)
+    same(model(row, position_ids=positions, **borders, **once).logits, alone)
+    both = model(row.expand(2, -1), position_ids=positions, **once).logits
+    same(both, alone.expand(2, -1, -1))
+    whole = {"cu_seq_lens_q": torch.tensor([0, 12]), "max_length_q": 12}
+    same(model(row, position_ids=torch.arange(12)[None], **whole).logits, expected)
+
+    refuses(lambda: model(row, position_ids=positions), "cannot be used with a cache")
+    for how in ({}, once):
+        refuses(lambda how=how: model(row, **borders, **how), "cu_seq_lens_q")
+    refuses(lambda: model(row, position_ids=7 * positions + 3, **once), "another position than 0")
+    cache = model(row, use_cache=True).past_key_values
+    for name, value in (
+        ("block_table", torch.zeros(1, 4)),
+        ("slot_mapping", torch.arange(12)),
+        ("attention_instances", {0: nn.Identity()}),
+        ("cache_params", cache),
+        ("cache", object()),
+    ):
+        refuses(lambda said={name: value}: model(row, **said, **once), f"{name}: a .* do not read")
+    short = {"attention_mask": torch.ones(1, 3), "past_key_values": cache}
+    refuses(lambda: model(row[:, :3], **short), "3 tokens are, of 15")
+    refuses(lambda: model.generate_batch([[1, 2]]), "continuous batching")
+    assert not model.is_backend_compatible() and not model.supports_context_parallel
+    if not model.config.takes_gaps:
+        refuses(lambda: model(row, past_key_values=object()), "past_key_values: a object")
+        model.config._attn_implementation = "paged|sdpa"
+        refuses(lambda: model(row, position_ids=positions, **once), "makes no mask for it")
+
+
 # How it is trained
 
 

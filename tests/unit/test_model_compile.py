@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import StaticCache, masking_utils
+from transformers import CompileConfig, StaticCache, masking_utils
 
 from tests.unit.tiny_models import cat_model, each_kind, random_ids
 
@@ -43,6 +43,36 @@ def test_a_decoding_step_with_a_static_cache_compiles(variant):
         outputs.append(step(token, past_key_values=cache, use_cache=True).logits)
     whole = model(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"conv_type": "head"},
+        {"family": "llama", "conv_type": "head", "canon": "ACD"},
+        {"conv_type": "none", "attention": "chunk", "attention_options": {"size": 6}},
+        {"conv_type": "none", "attention": "multi_token", "attn_implementation": "eager"},
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generating_padded_rows_with_a_static_cache_is_one_graph(fields, rows):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    model, ids = cat_model(**fields), random_ids(rows, 9)
+    mask = torch.ones_like(ids)
+    mask[-1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    compiling = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    compiling._compile_all_devices = True  # on a CPU too
+    static = {"cache_implementation": "static", "compile_config": compiling}
+    assert torch.equal(model.generate(ids, **how, **static), model.generate(ids, **how))
+    assert len(graphs) == 1
 
 
 @each_kind("head", without=(*SAME, "silu"))

@@ -95,7 +95,10 @@ class Entry:
         return 0
 
     def holds_state(self, model: Any) -> bool:
-        """Tell whether decoding needs more than keys and values."""
+        """Tell whether decoding needs more than keys and values, or to know padding among them.
+
+        Such a model takes no padding between the tokens of a row.
+        """
         return False
 
     def division_problems(self, model: Any) -> list[str]:
