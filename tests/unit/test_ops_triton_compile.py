@@ -378,6 +378,8 @@ def test_long_filters(target, positions, tmp_path):
         pytest.param(HOPPER, torch.bfloat16, 128, 128, marks=pytest.mark.long),
         pytest.param(HOPPER, torch.float16, 16, 80, marks=pytest.mark.long),
         pytest.param(HOPPER, torch.float32, 64, 64, marks=pytest.mark.long),
+        pytest.param(HOPPER, torch.float32, 16, 128, marks=pytest.mark.long),
+        pytest.param(HOPPER, torch.bfloat16, 32, 128, marks=pytest.mark.long),
         *(
             pytest.param(*gpu.values, torch.bfloat16, 64, 64, marks=pytest.mark.long)
             for gpu in OTHERS
