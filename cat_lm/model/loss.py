@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.labels import IGNORE_INDEX
+from cat_lm.ops.runtime.operators import custom_op, refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
 if INSTALLED:
@@ -28,7 +29,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     else that of `hidden`), then in fp32 for the softmax. Where a gradient is wanted, the same pass
     computes it, with the gradient of `weight` summed over chunks in fp32, so that logits are
     neither kept nor computed twice. On a GPU with Triton, a kernel turns the logits of a chunk into
-    their gradient where they lie, and computes in fp32 without storing anything in it.
+    their gradient where they lie, and computes in fp32 without storing anything in it. Second and
+    forward-mode derivatives raise NotImplementedError.
 
     Args:
         hidden: [..., C].
@@ -49,7 +51,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return total
 
 
-@torch.library.custom_op("cat_lm::linear_cross_entropy", mutates_args=())
+@custom_op("cat_lm::linear_cross_entropy")
 def _summed_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -168,6 +170,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, d_total, *_):
     if d_total is None:
         return (None,) * 6
+    refuse_second_derivative("the loss of labels", "compute the loss from the logits")
     gradients = [
         (gradient * d_total).to(dtype) if wanted else None
         for gradient, dtype, wanted in zip(

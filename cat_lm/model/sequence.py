@@ -148,7 +148,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, *ctx.way), None, None, None
+        return _Exchange.apply(gradient, *ctx.way), None, None, None
 
 
 def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

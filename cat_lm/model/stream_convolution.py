@@ -253,6 +253,7 @@ class StreamConvolution(NothingDecays):
             and bool(self.embedding_streams)
             and self.long_filter is None
             and self.rank == 1
+            and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
             and can_step(self.conv_type, inputs, self.window, self.conv_backend)
         )
 

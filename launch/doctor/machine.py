@@ -252,9 +252,34 @@ def kernels() -> Iterator[Finding]:
     yield Finding("kernels", text, "triton kernel", problem is None, problem, problem is not None)
 
 
+def ptxas() -> Iterator[Finding]:
+    """The assembler of Triton's kernels, and whether it is suspected on the GPUs here."""
+    import torch
+
+    from cat_lm.ops.runtime.triton_launch import INSTALLED
+
+    if not INSTALLED or torch.version.hip:
+        return
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    count = torch.cuda.device_count()
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(count)]
+    on_hopper = (9, 0) in capabilities
+    major, minor = (9, 0) if on_hopper or not capabilities else capabilities[0]
+    tool = get_ptxas(10 * major + minor)
+    problem = None
+    if on_hopper and re.match(r"12\.[89](\.|$)", tool.version):
+        problem = (
+            f"ptxas {tool.version} is suspected of wrong numbers on Hopper; let TRITON_PTXAS_PATH "
+            "name a ptxas of CUDA 13.1 or later, such as the ptxas-blackwell of triton 3.7"
+        )
+    value = {"path": tool.path, "version": tool.version}
+    yield Finding("ptxas", f"{tool.version}, {tool.path}", "ptxas", value, problem)
+
+
 ALL = (
     *(python, packages, torch_build, device, compiler, optional),
-    *(attention, deepspeed, space, convolutions, kernels),
+    *(attention, deepspeed, space, convolutions, kernels, ptxas),
 )
 
 

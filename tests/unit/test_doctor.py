@@ -204,6 +204,29 @@ def test_a_kernel_is_launched_on_a_gpu(problem, monkeypatch):
     assert finding.value is (problem is None) and bool(finding.text) == finding.value
 
 
+@pytest.mark.skipif(not triton_launch.INSTALLED, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("version", "capability", "suspected"),
+    [
+        ("12.8", (9, 0), True),
+        ("12.9.86", (9, 0), True),
+        ("13.1", (9, 0), False),
+        ("12.8", (8, 0), False),
+        ("12.8", None, False),
+    ],
+)
+def test_ptxas_is_reported_and_suspected_on_hopper(version, capability, suspected, monkeypatch):
+    import triton.backends.nvidia.compiler as compiler
+
+    tool = type("tool", (), {"path": "/opt/ptxas", "version": version})
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(capability is not None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    (finding,) = machine.ptxas()
+    assert finding.text == f"{version}, /opt/ptxas" and not finding.broken
+    assert ("TRITON_PTXAS_PATH" in (finding.problem or "")) == suspected
+
+
 def test_little_space(monkeypatch):
     usage = type("usage", (), {"free": 2**28})
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)

@@ -169,6 +169,34 @@ def test_damaged_library_is_built_again(cache):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "whose",
+    [
+        "library",
+        pytest.param("folder", marks=pytest.mark.long),
+        pytest.param("writable library", marks=pytest.mark.long),
+        "writable folder",
+    ],
+)
+def test_library_that_another_user_may_have_written_is_not_loaded(cache, tmp_path, whose):
+    if "writable" not in whose and os.geteuid() != 0:
+        pytest.skip("needs root to give files away")
+    assert kernel.library().handle is not None
+    (library,) = cache.iterdir()
+    source = tmp_path / "planted.cpp"
+    source.write_text('#include <cstdio>\nstatic int ran = std::puts("planted");\n')
+    found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
+    subprocess.run([found, "-shared", "-fPIC", source, "-o", library], check=True)
+    library.chmod(0o775 if whose == "writable library" else 0o755)
+    cache.chmod(0o777 if whose == "writable folder" else 0o755)
+    if "writable" not in whose:
+        os.chown(cache if whose == "folder" else library, 65534, 65534)
+    code = "from cat_lm.ops.convolution.cpu.kernel import library; print(library())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "was built by" in done.stdout and "planted" not in done.stdout
+
+
+@needs_compiler
 @pytest.mark.long
 def test_processes_that_build_at_once(cache):
     code = (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cat_lm.ops.landmark import calls
 from cat_lm.ops.landmark.select import Choice
+from cat_lm.ops.runtime.operators import is_differentiated
 
 KERNEL = calls.sources("landmark", "decode.cpp"), "decode_run"
 
@@ -40,8 +41,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def can_decode(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs."""
     given = query, key, value
-    learns = any(x.requires_grad for x in given)
-    return not learns and calls.serves(*KERNEL, *given)
+    return not is_differentiated(*given) and calls.serves(*KERNEL, *given)
 
 
 def decode(

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.segment_tiles import Tiles, segments_of, sides, tile_segments
+from cat_lm.ops.runtime.operators import refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 # Keys of a block times channels of a head, both as powers of 2, that fit into shared memory.
@@ -98,10 +98,10 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         from cat_lm.ops.landmark import segments_triton as kernels
 
+        refuse_second_derivative("landmark attention by its Triton kernel")
         query, key, value, weights, logs, kept = ctx.saved_tensors
         exact, of_logits = gradient.float(), None
         if ctx.chosen:

@@ -141,10 +141,16 @@ def backward_kernel(
 
 
 def options(block: int, width: int, dtype: torch.dtype, backward: bool) -> dict[str, int | str]:
-    """Give what a kernel is compiled for: tiles that leave its sums in registers."""
+    """Give what a kernel is compiled for: tiles that leave its sums in registers.
+
+    Tiles of 64 queries are of asynchronous products on Hopper. Where the gradients' are many, ptxas
+    restores matrix descriptors while products are under way (tests/unit/test_ops_triton_sass.py),
+    and in fp32, in which each is three, spills up to 2 KB of a thread: tiles are smaller there.
+    """
     keys, columns = sides(block, width)
     is_large = keys * columns * dtype.itemsize >= 2**14
-    found = {"BLOCK": keys, "WIDTH": columns, "TILE": 32 if is_large else 64}
+    tile = 16 if dtype == torch.float32 else 64 if columns <= keys <= 64 else 32
+    found = {"BLOCK": keys, "WIDTH": columns, "TILE": tile}
     found["PRECISION"] = "ieee" if torch.version.hip is not None else "tf32x3"
     return found | {"num_warps": 8 if is_large or backward else 4, "num_stages": 1}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cat_lm.ops.landmark import calls
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.select import candidates_of
+from cat_lm.ops.runtime.operators import refuse_second_derivative
 
 KERNEL = calls.sources("teaching", "teaching.cpp"), "teach_run"
 
@@ -144,8 +145,7 @@ class _Taught(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("the guided loss has no second derivative on a CPU")
+        refuse_second_derivative("the guided loss on a CPU")
         slots, of_query, of_landmarks, of_factors = ctx.saved_tensors
         if of_query is not None:
             batch, _, heads, width = of_query.shape

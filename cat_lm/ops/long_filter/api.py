@@ -11,6 +11,7 @@ from cat_lm.ops.convolution.api import BackendChoice, head_conv, packed_position
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
@@ -225,7 +226,7 @@ def _check(x: Tensor, modes: Modes, initial_state: Tensor | None, form: str) -> 
         raise ValueError(f"initial_state must be {list(state)}, not {list(initial_state.shape)}")
 
 
-@torch.library.custom_op("cat_lm::long_conv", mutates_args=())
+@custom_op("cat_lm::long_conv")
 def _forward(
     x: Tensor,
     taps: Tensor,
@@ -250,7 +251,7 @@ def _(x, taps, read, write, carry, positions, initial, backend):
     return x.new_empty(x.shape), initial.new_empty(initial.shape), kept
 
 
-@torch.library.custom_op("cat_lm::long_conv_backward", mutates_args=())
+@custom_op("cat_lm::long_conv_backward")
 def _backward(
     dy: Tensor,
     dlast: Tensor,

@@ -25,6 +25,7 @@ from cat_lm.ops.documents import check_document_ids, document_starts
 from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
 from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
@@ -121,7 +122,7 @@ def _kernels(backend: str, *tensors: Tensor) -> Any:
     return decaying_scan_torch
 
 
-@torch.library.custom_op("cat_lm::decaying_scan", mutates_args=())
+@custom_op("cat_lm::decaying_scan")
 def _forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +147,7 @@ def _room(
     return v.new_empty(v.shape), initial.new_empty(initial.shape), kept
 
 
-@torch.library.custom_op("cat_lm::decaying_scan_backward", mutates_args=())
+@custom_op("cat_lm::decaying_scan_backward")
 def _backward(
     backend: str,
     q: Tensor,

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from cat_lm.errors import UserError
 from cat_lm.ops.documents import document_starts
+from cat_lm.ops.runtime.operators import refuse_second_derivative
 
 
 def gated_linear_attention(
@@ -93,7 +94,7 @@ def _run(
     """Call an operator, which takes documents as the borders of one long row."""
     how = {"initial_state": initial_state, "output_final_state": return_state}
     if document_ids is None:
-        y, state = operator(**streams, **how)
+        y, state = _differentiable_once(*operator(**streams, **how))
         return (y, state) if return_state else y
     shape = document_ids.shape
     starts = document_starts(document_ids)
@@ -103,9 +104,21 @@ def _run(
         states = initial_state.new_zeros(len(borders), *initial_state.shape[1:])
         how["initial_state"] = states.index_copy(0, first, initial_state)
     joined = {name: s.flatten(0, 1)[None] for name, s in streams.items()}
-    y, state = operator(**joined, **how, cu_seqlens=F.pad(borders, (0, 1), value=starts.numel()))
+    cu_seqlens = F.pad(borders, (0, 1), value=starts.numel())
+    y, state = _differentiable_once(*operator(**joined, **how, cu_seqlens=cu_seqlens))
     y = y.unflatten(1, shape).squeeze(0)
     return (y, state[first + starts.sum(dim=1) - 1]) if return_state else y
+
+
+def _differentiable_once(y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return an operator's outputs, whose backward pass refuses to be differentiated."""
+    for x in (y, state):
+        # torch.compile refuses second derivatives itself, and takes no hooks.
+        if x is not None and x.requires_grad and not torch.compiler.is_compiling():
+            x.register_hook(
+                lambda _: refuse_second_derivative("operator=fla", "use operator=torch")
+            )
+    return y, state
 
 
 def check_tensor(x: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 A library's name is a hash of all that it depends on (sources, flags, compiler, processor), so that
 a cache can be shared by machines and releases. It is built beside its name and renamed: processes
-that build at once, or one that is killed, leave a whole library or none.
+that build at once, or one that is killed, leave a whole library or none. A library or folder that
+another user owns or may write is not used: what is loaded runs as this user.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -24,6 +26,8 @@ from typing import NamedTuple
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120  # a compiler that takes longer counts as failing
 _ABANDONED = 3600  # seconds after which the folder of a build belongs to a process that was killed
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _lock = threading.Lock()
 
@@ -78,13 +82,38 @@ def _load(sources: Sources) -> Library:
         raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
     flags = _flags()
     path = cache_folder() / f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
-    if path.exists():
-        try:
-            return Library(ctypes.CDLL(str(path)), f"{path} was built before")
-        except OSError:
-            pass  # damaged on disk: build it again
-    build(sources, compiler, flags, path)
-    return Library(ctypes.CDLL(str(path)), f"{path} was built by {compiler}")
+    with contextlib.suppress(OSError):  # absent, damaged on disk, or not this user's: build it
+        return Library(_load_own(path), f"{path} was built before")
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(folder.stat().st_mode & ~_OTHERS_WRITE)
+        build(sources, compiler, flags, path)
+        return Library(_load_own(path), f"{path} was built by {compiler}")
+    with tempfile.TemporaryDirectory(prefix="cat_lm-") as private:
+        path = Path(private) / path.name
+        build(sources, compiler, flags, path)
+        reason = f"{path.name} was built by {compiler} for this process: {folder} is another user's"
+        return Library(_load_own(path), reason)
+
+
+def _load_own(path: Path) -> ctypes.CDLL:
+    """Load a library that this user alone can have written.
+
+    Its folder is opened once: nobody exchanges it between the check and the load.
+
+    Raises:
+        OSError: the library is absent, damaged, or may be another user's.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for status in (os.fstat(folder), os.stat(path.name, dir_fd=folder)):
+            if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
+                raise PermissionError(f"{path} belongs to another user, or others may write it")
+        opened = Path(f"/proc/self/fd/{folder}")
+        return ctypes.CDLL(str((opened if opened.exists() else path.parent) / path.name))
+    finally:
+        os.close(folder)
 
 
 def cache_folder() -> Path:
@@ -95,7 +124,6 @@ def cache_folder() -> Path:
 
 def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compiles the sources to `path`, which appears whole."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     _sweep(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         made = Path(folder) / path.name
@@ -112,6 +140,7 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             detail = (lines or done.stderr.splitlines() or ["no message"])[0]
             raise BuildError(f"{compiler} could not build the kernel: {detail}")
+        made.chmod(0o700)  # whatever the umask: see `_load_own`
         made.replace(path)
 
 

@@ -11,6 +11,7 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.cpu import multihead, shifts, toeplitz
 from cat_lm.ops.convolution.cpu.kernel import load_kernel
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.operators import custom_op
 
 # What computes each kind of convolution in plain torch.
 TORCH_PATHS: dict[str, ModuleType] = {
@@ -20,7 +21,7 @@ TORCH_PATHS: dict[str, ModuleType] = {
 }
 
 
-@torch.library.custom_op("cat_lm::cpu_conv", mutates_args=(), device_types="cpu")
+@custom_op("cat_lm::cpu_conv", device_types="cpu")
 def cpu_conv(
     conv_type: str,
     x: Tensor,
@@ -37,7 +38,7 @@ def cpu_conv(
     return out.copy_(TORCH_PATHS[conv_type].forward(x, filters, bias, positions))
 
 
-@torch.library.custom_op("cat_lm::cpu_conv_backward", mutates_args=(), device_types="cpu")
+@custom_op("cat_lm::cpu_conv_backward", device_types="cpu")
 def cpu_conv_backward(
     conv_type: str,
     dy: Tensor,

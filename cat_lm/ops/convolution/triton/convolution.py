@@ -15,6 +15,7 @@ from cat_lm.ops.convolution.triton.launch import (
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -29,7 +30,7 @@ def _for_kernel(filters: Tensor) -> Tensor:
     return (filters.mT if filters.ndim == 3 else filters).contiguous()
 
 
-@torch.library.custom_op("cat_lm::triton_conv", mutates_args=())
+@custom_op("cat_lm::triton_conv")
 def conv(
     x: Tensor,
     filters: Tensor,
@@ -85,7 +86,7 @@ def conv(
     return y
 
 
-@torch.library.custom_op("cat_lm::triton_conv_backward", mutates_args=())
+@custom_op("cat_lm::triton_conv_backward")
 def conv_backward(
     dy: Tensor,
     x: Tensor,

@@ -19,7 +19,7 @@ from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
 # The widest of a halo of 64 steps: see `turns_apart`.
-WIDEST_TURNED_WINDOW = 65
+WIDEST_FUSED_ROTATION = 65
 
 # About eight programs for each multiprocessor of a large GPU; a constant, so that sums over
 # programs do not depend on the device.
@@ -91,7 +91,15 @@ def choose_tile(
     gradients, masks of documents) has 8 warps, of which two programs fit where a thread has 128;
     both together take more than that. Where all channels of a tile are rotated, their partners and
     angles leave such kernels registers for half of them.
+
+    Raises:
+        ValueError: the rotation must have a kernel of its own, see `turns_apart`.
     """
+    if rotary > 0 and turns_apart(x.dtype, window, per_channel):
+        raise ValueError(
+            f"window={window}: a rotation within the kernel gives wrong numbers on Hopper above "
+            f"{WIDEST_FUSED_ROTATION} taps; rotate by triton/rotation.py"
+        )
     half, width = uses_dot(x.dtype, window, per_channel), x.shape[-1]
     return _tile(width, window, half, documents, backward, rotary, shared_memory(x.device))
 
@@ -127,9 +135,11 @@ def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> b
     So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel of
     packed streams with partners and such a halo gave other numbers in every run, and read where
     nothing is; that with a shorter one, that without rotation and the rotation alone gave the right
-    ones. The backward kernel was not looked at there.
+    ones. Its PTX is correct, but ptxas 12.8 has no uniform registers left for the descriptors of so
+    many products and restores them while products of their group are under way, which
+    tests/unit/test_ops_triton_sass.py looks for.
     """
-    return uses_dot(dtype, window, per_channel) and window > WIDEST_TURNED_WINDOW
+    return uses_dot(dtype, window, per_channel) and window > WIDEST_FUSED_ROTATION
 
 
 def rotated(cos: Tensor | None) -> int:

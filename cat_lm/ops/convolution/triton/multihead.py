@@ -9,6 +9,7 @@ from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -92,7 +93,7 @@ def _mix(
     return y
 
 
-@torch.library.custom_op("cat_lm::triton_multihead_conv", mutates_args=())
+@custom_op("cat_lm::triton_multihead_conv")
 def multihead_conv(
     x: Tensor,
     filters: Tensor,
@@ -122,13 +123,13 @@ def multihead_conv(
     return y
 
 
-@torch.library.custom_op("cat_lm::triton_multihead_conv_dx", mutates_args=())
+@custom_op("cat_lm::triton_multihead_conv_dx")
 def multihead_conv_dx(dy: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
     """The gradient with respect to x, [B, T, H, D]."""
     return _mix(dy, filters.transpose(1, 2), None, positions, reverse=True)
 
 
-@torch.library.custom_op("cat_lm::triton_multihead_conv_df", mutates_args=())
+@custom_op("cat_lm::triton_multihead_conv_df")
 def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
     """The gradient with respect to the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape

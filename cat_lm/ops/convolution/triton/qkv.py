@@ -17,6 +17,7 @@ from cat_lm.ops.convolution.triton.launch import (
     turns_apart,
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -52,7 +53,7 @@ def _tile_options(tile: Tile) -> dict[str, int]:
     }
 
 
-@torch.library.custom_op("cat_lm::triton_conv_qkv", mutates_args=())
+@custom_op("cat_lm::triton_conv_qkv")
 def conv_qkv(
     qkv: Tensor,
     q_filter: Tensor | None,
@@ -107,7 +108,7 @@ def conv_qkv(
     return outputs
 
 
-@torch.library.custom_op("cat_lm::triton_conv_qkv_backward", mutates_args=())
+@custom_op("cat_lm::triton_conv_qkv_backward")
 def conv_qkv_backward(
     dq: Tensor,
     dk: Tensor,

@@ -6,7 +6,6 @@ rotated channels alone are read and written.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from cat_lm.ops.convolution.triton.launch import angle_options
 from cat_lm.ops.convolution.triton.tiles import VARYING
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     next_power_of_2,
@@ -119,7 +119,7 @@ def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> 
         )
 
 
-@torch.library.custom_op("cat_lm::triton_rotate", mutates_args=())
+@custom_op("cat_lm::triton_rotate")
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Turn the first R channels of x [B, T, H, D] by the angles, [B or 1, T, R], or back.
 

@@ -1,0 +1,74 @@
+"""Registers the project's operators with torch, so that a missing derivative raises.
+
+`torch.library.custom_op` alone drops tangents: forward-mode derivatives through it are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+
+_DEVICES = ("CPU", "CUDA", "MPS", "XPU")
+
+
+def custom_op(
+    name: str, device_types: str | None = None
+) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Return the decorator that makes an operator of torch that changes no argument.
+
+    A backward pass is registered as with `torch.library.custom_op`; without one, gradients through
+    the operator raise RuntimeError. Forward-mode differentiation raises NotImplementedError.
+    """
+
+    def define(function: Callable[..., Any]) -> torch.library.CustomOpDef:
+        operator = torch.library.custom_op(
+            name, function, mutates_args=(), device_types=device_types
+        )
+        with_gradients = make_autograd_impl(operator._opoverload, operator)
+
+        def implement(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if has_tangent(*args, *kwargs.values()):
+                raise NotImplementedError(
+                    f"{name} has no forward-mode derivative; differentiate backward, with "
+                    "torch.autograd.grad"
+                )
+            return with_gradients(keyset, *args, **kwargs)
+
+        # These keys go before torch's own registration, for all devices, which sees tangents of
+        # tensors alone that require a gradient.
+        for device in _DEVICES:
+            key = f"Autograd{device}"
+            operator._lib.impl(operator._name, implement, key, with_keyset=True)
+        return operator
+
+    return define
+
+
+def has_tangent(*values: Any) -> bool:
+    """Return True if a tensor among the values carries a forward-mode derivative."""
+    if forward_ad._current_level < 0:
+        return False
+    tensors = (x for x in values if isinstance(x, Tensor))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Return True if a derivative of what is computed from the tensors may be asked for."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return learns or has_tangent(*tensors)
+
+
+def refuse_second_derivative(name: str, advice: str = "") -> None:
+    """Raise in a backward pass that is to be differentiated itself, with `create_graph=True`.
+
+    For gradients that kernels compute outside of autograd: they have no graph, so that a second
+    derivative would be the wrong number or zero, and no error.
+    """
+    if torch.is_grad_enabled():
+        end = f"; {advice}" if advice else ""
+        raise NotImplementedError(f"{name} has no second derivative (create_graph=True){end}")
