@@ -23,12 +23,19 @@ _MOST_CHARACTERS = 40
 class Parser(argparse.ArgumentParser):
     """A parser of commands: what is wrong with the arguments is one line.
 
-    argparse itself would print how the command is used, and end; and, before Python 3.12, take the
-    value of `--option=--` for an empty list.
+    argparse itself would print how the command is used, and end; take an empty value for a path or
+    a name; and, before Python 3.12, take the value of `--option=--` for an empty list.
     """
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        # An unset variable of a shell; as a path it would be the working directory. Other kinds
+        # refuse it in their own words.
+        if not arg_string and action.type is None:
+            raise argparse.ArgumentError(action, "'' is no path, name or value")
+        return super()._get_value(action, arg_string)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and action.nargs is None and arg_strings == ["--"]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from cat_lm.cli import Parser, path, whole
+from cat_lm.cli import Parser, output_file, path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output, check_scratch
+from cat_lm.io.outputs import claim_file, claim_outputs
 from cat_lm.limits import CONTEXT, SAMPLES, WORKERS, Range
 
 EXIT_CODES = """exit codes:
@@ -65,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--scratch", type=path, metavar="DIR", help="for temporary files (default: the system's)")
     add("--out", type=path, metavar="DIR", help="write document_lengths.png there")
-    add("--json", type=path, metavar="FILE", help="write the findings here")
+    add("--json", type=output_file, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
     _check(arguments)
     return arguments
@@ -74,17 +75,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.no_duplicates and arguments.fail_on_duplicates:
         raise UserError("--fail-on-duplicates: not with --no-duplicates")
-    # Before the work of which they take the result.
-    if arguments.json is not None and arguments.json.is_dir():
-        raise UserError(f"--json {arguments.json}: is a folder, a file is needed")
-    for flag, folder in (
-        ("--out", arguments.out),
-        ("--json", arguments.json and arguments.json.parent),
-    ):
-        if folder is not None:
-            check_output(folder, flag)
-            folder.mkdir(parents=True, exist_ok=True)
     check_scratch(arguments.scratch)
+    # Before the work of which they take the result.
+    if arguments.json is not None:
+        claim_file(arguments.json, "--json")
+    if arguments.out is not None:
+        from data_prep.check.document_lengths import PICTURE
+
+        check_output(arguments.out)
+        claim_outputs(arguments.out, PICTURE)
 
 
 @command

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-from cat_lm.cli import Parser, number, path, whole
+from cat_lm.cli import Parser, number, path, path_name, whole
 from cat_lm.errors import UserError, command
 from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
@@ -53,7 +53,9 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     add("--source", required=True, choices=KINDS, help="where the text comes from")
     add(
         "--path",
-        help="files: a file, folder or glob of txt, md, jsonl(.gz|.zst), parquet; "
+        type=path_name,
+        help="files: a file, folder or glob of txt, md, jsonl and ndjson, each also packed "
+        "(.gz, .zst, .bz2, .xz), json.gz and the like of JSON lines, parquet; "
         "slimpajama: hub:OWNER/NAME[/FOLDER][@REVISION], such as hub:DKYoon/SlimPajama-6B or "
         "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it; "
         "raw-bytes: a file, such as enwik8",
@@ -66,6 +68,7 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--validation-path",
+        type=path_name,
         metavar="PATH",
         help="files: held-out text of your own, instead of a fraction",
     )

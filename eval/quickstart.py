@@ -90,7 +90,7 @@ def main() -> None:
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
     quiet_transformers()
-    from eval.common.outputs import claim_outputs
+    from cat_lm.io.outputs import claim_outputs
     from eval.common.runs import EVALUATION
     from eval.report.write import report
 

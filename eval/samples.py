@@ -171,7 +171,7 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_transformers()
     from cat_lm.config import load_config
-    from eval.common.outputs import claim_outputs
+    from cat_lm.io.outputs import claim_outputs
 
     run = Path(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):

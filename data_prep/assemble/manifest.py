@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -12,6 +13,10 @@ from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import TokenizerInfo
 from data_prep.assemble.shard_plan import Assembly
 from data_prep.encode.encoding import PLACES
+from data_prep.sources.base import LeftOut
+
+# Of validation tokens: below, the loss depends on the few documents that happen to be held out.
+FEW_TOKENS = 10_000
 
 
 def build_manifest(
@@ -21,10 +26,12 @@ def build_manifest(
     assembly: Assembly,
     shards: dict[str, list[ShardInfo]],
     token_counts: dict[str, np.ndarray],
+    left_out: Sequence[LeftOut],
 ) -> dict:
     """Everything there is to say of the data; the same for every machine, worker and kill.
 
-    `token_counts` are those of each split, int64 [vocab_size].
+    `token_counts` are those of each split, int64 [vocab_size]; `left_out` is what the source has
+    of files that are not read.
     """
     splits = {}
     for split in SPLITS:
@@ -48,6 +55,7 @@ def build_manifest(
         "malformed_documents": assembly.malformed,
         "sources": {name: dict(by_split) for name, by_split in sorted(assembly.counts.items())},
         "input": assembly.seen,
+        **({"left_out": [asdict(entry) for entry in left_out]} if left_out else {}),
         "selection": _selection(assembly),
         "splits": splits,
         "arguments": identity,
@@ -104,6 +112,7 @@ def print_counts(manifest: dict) -> None:
             f"{counts['bytes']:,} bytes of text, {len(counts['shards'])} shards"
         )
     print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
+    _warn_of_small_validation(manifest["splits"])
 
 
 def _selection(assembly: Assembly) -> dict:
@@ -138,6 +147,19 @@ def print_summary(manifest: dict, known_sets: tuple[str, ...]) -> None:
         number = sum(c["documents"] for c in manifest["input"][name].values())
         print(f"note: {number:,} documents of a set that SlimPajama does not have: {name!r}")
     print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
+    _warn_of_small_validation(manifest["splits"])
+
+
+def _warn_of_small_validation(splits: dict) -> None:
+    documents, tokens = (splits["validation"][key] for key in ("documents", "tokens"))
+    # The last part of a single text stands for it, as long as there is enough.
+    is_alone = documents == 1 and splits["train"]["documents"] > 1
+    if is_alone or tokens < FEW_TOKENS:
+        what = "a single document" if documents == 1 else f"{documents:,} documents"
+        print(
+            f"warning: the validation split is {what} of {tokens:,} tokens, too little to compare "
+            "models by; hold out more text"
+        )
 
 
 def _copies(manifest: dict, name: str) -> str:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from data_prep.sources.base import counted_with
+
 
 @dataclass(frozen=True)
 class SubsetEnd:
@@ -48,8 +50,8 @@ class Copies:
 class Selection:
     """The training documents by set (no entry: none of them), and the sets of the held-out ones.
 
-    `ends`: where --max-documents or --max-bytes ends the input of a split (None: of files that are
-    not of a split), as a unit and the last position in it.
+    `ends`: where --max-documents or --max-bytes ends the input of a split (files without one count
+    with the training split), as a unit and the last position in it.
     """
 
     names: list[str]
@@ -65,7 +67,7 @@ class Selection:
 
     def within(self, documents: np.ndarray, unit: int, unit_split: str | None) -> np.ndarray:
         """Tell which documents lie before the end that a limit sets, bool [documents]."""
-        if (end := self.ends.get(str(unit_split))) is None or unit < end[0]:
+        if (end := self.ends.get(counted_with(unit_split))) is None or unit < end[0]:
             return np.ones(len(documents), dtype=bool)
         if unit > end[0]:
             return np.zeros(len(documents), dtype=bool)

@@ -35,6 +35,7 @@ from data_prep.encode.plan import Shortage
 from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 from data_prep.progress import TextProgress
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
+from data_prep.sources.base import counted_with
 from data_prep.sources.units import Unit
 from data_prep.unfinished import MALFORMED, claim, make_making, put, shard_names
 from data_prep.workers import run_tasks
@@ -57,9 +58,8 @@ def assemble(job: Job, work: WorkFolder, identity: dict, arguments: argparse.Nam
         info = finished_shard(job.work, job.out, planned.name, key, job.plan.dtype)
         shards[planned.split].append(info)
         counts[planned.split] += np.load(token_counts_path(job.work, planned.name))
-    manifest = build_manifest(
-        identity, job.plan.tokenizer, job.plan.dtype, assembly, shards, counts
-    )
+    tokenizer, dtype, source = job.plan.tokenizer, job.plan.dtype, job.encoding.source
+    manifest = build_manifest(identity, tokenizer, dtype, assembly, shards, counts, source.left_out)
     output_folder.finish(job.out, work, manifest)
     known = (*KNOWN_SETS, UNKNOWN_SET) if arguments.source == "slimpajama" else ()
     print_summary(manifest, known)
@@ -200,17 +200,18 @@ def _limit_ends(job: Job, parts: Parts) -> dict[str, tuple[int, int]]:
     if encoding.max_documents is None and encoding.max_bytes is None:
         return {}
     ends: dict[str, tuple[int, int]] = {}
-    counts: dict[str | None, Counter] = {}
+    counts: dict[str, Counter] = {}
     for unit in sorted(parts.records):
         split = parts.unit_splits[unit]
-        seen = counts.setdefault(split, Counter())
+        counted = counted_with(split)
+        seen = counts.setdefault(counted, Counter())
         documents = parts.read(unit).documents
         for size, position in zip(documents["bytes"], documents["position"], strict=True):
-            if str(split) in ends:
+            if counted in ends:
                 break
             seen.update(documents=1, bytes=int(size))
             if encoding.limit_reached(split, seen["documents"], seen["bytes"]):
-                ends[str(split)] = (unit, int(position))
+                ends[counted] = (unit, int(position))
     return ends
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import cat_lm
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import listed_shards, read_manifest, splits_of
 from cat_lm.data.opening import open_corpus
@@ -35,6 +36,11 @@ def inspect(options: argparse.Namespace) -> Duplicates | None:
     workers = useful_workers(options.workers, shards)
     corpora, problems = _check(options, manifest, workers)
     findings = {
+        # By this the next inspection knows a file that it may replace.
+        "provenance": {
+            "command": "python -m data_prep.inspect",
+            "versions": {"cat_lm": cat_lm.__version__},
+        },
         "folder": str(options.folder),
         "intact": not problems,
         "problem": problems[0] if problems else None,

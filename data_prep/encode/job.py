@@ -11,6 +11,7 @@ from data_prep.encode.parts import PartCheck, Parts, check_part, finished_part, 
 from data_prep.encode.plan import Plan
 from data_prep.progress import TextProgress
 from data_prep.selection_spec import SelectionSpec
+from data_prep.sources.base import counted_with
 from data_prep.sources.units import Unit
 from data_prep.workers import run_tasks
 
@@ -92,7 +93,7 @@ class Job:
             return False
         for (number, round_number), record in self._records.items():
             earlier = round_number == 0 and number < unit.number
-            if earlier and self.units[number].split == unit.split:
+            if earlier and counted_with(self.units[number].split) == counted_with(unit.split):
                 documents += record["documents"]
                 text_bytes += record["encoded_bytes"]
         return self.encoding.limit_reached(unit.split, documents, text_bytes)

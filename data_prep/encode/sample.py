@@ -20,6 +20,7 @@ from data_prep.encode.encoding import (
 )
 from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source
+from data_prep.sources.base import counted_with
 from data_prep.sources.documents import Document, Malformed, too_large
 
 # Sources up to this size are looked through first, so that no split comes out empty by chance.
@@ -57,11 +58,11 @@ def _first_documents(source: Source, encoding: Encoding, spec: SelectionSpec) ->
 
     Only those of wanted sets count towards a limit, as where they are encoded.
     """
-    counts: dict[str | None, Counter] = {}
+    counts: dict[str, Counter] = {}
     first, good = None, False
     malformed = 0
     for part in source.parts:
-        seen = counts.setdefault(part.split, Counter())
+        seen = counts.setdefault(counted_with(part.split), Counter())
         if encoding.limit_reached(part.split, seen["documents"], seen["bytes"]):
             continue
         for item in source.read(part):

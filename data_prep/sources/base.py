@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import describe_os_error, file_error
+from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.checksums import sha256
+from cat_lm.io.readers import clipped
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
 HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
 UNKNOWN_SET = "unknown"
+NAMED_IN_MANIFEST, NAMED_IN_LOG = 20, 3  # of files that are left out
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,27 @@ class Part:
         return int(TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0) * self.size)
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Files that a path stands for and that are not read, for the log and the manifest."""
+
+    reason: str
+    files: int
+    names: tuple[str, ...]  # of the first ones
+
+    @classmethod
+    def of(cls, reason: str, names: Sequence[str]) -> list[LeftOut]:
+        """Return a list of the one entry that these files are, of none where there are none."""
+        shown = tuple(clipped(name, 200) for name in names[:NAMED_IN_MANIFEST])
+        return [cls(reason, len(names), shown)] if names else []
+
+    def note(self) -> str:
+        """Return the line that the log has of them."""
+        more = ["…"] if self.files > NAMED_IN_LOG else []
+        names = ", ".join([*self.names[:NAMED_IN_LOG], *more])
+        return f"{self.reason} (files: {self.files:,}): {names}"
+
+
 class Source:
     """Documents in a fixed order. Subclasses set `kind` and `parts` and implement `read`.
 
@@ -64,6 +87,7 @@ class Source:
 
     kind: str
     parts: list[Part]
+    left_out: Sequence[LeftOut] = ()
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
         """The documents of one part, in order, and in their places the lines that hold none.
@@ -74,15 +98,15 @@ class Source:
 
     @property
     def has_validation(self) -> bool:
-        """Tell whether the source brings its own validation split."""
-        return any(part.split == "validation" for part in self.parts)
+        """Return True if the source decides the split of every document."""
+        return all(part.split for part in self.parts)
 
     def notes(self, held_out: float) -> list[str]:
-        """Lines for the log on what of the source is held out, where that is not asked for.
+        """Lines for the log on what is left out or, where that is not asked for, held out.
 
         `held_out` is the share of documents that is, where the source brings no split of its own.
         """
-        return []
+        return [entry.note() for entry in self.left_out]
 
     def text_bytes(self) -> int | None:
         """About how many bytes of text there are; None where it cannot be known beforehand."""
@@ -113,6 +137,33 @@ class Source:
         if local and size <= HASHED_BYTES:
             description["contents_sha256"] = _contents_sha256(self.parts)
         return description
+
+
+def counted_with(split: str | None) -> str:
+    """Return the split whose documents a part's count with towards --max-documents and bytes."""
+    return "validation" if split == "validation" else "train"
+
+
+def read_once(
+    parts: Iterable[Part], identity: Callable[[Part], Hashable]
+) -> tuple[list[Part], list[LeftOut]]:
+    """Return the parts without those that are one file with an earlier one, and these.
+
+    Raises:
+        UserError: a file is held out under one name and trained on under another.
+    """
+    first: dict[Hashable, Part] = {}
+    repeated = []
+    for part in parts:
+        same = first.setdefault(identity(part), part)
+        if same.split != part.split:
+            raise UserError(
+                f"{part.path}: is the same file as {same.path}, of another split; what is held out "
+                "must not be trained on"
+            )
+        if same is not part:
+            repeated.append(f"{part.name} is {same.name}")
+    return list(first.values()), LeftOut.of("read once though listed again", repeated)
 
 
 def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:

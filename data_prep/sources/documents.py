@@ -1,4 +1,4 @@
-"""Reading documents out of files: plain text, JSON lines (plain, gzip, zstd) and parquet.
+"""Reading documents out of files: plain text and JSON lines, both also packed, and parquet.
 
 A line or row that is no document comes out as `Malformed` in its place, for the caller to count.
 What is wrong with a file as a whole (cut short, damaged, without the column) raises `UserError`.
@@ -6,13 +6,16 @@ What is wrong with a file as a whole (cut short, damaged, without the column) ra
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import io
+import itertools
 import json
+import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
@@ -24,18 +27,24 @@ BLOCK = 1 << 20
 MAX_LINE = 1 << 29
 MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 SHOWN = 40  # characters of one that is too large
-MAX_ZSTD_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
+MAX_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
+# Of a packed file, unpacked in one call: zstd packs 128 KiB into 4 bytes, so 32 MiB at most.
+PIECE = 1024
+PLAIN = (".txt", ".md")
+LINES = (".jsonl", ".ndjson")
 # How much text a byte of such a file holds, for the estimate of disk space only.
+PACKED = {".gz": 3.5, ".zst": 3.5, ".bz2": 4.5, ".xz": 4.5}
 TEXT_PER_FILE_BYTE = {
-    ".txt": 1.0,
-    ".md": 1.0,
-    ".jsonl": 1.0,
-    ".jsonl.gz": 3.5,
-    ".jsonl.zst": 3.5,
+    **dict.fromkeys((*PLAIN, *LINES), 1.0),
+    # A .json by itself is a description or one value; packed ones, as C4's, are JSON lines.
+    **{kind + end: PACKED[end] for kind in (*PLAIN, *LINES, ".json") for end in PACKED},
     ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
-PLAIN = (".txt", ".md")
-COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".parquet")  # of these no file has no bytes
+KNOWN_KINDS = (
+    f"{', '.join((*PLAIN, *LINES))}, each also with {', '.join(PACKED)}; JSON lines as .json.gz "
+    "and so on; .parquet"
+)
+COMPRESSED = (*PACKED, ".parquet")  # of these no file has no bytes
 PARQUET_ROWS = 1024
 
 
@@ -81,6 +90,11 @@ def suffix_of(path: PurePath | str) -> str | None:
     return next((suffix for suffix in TEXT_PER_FILE_BYTE if name.endswith(suffix)), None)
 
 
+def is_plain(path: PurePath | str) -> bool:
+    """Return True if the file is plain text, packed or not: without a separator one document."""
+    return (suffix_of(path) or "").startswith(PLAIN)
+
+
 def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Record | Malformed]:
     """The documents of a file on disk in order, as `read_records` gives them.
 
@@ -110,8 +124,8 @@ def read_records(
     that is damaged or lacks the text's column; `name` says where a `Malformed` is.
     """
     suffix = suffix_of(path)
-    if suffix in PLAIN:
-        yield from _read_text(stream, path, name, reading)
+    if is_plain(path):
+        yield from _read_text(_blocks(stream, path, suffix), path, name, reading)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
             yield _parse_row(row, f"{name}: row {number}", reading)
@@ -163,11 +177,11 @@ def _one_line(text: str) -> str:
 
 
 def _read_text(
-    stream: IO[bytes], path: str, name: str, reading: Reading
+    blocks: Iterable[bytes], path: str, name: str, reading: Reading
 ) -> Iterator[Record | Malformed]:
     """The documents of a text; its file may be larger than memory, no document may be."""
     separator, document, end = reading.separator, _Growing(name), ""
-    for piece in _decoded(stream, path):
+    for piece in _decoded(blocks, path):
         *texts, rest = (end + piece).split(separator) if separator else [piece]
         for text in texts:
             yield document.ended(text)
@@ -208,12 +222,11 @@ class _Growing:
         return too_large(self._name, text) if is_too_large else (text, {})
 
 
-def _decoded(stream: IO[bytes], path: str) -> Iterator[str]:
+def _decoded(blocks: Iterable[bytes], path: str) -> Iterator[str]:
     """The characters of a UTF-8 file without its byte order mark, a block at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    read, block = 0, b"begin"
-    while block:
-        block = stream.read(BLOCK)
+    read = 0
+    for block in itertools.chain(blocks, [b""]):
         data = block if read else block.removeprefix(codecs.BOM_UTF8)
         first = read + len(block) - len(data) - len(decoder.getstate()[0])
         try:
@@ -233,41 +246,60 @@ def too_large(where: str, begin: str) -> Malformed:
     )
 
 
-def _blocks(stream: IO[bytes], path: str, suffix: str | None) -> Iterator[bytes]:
-    if suffix == ".jsonl.zst":
-        yield from _zstd_blocks(stream, path)
+def _blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
+    """Yield a file's bytes, unpacked, in blocks of at most `BLOCK` that are not empty."""
+    kind = suffix.rpartition(".")[2]
+    if f".{kind}" not in PACKED:
+        yield from iter(lambda: stream.read(BLOCK), b"")
         return
-    source = gzip.GzipFile(fileobj=stream) if suffix == ".jsonl.gz" else stream
+    import zstandard
+
+    errors = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
     try:
-        while block := source.read(BLOCK):
-            yield block
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path}: broken gzip file ({_one_line(str(error))})") from None
-    if source is not stream and not stream.tell():  # the library takes no bytes for no text
-        raise UserError(f"{path}: broken gzip file (it is empty)")
+        if kind == "gz":
+            unpacked = gzip.GzipFile(fileobj=stream)
+            yield from iter(lambda: unpacked.read(BLOCK), b"")
+        else:
+            yield from _unpacked(stream, kind)
+        if not stream.tell():  # the libraries take no bytes for no text
+            raise EOFError("it is empty")
+    except errors as error:
+        if getattr(error, "errno", None):  # the disk's; the libraries' own have none
+            raise
+        kind = {"gz": "gzip", "zst": "zstd"}.get(kind, kind)
+        raise UserError(f"{path}: broken {kind} file ({_one_line(str(error))})") from None
 
 
-def _zstd_blocks(stream: IO[bytes], path: str) -> Iterator[bytes]:
-    """All frames of a zstd file; unlike the library's own reader it notices a file cut short."""
+def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
+    """Yield the text of all frames of a zstd, bz2 or xz file, in blocks of at most `BLOCK`.
+
+    Some kB unpack to gigabytes, so a call gets few bytes, or returns few. Unlike the libraries' own
+    readers of files, a frame that is cut short, or garbage behind the last, is an error.
+    """
     import zstandard
 
     frame, data = None, b""
-    try:
-        while data := data or stream.read(BLOCK // 8):
-            if frame is None:
-                decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
-                frame = decompressor.decompressobj()
-            if block := frame.decompress(data):
+    while data or (data := stream.read(PIECE)):
+        if frame is None and kind == "zst":
+            frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
+        elif frame is None and kind == "xz":
+            frame = lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_WINDOW)
+        elif frame is None:
+            frame = bz2.BZ2Decompressor()
+        if kind == "zst":
+            block = frame.decompress(data)
+            yield from (block[i : i + BLOCK] for i in range(0, len(block), BLOCK))
+        else:
+            while block := frame.decompress(data, BLOCK):
                 yield block
-            data = b""
-            if frame.eof:
-                data, frame = frame.unused_data, None
-    except zstandard.ZstdError as error:
-        raise UserError(f"{path}: broken zstd file ({_one_line(str(error))})") from None
+                if frame.eof or frame.needs_input:
+                    break
+                data = b""
+        data = b""
+        if frame.eof:
+            data, frame = frame.unused_data, None
     if frame is not None:
-        raise UserError(f"{path}: broken zstd file (cut short)")
-    if not stream.tell():
-        raise UserError(f"{path}: broken zstd file (it is empty)")
+        raise EOFError("cut short")
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
@@ -277,11 +309,14 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
     for block in blocks:
         if b"\n" not in block:
             size += len(block)
-            rest = [*rest, block] if size <= MAX_LINE else []
+            rest.append(block)
+            if size > MAX_LINE:
+                rest.clear()
             continue
         head, _, block = block.partition(b"\n")
-        yield None if size + len(head) > MAX_LINE else b"".join([*rest, head])
-        rest, size = [], 0
+        line = None if size + len(head) > MAX_LINE else b"".join([*rest, head])
+        rest, size = [], 0  # before the line is used: it may be large
+        yield line
         for line in io.BytesIO(block):
             if not line.endswith(b"\n"):
                 rest, size = [line], len(line)

@@ -39,8 +39,10 @@ class Hub(SlimPajama):
         self.path = path  # for what `_ask` says
         self.name, self.folder, asked = parse_hub_path(path)
         self.revision = self._ask(lambda: resolve_revision(self.name, asked))
-        files = self._ask(lambda: list_files(self.name, self.revision, self.folder))
-        super().__init__(path, reading, files or self._splits())
+        files, others = self._ask(lambda: list_files(self.name, self.revision, self.folder))
+        if not files:  # what is of no kind known here is read by `datasets`
+            files, others = self._splits(), []
+        super().__init__(path, reading, files, others, _identity)
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
         if part.size is None:
@@ -107,24 +109,36 @@ def resolve_revision(name: str, revision: str | None) -> str:
     return HfApi().dataset_info(name, revision=revision).sha
 
 
-def list_files(name: str, revision: str, folder: str) -> list[Part]:
-    """The files of known kinds in a folder of a repository, in natural order, without splits."""
+def _identity(part: Part) -> str:
+    """Return what files of one content share: in the cache of a download they are one file."""
+    return part.sha256 if part.sha256 and part.size else part.name
+
+
+def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[str]]:
+    """Return the files of known kinds in a folder of a repository, and the names of others.
+
+    The former are in natural order and without splits. Descriptions are neither.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     tree = HfApi().list_repo_tree(
         name, folder or None, recursive=True, revision=revision, repo_type="dataset"
     )
-    parts = []
+    parts, others = [], []
     for entry in tree:
         file_name = entry.path.removeprefix(f"{folder}/") if folder else entry.path
         hidden = any(piece.startswith(".") for piece in file_name.split("/"))
-        left_out = hidden or is_description(file_name) or not suffix_of(entry.path)
-        if isinstance(entry, RepoFile) and not left_out:
+        known = suffix_of(entry.path)
+        if not isinstance(entry, RepoFile) or is_description(file_name):
+            continue
+        if known and not hidden:
             url = f"hf://datasets/{name}@{revision}/{entry.path}"
             digest = entry.lfs.sha256 if entry.lfs else None
             parts.append(Part(url, file_name, None, entry.size, digest))
-    return in_natural_order(parts)
+        elif known or not hidden:
+            others.append(file_name)
+    return in_natural_order(parts), sorted(others)
 
 
 def fetch_range(name: str, revision: str, file: str, start: int, stop: int) -> bytes:

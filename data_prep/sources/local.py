@@ -10,21 +10,27 @@ import platform
 import sys
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cat_lm.data.manifest import MANIFEST
 from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.io.own_files import MARK
+from cat_lm.io.readers import clipped
 from data_prep.amounts import cut
-from data_prep.sources.base import Part, Source, in_natural_order, set_name
+from data_prep.sources.base import LeftOut, Part, Source, in_natural_order, read_once, set_name
 from data_prep.sources.documents import (
-    TEXT_PER_FILE_BYTE,
+    KNOWN_KINDS,
     Document,
     Malformed,
     Reading,
     read_file,
     suffix_of,
 )
-from data_prep.sources.single import Division, divide, take_piece
+from data_prep.sources.single import Division, describe_divisions, divide, take_piece, with_text
+from data_prep.unfinished import MARKER
 
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
 # out; without them and the tests every build of one Python version has the same files.
@@ -64,7 +70,8 @@ class PythonStdlib(Source):
         self.parts = [
             Part(root / name, name, size=size) for name, size in zip(chosen, sizes, strict=True)
         ]
-        (self.parts,) = left_in([self.parts], exclude)
+        (found,) = left_in([Found(self.parts)], exclude)
+        self.parts = found.parts
 
     def read(self, part: Part) -> Iterator[Document]:
         try:
@@ -83,12 +90,13 @@ class PythonStdlib(Source):
 
 
 class Files(Source):
-    """Text, markdown, JSON lines and parquet files: one file, a folder, or a glob pattern.
+    """Text, markdown, JSON lines (packed or not) and parquet: a file, a folder, or a glob pattern.
 
     A document's set is what it names under the set key, or else the kind of its file ("jsonl").
     Files that a pattern of `exclude` matches are left out, see `left_in`.
     With `validation_fraction`, a single document is divided: that share of it, at its end, is the
-    validation split. Several documents are left to the hash of their texts.
+    validation split. So are text files that are larger than that share of the whole, of which none
+    can be held out. All other documents are left to the hash of their texts.
     """
 
     kind = "files"
@@ -103,28 +111,33 @@ class Files(Source):
     ) -> None:
         self.path = path
         self.reading = reading
-        self.division: Division | None = None
+        self.divisions: list[Division] = []
         if validation_path is None:
-            (self.parts,) = left_in([find_files(path, "--path")], exclude)
+            (found,) = left_in([find_files(path, "--path")], exclude)
+            self.parts, repeated = read_once(found.parts, found.identity)
+            self.left_out = [*found.left_out(), *repeated]
             if validation_fraction is not None:
-                self.division = divide(self.parts, reading, validation_fraction)
-            if self.division is not None:
-                self.parts = self.division.parts()
+                self.divisions = divide(self.parts, reading, validation_fraction)
+            if self.divisions:
+                divided = {division.file.path: division.parts() for division in self.divisions}
+                pieces = [divided.get(part.path, [part]) for part in with_text(self.parts)]
+                held_out = [last for _, *rest in pieces for last in rest]
+                self.parts = [first for first, *_ in pieces] + held_out
             return
         both_paths = (path, "--path"), (validation_path, "--validation-path")
-        wanted = left_in([find_files(*where) for where in both_paths], exclude)
-        found = dict(zip(("train", "validation"), wanted, strict=True))
-        held_out = {part.path.resolve() for part in found["validation"]}
-        if both := [part.path for part in found["train"] if part.path.resolve() in held_out]:
+        both = left_in([find_files(*where) for where in both_paths], exclude)
+        held_out = set(map(both[1].identity, both[1].parts))
+        if shared := [p.path for p in both[0].parts if both[0].identity(p) in held_out]:
             raise UserError(
-                f"--validation-path {validation_path}: --path has {both[0]} too; what is held out "
-                "must not be trained on"
+                f"--validation-path {validation_path}: --path has {shared[0]} too; what is held "
+                "out must not be trained on"
             )
-        self.parts = [
-            Part(part.path, f"{split}/{part.name}", split, part.size)
-            for split in found
-            for part in found[split]
-        ]
+        self.parts, self.left_out = [], []
+        for split, found in zip(("train", "validation"), both, strict=True):
+            found = found.below(split)
+            parts, repeated = read_once(found.parts, found.identity)
+            self.parts += parts
+            self.left_out += [*found.left_out(), *repeated]
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
         kind = suffix_of(part.path).removeprefix(".")
@@ -138,16 +151,65 @@ class Files(Source):
                 yield Document(text, set_name(record, self.reading, kind), part.split)
 
     def notes(self, held_out: float) -> list[str]:
-        return [self.division.note()] if self.division else []
+        divided = [describe_divisions(self.divisions)] if self.divisions else []
+        return [*super().notes(held_out), *divided]
 
     def describe(self) -> dict:
         description = {**super().describe(), "path": self.path}
-        return (
-            {**description, "divided": self.division.describe()} if self.division else description
-        )
+        if not self.divisions:
+            return description
+        entries = [division.describe() for division in self.divisions]
+        if len(entries) > 1:
+            sums = {k: sum(e[k] for e in entries) for k in ("train_bytes", "validation_bytes")}
+            entries = [{"files": len(entries), **sums}]
+        return {**description, "divided": entries[0]}
 
 
-def left_in(found: Sequence[list[Part]], exclude: Sequence[str]) -> list[list[Part]]:
+# What a file is known by whatever its name: device, inode, size and time of the last change. The
+# latter two, since some file systems give several files one number.
+Identity = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files that a path stands for: those to read, and the names of the others."""
+
+    parts: list[Part]
+    others: Sequence[str] = ()
+    identities: dict[Path, Identity] | None = None
+
+    def identity(self, part: Part) -> Identity:
+        """Return what is equal for all names and links of a file."""
+        return self.identities[part.path]
+
+    def below(self, split: str) -> Found:
+        """Return the same files as those of a split."""
+        parts = [replace(part, name=f"{split}/{part.name}", split=split) for part in self.parts]
+        return replace(self, parts=parts, others=[f"{split}/{name}" for name in self.others])
+
+    def without(self, patterns: Sequence[str]) -> Found:
+        """Return what no pattern matches."""
+        parts = [part for part in self.parts if not _matches_any(part.name, patterns)]
+        others = [name for name in self.others if not _matches_any(name, patterns)]
+        return replace(self, parts=parts, others=others)
+
+    def left_out(self) -> list[LeftOut]:
+        """Return an entry on the others, if there are any."""
+        return describe_unread(self.others)
+
+
+def describe_unread(names: Sequence[str]) -> list[LeftOut]:
+    """Return an entry on files that are hidden or of no known kind, with their commonest kinds."""
+    kinds = Counter(Path(name).suffix or "no suffix" for name in names).most_common(5)
+    counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds)
+    return LeftOut.of(f"left out, hidden or of no known kind ({clipped(counts, 200)})", names)
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def left_in(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
     """Leave the files out that a pattern matches by their names, in which * stands for / too.
 
     Args:
@@ -156,18 +218,16 @@ def left_in(found: Sequence[list[Part]], exclude: Sequence[str]) -> list[list[Pa
     Raises:
         UserError: a pattern matches no file, since it is mistyped, or a path is left without any.
     """
-    names = [part.name for parts in found for part in parts]
+    names = [part.name for files in found for part in files.parts]
+    others = [name for files in found for name in files.others]
     for pattern in exclude:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(_matches_any(name, [pattern]) for name in itertools.chain(names, others)):
             example = max(names, key=lambda name: "/" in name)  # the first below a folder
             raise UserError(
                 f"--exclude {cut(pattern)}: matches no file; they have names such as {example}"
             )
-    kept = [
-        [part for part in parts if not any(fnmatch.fnmatchcase(part.name, p) for p in exclude)]
-        for parts in found
-    ]
-    if not all(kept):
+    kept = [files.without(exclude) for files in found]
+    if not all(files.parts for files in kept):
         raise UserError(f"--exclude {cut(','.join(exclude))}: leaves no file")
     return kept
 
@@ -229,17 +289,17 @@ def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], pieces[0]) and _fits(names[1:], pieces[1:])
 
 
-def find_files(path: str, flag: str) -> list[Part]:
+def find_files(path: str, flag: str) -> Found:
     """Files that `path` (a file, folder or glob) stands for, with names relative to it.
 
     The names of a glob's matches are relative to the folders before its first wildcard.
     """
-    known = ", ".join(TEXT_PER_FILE_BYTE)
     root = Path(path)
     if root.is_file():
         if suffix_of(root) is None:
-            raise UserError(f"{flag} {path}: unknown kind of file; known are {known}")
-        return [Part(root, root.name, None, root.stat().st_size)]
+            raise UserError(f"{flag} {path}: unknown kind of file; known are {KNOWN_KINDS}")
+        part = Part(root, root.name, None, root.stat().st_size)
+        return Found([part], identities={root: _identity(root)})
     if root.is_dir():
         candidates = _below(root)
     else:
@@ -247,17 +307,50 @@ def find_files(path: str, flag: str) -> list[Part]:
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
-    found = []
+    found, others, identities = [], [], {}
     for file in candidates:
-        hidden = any(piece.startswith(".") for piece in file.relative_to(root).parts)
-        if hidden or not suffix_of(file):
+        if _is_hidden(file, root) or not suffix_of(file):
+            others.append(file)
             continue
         if file.is_symlink() and not file.exists():
             raise UserError(f"{flag} {path}: {file} is a link to nothing")
-        if file.is_file():
-            if str(file) != str(file).encode(errors="replace").decode():
-                raise UserError(f"{flag} {path}: the name {str(file)!a} is not UTF-8; rename it")
-            found.append(Part(file, file.relative_to(root).as_posix(), None, file.stat().st_size))
+        if not file.is_file():
+            others.append(file)
+            continue
+        if str(file) != str(file).encode(errors="replace").decode():
+            raise UserError(f"{flag} {path}: the name {str(file)!a} is not UTF-8; rename it")
+        identities[file] = _identity(file)
+        size = identities[file][2]
+        found.append(Part(file, file.relative_to(root).as_posix(), None, size))
     if not found:
-        raise UserError(f"{flag} {path}: no file of a known kind in it ({known})")
-    return in_natural_order(found)
+        raise UserError(f"{flag} {path}: no file of a known kind in it ({KNOWN_KINDS})")
+    return Found(in_natural_order(found), _name_unread(others, root, identities), identities)
+
+
+def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity]) -> list[str]:
+    """Return the names of the files that somebody may miss.
+
+    Not those of our own prepared folders, perhaps of the one that is being made: the manifest would
+    differ after a restart. Nor other names of files that are read: the Hub's cache has hashes.
+    """
+    ours = {file.parent for file in others if file.name in (MARKER, MARK)}
+    indexed = {file.parent for file in others if file.suffix == ".idx"}
+    ours |= indexed & {file.parent for file in others if file.name == MANIFEST}
+    ours.discard(root)
+    read = set(identities.values())
+    return sorted(
+        file.relative_to(root).as_posix() + "/" * file.is_dir()
+        for file in others
+        if (suffix_of(file) or not _is_hidden(file, root))
+        and ours.isdisjoint(file.parents)
+        and not (file.is_file() and _identity(file) in read)
+    )
+
+
+def _is_hidden(file: Path, root: Path) -> bool:
+    return any(piece.startswith(".") for piece in file.relative_to(root).parts)
+
+
+def _identity(file: Path) -> Identity:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

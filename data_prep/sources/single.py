@@ -1,9 +1,9 @@
-"""A single document as a source: its last part is held out, since no hash of it can divide it."""
+"""Texts too large to be held out as a whole: their last parts are, since no hash divides them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cat_lm.errors import UserError
@@ -11,12 +11,11 @@ from data_prep.sources.base import Part, Piece
 from data_prep.sources.documents import (
     COMPRESSED,
     MAX_DOCUMENT,
-    PLAIN,
     Malformed,
     Reading,
     Record,
+    is_plain,
     read_file,
-    suffix_of,
 )
 
 LOOKED_AT = 1000  # records without a second document: then a file is left as it is
@@ -72,53 +71,86 @@ class Division:
         }
 
 
-def divide(files: list[Part], reading: Reading, fraction: float) -> Division | None:
-    """Cuts the only document of these files, so that its last `fraction` can be held out.
+def describe_divisions(divisions: Sequence[Division]) -> str:
+    """Return the line that the log has of all texts that are divided."""
+    if len(divisions) == 1:
+        return divisions[0].note()
+    held_out = sum(division.validation_bytes for division in divisions)
+    total = held_out + sum(division.train_bytes for division in divisions)
+    return (
+        f"held out: the last {held_out:,} of the {total:,} bytes of {len(divisions)} texts, each "
+        f"larger than what is held out of all files; the first is {divisions[0].file.path}"
+    )
 
-    None where there are several documents, none, or one that is too large to be encoded. Raises
-    `UserError` for a document that cannot be cut: it is too short, or a separator was to divide it
-    and does not.
+
+def with_text(files: list[Part]) -> list[Part]:
+    """Return the files that are not empty; an empty compressed one is damaged, and is read."""
+    return [file for file in files if file.size or str(file.path).lower().endswith(COMPRESSED)]
+
+
+def divide(files: list[Part], reading: Reading, fraction: float) -> list[Division]:
+    """Cut the texts that are too large to be held out, so that their last `fraction` can be.
+
+    That is the only document of these files; of several text files, those which are larger than
+    the `fraction` of all of them: held out as a whole they would be too much, and other, small
+    files alone would be no measure of them. None where there is no document, or where it is too
+    large to be encoded.
+
+    Raises:
+        UserError: the only document cannot be cut: it is too short, or a separator was to divide it
+            and does not.
     """
-    # An empty file has no document; an empty compressed one is damaged, which reading it says.
-    files = [file for file in files if file.size or suffix_of(file.path) in COMPRESSED]
+    files = with_text(files)
+    if len(files) > 1 and reading.separator is None:
+        share = fraction * sum(file.text_bytes for file in files)
+        large = (file for file in files if is_plain(file.path) and file.text_bytes > share)
+        texts = ((file, _only_text(file, reading)) for file in large)
+        return [cut for file, text in texts if text and (cut := _cut(file, text, fraction))]
     if len(files) != 1:
-        return None
+        return []
     (file,) = files
     text = _only_text(file, reading)
-    if text is None or len(text) > MAX_DOCUMENT:
-        return None
-    if reading.separator is not None and suffix_of(file.path) in PLAIN:
+    if text is None:
+        return []
+    if reading.separator is not None and is_plain(file.path):
         raise UserError(
             f"--document-separator {reading.separator!r}: {file.path} is a single document by it, "
             "which leaves none to hold out; give another, or none to hold out the text's last part"
         )
+    division = _cut(file, text, fraction)
+    if division is None:
+        raise UserError(
+            f"{file.path}: a single document of {len(text.encode()):,} bytes, in which no line and "
+            f"no word ends where its last {100 * fraction:.4g}% would be held out; give more text, "
+            "--validation-path, or --document-separator"
+        )
+    return [division]
+
+
+def _cut(file: Part, text: str, fraction: float) -> Division | None:
     data = text.encode()
     found = find_cut(data, fraction)
     if found is None:
-        raise UserError(
-            f"{file.path}: a single document of {len(data):,} bytes, in which no line and no word "
-            f"ends where its last {100 * fraction:.4g}% would be held out; give more text, "
-            "--validation-path, or --document-separator"
-        )
+        return None
     place, cut = found
     start = len(data[:cut].decode())
     return Division(file, place, start, len(text), cut, len(data) - cut)
 
 
 def _only_text(file: Part, reading: Reading) -> str | None:
-    """The text of a file's only document; None for none, or more than one."""
+    """The text of a file's only document; None for none, more than one, or one too large."""
     text = None
     for number, item in enumerate(read_file(file.path, file.name, file.size, reading)):
         if number == LOOKED_AT:
             return None
-        if isinstance(item, Malformed) and suffix_of(file.path) in PLAIN:
+        if isinstance(item, Malformed) and is_plain(file.path):
             return None  # a document, too, but too large
         if isinstance(item, Malformed) or not item[0]:
             continue
         if text is not None:
             return None
         text = item[0]
-    return text
+    return text if text is None or len(text) <= MAX_DOCUMENT else None
 
 
 def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:

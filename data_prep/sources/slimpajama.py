@@ -9,13 +9,13 @@ a local copy and the Hub give the same parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 
 from cat_lm.errors import UserError
-from data_prep.sources.base import UNKNOWN_SET, Part, Source, set_name
+from data_prep.sources.base import UNKNOWN_SET, LeftOut, Part, Source, read_once, set_name
 from data_prep.sources.documents import Document, Malformed, Reading, Record, read_file
-from data_prep.sources.local import find_files
+from data_prep.sources.local import describe_unread, find_files
 
 # The sets that SlimPajama's documents name in meta.redpajama_set_name.
 KNOWN_SETS = (
@@ -45,14 +45,32 @@ class SlimPajama(Source):
 
     kind = "slimpajama"
 
-    def __init__(self, path: str, reading: Reading, files: list[Part]) -> None:
-        """Raises `UserError` where no file is left for training."""
+    def __init__(
+        self,
+        path: str,
+        reading: Reading,
+        files: list[Part],
+        others: Sequence[str],
+        identity: Callable[[Part], Hashable],
+    ) -> None:
+        """Choose the parts.
+
+        Args:
+            files: those of known kinds.
+            others: the names of those that are not read, but for descriptions.
+            identity: what is equal for all names of a file.
+
+        Raises:
+            UserError: no file is left for training, or one is held out under another name.
+        """
         self.path = path
         self.reading = reading
-        self.parts = with_splits(files)
-        chosen = {part.name for part in self.parts}
-        nameless = [f.name for f in files if f.name not in chosen and not split_of_name(f.name)]
-        self._left_out = (len(nameless), nameless[0]) if nameless else None
+        chosen = with_splits(files)
+        self.parts, repeated = read_once(chosen, identity)
+        names = {part.name for part in chosen}
+        nameless = [f.name for f in files if f.name not in names and not split_of_name(f.name)]
+        reason = "left out, no split in the name beside others that say train"
+        self.left_out = [*describe_unread(others), *LeftOut.of(reason, nameless), *repeated]
         if not any(part.split != "validation" for part in self.parts):
             raise UserError(f"--path {path}: its files are all held out, none is for training")
 
@@ -70,13 +88,7 @@ class SlimPajama(Source):
                 yield Document(item[0], set_name(item[1], self.reading, default), part.split)
 
     def notes(self, held_out: float) -> list[str]:
-        lines = []
-        if self._left_out:
-            number, first = self._left_out
-            lines.append(
-                f"note: {self.path}: files are left out ({number:,}), whose names tell no split "
-                f"beside others that say train; the first is {first}"
-            )
+        lines = super().notes(held_out)
         if not self.has_validation:
             lines.append(
                 f"held out: {100 * held_out:.4g}% of the documents of {self.path}, by a hash of "
@@ -99,10 +111,11 @@ class Snapshot(SlimPajama):
         root = Path(path)
         if (root / "blobs").is_dir() and (revisions := sorted(root.glob("snapshots/*/"))):
             raise UserError(f"--path {path}: is a cache of the Hub's; give {revisions[-1]}")
-        files = [file for file in find_files(path, "--path") if not is_description(file.name)]
+        found = find_files(path, "--path")
+        files = [file for file in found.parts if not is_description(file.name)]
         if not files:
             raise UserError(f"--path {path}: no file of a known kind in it but descriptions (.md)")
-        super().__init__(path, reading, files)
+        super().__init__(path, reading, files, found.others, found.identity)
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
         return read_file(part.path, part.name, part.size, self.reading)

@@ -18,10 +18,10 @@ from pathlib import Path
 from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.locks import Lock
+from cat_lm.io.outputs import is_result
 from cat_lm.io.readers import Record, read_json, read_object, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt
 from eval.common.library_text import EXCLUDED, LIBRARY, refuse_codec_tables
-from eval.common.outputs import is_result
 from eval.landmark.choices import LEARNED, SELECTORS
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there

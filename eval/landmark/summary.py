@@ -23,9 +23,9 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from cat_lm.io.readers import read_object
 from cat_lm.options import parse_specification
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.text_table import aligned
 
 # Edges of x's bins, equal in its logarithm.

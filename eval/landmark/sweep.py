@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from cat_lm.io.readers import Record
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import choose_device, model_config, model_folder
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.comparison import ratio_error
 from eval.common.models import folder_sha256
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
 from eval.landmark.choices import LEARNED, STATE

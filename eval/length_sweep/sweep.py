@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from cat_lm.pretrained import (
     model_config,
     model_folder,
@@ -18,7 +19,6 @@ from cat_lm.pretrained import (
     refuse_beyond_positions,
 )
 from eval.common.models import folder_sha256
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.precision import evaluation_dtype
 from eval.common.text_table import aligned
 from eval.length_sweep.cells import (

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.io.files import finite, write_json, write_text
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.places import CONTROL, Run
 from eval.common.grids.summary import differences, diverged, summary, training
 from eval.common.grids.tuning import Choice as Rate
 from eval.common.grids.tuning import all_records, foreseen, run_tuned
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.long_range import page

@@ -23,7 +23,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
     Raises UserError for a folder that is no run, and for two runs with the same name.
     """
-    from eval.common.outputs import PICTURES, claim_outputs, named
+    from cat_lm.io.outputs import PICTURES, claim_outputs, named
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
     from eval.common.style import save_figure

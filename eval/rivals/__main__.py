@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cat_lm.errors import command
 from cat_lm.io.files import write_json, write_text
 from cat_lm.io.folders import check_output
-from eval.common.outputs import PICTURES, claim_outputs, named
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.rivals.rows import Comparison, check_rows, comparison_of, parse_arguments
 from eval.small_study.plan import ROOT
 from eval.small_study.run import prepared, run_missing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cat_lm.errors import command
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
-from eval.common.outputs import PICTURES, claim_outputs, named
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.plan import ROOT, Study
 from eval.small_study.run import prepared, run_missing

@@ -322,8 +322,8 @@ def _add_stacks(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = _parser().parse_args()
     from cat_lm.io.files import write_json
+    from cat_lm.io.outputs import claim_file
     from cat_lm.training.launcher import join_launcher
-    from eval.common.outputs import claim_file
     from eval.speed.run import measure
     from eval.speed.tables import table
 

@@ -30,6 +30,7 @@ from lm_eval.evaluator import evaluate
 from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
+from cat_lm.io.outputs import claim_outputs
 from cat_lm.io.readers import read_object, short
 from cat_lm.pretrained import (
     DTYPES,
@@ -39,7 +40,6 @@ from cat_lm.pretrained import (
     refuse_beyond_positions,
 )
 from eval.common.models import folder_sha256, joint_sha256
-from eval.common.outputs import claim_outputs
 from eval.common.precision import evaluation_device, evaluation_dtype
 from eval.common.provenance import provenance
 from eval.zero_shot.harness import quiet

@@ -145,7 +145,7 @@ def test_one_request_a_file_and_a_part_is_read_on_its_own(server):
 @pytest.mark.parametrize("read_ahead", [1 << 24, 300])
 def test_connections_that_break_in_the_middle_are_mended(server, slept, monkeypatch, read_ahead):
     monkeypatch.setattr(remote, "READ_AHEAD", read_ahead)
-    monkeypatch.setattr("data_prep.sources.documents.BLOCK", 1 << 10)
+    monkeypatch.setattr("data_prep.sources.documents.PIECE", 128)
     source = open_hub()
     name = source.parts[0].name
     server.trouble[name] = ["break", "break", None, *["break"] * 8]
@@ -275,6 +275,16 @@ def test_what_a_repository_says_of_itself_is_no_document(server):
     server.files.clear()
     server.files.update({"README.md": b"no", "docs/x.md": b"no", ".x.jsonl": b"", "a.txt": b"yes"})
     assert [document.text for document in documents(open_hub())] == ["yes"]
+
+
+def test_files_of_unknown_kinds_and_copies_are_named(server):
+    names = ("a.jsonl.zst", "b.jsonl.zst", "data.csv", ".x", "README.md")
+    server.files.clear()
+    server.files.update(dict.fromkeys(names, compressed(["x"])))
+    source = open_hub()
+    assert [part.name for part in source.parts] == ["a.jsonl.zst"]
+    unread, copies = source.left_out
+    assert (unread.names, copies.names) == (("data.csv",), ("b.jsonl.zst is a.jsonl.zst",))
 
 
 def test_held_out_files_alone_are_refused(server):

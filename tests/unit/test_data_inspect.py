@@ -1,6 +1,7 @@
 """Inspection: what it shows of intact data, and that it notices whatever is damaged."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -383,8 +384,11 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
         (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
         (["--out", __file__], "is a file; give a folder"),
         (["--out", "/proc/nowhere"], "--out /proc/nowhere: /proc may not be written to"),
-        (["--json", "/"], "--json /: is a folder, a file is needed"),
-        (["--json", "/proc/nowhere/x.json"], "--json /proc/nowhere: /proc may not be written to"),
+        (["--json", "/"], "--json: /: is a folder; give a file"),
+        (
+            ["--json", "/proc/nowhere/x.json"],
+            "/proc/nowhere/x.json: /proc may not be written to",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):
@@ -392,3 +396,22 @@ def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, mes
         run(monkeypatch, tiny_corpus, *flags)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_an_inspection_did_not_write_is_not_replaced(tiny_corpus, tmp_path):
+    for _ in range(2):
+        inspect(tiny_corpus, "--json", tmp_path / "found.json", "--out", tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/document_lengths.png").write_text("mine")
+    (tmp_path / "package.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("found.json")
+    os.mkfifo(tmp_path / "pipe")
+    for flag, name in (
+        *(("--json", name) for name in ("package.json", "link.json", "pipe", "out")),
+        ("--json", "/dev/null"),
+        ("--out", "mine"),
+    ):
+        with pytest.raises(UserError, match=f"^{flag}"):
+            inspect(tiny_corpus, flag, tmp_path / name)
+    assert (tmp_path / "mine/document_lengths.png").read_text() == "mine"
+    assert (tmp_path / "link.json").is_symlink()

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -384,3 +386,38 @@ def test_the_sample_in_slimpajamas_layout(tmp_path, prepare, shared_data):
     assert all(name.startswith("RedPajama") for name in manifest["sources"])
     corpus = open_corpus(out, "train")
     assert np.max(corpus.tokens(0, corpus.num_tokens)) < 32_000
+
+
+def test_a_small_held_out_part_is_warned_of(tmp_path, prepare, capsys):
+    for name, count, size in (("few", 40, 40), ("one", 20, 20_000), ("enough", 200, 2000)):
+        write = (f"document {number} ".ljust(size, "x") for number in range(count))
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in write)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+        prepare(tmp_path / name, *flags(tmp_path / f"{name}.jsonl", "--workers", 1))
+        warned = re.findall("^warning: .*", capsys.readouterr().out, re.MULTILINE)
+        if name == "enough":
+            assert warned == []
+        else:
+            (line,) = warned
+            what = "a single document" if name == "one" else r"\d documents"
+            assert re.match(rf"warning: the validation split is {what} of [\d,]+ tokens", line)
+
+
+def test_the_manifest_names_what_is_left_out_and_a_restart_does_not_change_it(
+    tmp_path, prepare, many_documents
+):
+    (tmp_path / "in").mkdir()
+    shutil.copy(many_documents, tmp_path / "in")
+    (tmp_path / "in" / "b.csv").write_text("not read")
+    given = flags(tmp_path / "in", "--workers", 1)
+    plain = json.loads(
+        (prepare(tmp_path / "1", *flags(many_documents)) / "manifest.json").read_text()
+    )
+    assert "left_out" not in plain
+    out = tmp_path / "in" / "out"  # below the input, where it is no text that is left out
+    prepare(out, *given, "--stage", "encode", "--task", "0/2")
+    found = json.loads((prepare(out, *given) / "manifest.json").read_text())
+    reason = "left out, hidden or of no known kind (1 .csv)"
+    assert found["left_out"] == [{"reason": reason, "files": 1, "names": ["b.csv"]}]
+    assert found["splits"] == plain["splits"]
+    assert digests(prepare(tmp_path / "2", *given)) == digests(out)

@@ -110,14 +110,14 @@ def test_one_document_of_any_file_and_in_a_folder(tmp_path, name):
     assert source.text_bytes() == len(TEXT)
 
 
-def test_texts_that_can_be_told_apart_are_left_to_the_hash(tmp_path, monkeypatch):
+def test_records_and_separated_texts_are_left_to_the_hash(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(TEXT)
     separated = opened(tmp_path, reading=Reading(separator="\n\n"))
     assert [part.split for part in separated.parts] == [None]
     assert separated.notes(0.05) == [] and "divided" not in separated.describe()
     (tmp_path / "b.jsonl").write_text(as_jsonl("one") + as_jsonl("two"))
     assert [part.split for part in opened(tmp_path / "b.jsonl").parts] == [None]
-    assert [part.split for part in opened(tmp_path).parts] == [None, None]
+    assert [part.split for part in opened(tmp_path).parts] == ["train", None, "validation"]
     assert len(opened(tmp_path / "a.txt", fraction=None).parts) == 1
     (tmp_path / "c.jsonl").write_text(as_jsonl("") * 8 + as_jsonl(TEXT))
     assert len(opened(tmp_path / "c.jsonl").parts) == 2
@@ -183,7 +183,7 @@ def test_the_nearest_end_of_a_line_or_else_of_a_word(text, fraction, expected):
 def test_an_empty_compressed_file_beside_one_text_is_damaged(tmp_path):
     (tmp_path / "a.txt").write_text("a line of it\n" * 50)
     (tmp_path / "b.jsonl").write_bytes(b"")
-    assert open_source("files", str(tmp_path), Reading(), validation_fraction=0.1).division
+    assert open_source("files", str(tmp_path), Reading(), validation_fraction=0.1).divisions
     (tmp_path / "c.jsonl.zst").write_bytes(b"")
     source = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
     with pytest.raises(UserError, match=r"c\.jsonl\.zst: broken zstd file \(it is empty\)"):
@@ -197,4 +197,38 @@ def test_a_document_that_is_too_large_is_one_that_a_separator_divides(tmp_path, 
     (tmp_path / "a.txt").write_text("a line\n" * 50 + "---" + "a line\n" * 10)
     reading = Reading(separator="---")
     source = open_source("files", str(tmp_path), reading, validation_fraction=0.1)
-    assert source.division is None and len(source.parts) == 1
+    assert source.divisions == [] and len(source.parts) == 1
+
+
+def novels(folder):
+    """Two novels and two files that say what they are."""
+    folder.mkdir()
+    for name, text in (("a", TEXT), ("b", TEXT[::-1])):
+        (folder / f"{name}.txt").write_text(text)
+        (folder / f"README_{name}.md").write_text(f"{name}: a novel by somebody\n")
+    return folder
+
+
+def test_large_texts_beside_small_ones_are_held_out_in_part(tmp_path, prepare, capsys):
+    """Validation was on a single README."""
+    given = flags(novels(tmp_path / "in"), "--workers", 1)
+    out = prepare(tmp_path / "out", *given)
+    held_out, train = (list(texts_of(out, split)) for split in ("validation", "train"))
+    assert sorted(map(len, held_out + train))[:2] == [23, 23]
+    ends = [text for text in held_out if len(text) > 23]
+    assert [TEXT.endswith(ends[0]), TEXT[::-1].endswith(ends[1])] == [True, True]
+    assert sum(map(len, ends)) == pytest.approx(0.1 * len(TEXT), rel=0.1)
+    line = next(s for s in capsys.readouterr().out.splitlines() if s.startswith("held out: "))
+    assert f"{sum(map(len, ends)):,} of the {2 * len(TEXT):,} bytes of 2 texts" in line
+    divided = json.loads((out / "manifest.json").read_text())["source"]["divided"]
+    assert (divided["files"], divided["validation_bytes"]) == (2, sum(map(len, ends)))
+    assert digests(prepare(tmp_path / "2", *given[:-1], 2)) == digests(out)
+    for stage in (("encode", "--task", "1/2"), ("encode", "--task", "0/2"), ("assemble",)):
+        prepare(tmp_path / "tasks", *given, "--stage", *stage)
+    assert digests(tmp_path / "tasks") == digests(out)
+
+
+def test_a_limit_counts_divided_and_whole_texts_together(tmp_path, prepare):
+    out = prepare(tmp_path / "out", *flags(novels(tmp_path / "in"), "--max-documents", 3))
+    documents = [open_corpus(out, split).num_documents for split in ("train", "validation")]
+    assert sum(documents) == 4 and documents[1] in (1, 2, 3)

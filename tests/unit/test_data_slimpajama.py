@@ -229,4 +229,4 @@ def test_files_that_tell_no_split_beside_train_are_left_out_and_named(tmp_path):
     source = open_source("slimpajama", str(tmp_path), Reading())
     assert [part.name for part in source.parts] == ["train/a.jsonl", "validation/b.jsonl"]
     (line,) = source.notes(0.05)
-    assert re.match(r"note: .*: files are left out \(2\), .* the first is chunk1/d\.jsonl$", line)
+    assert re.match(r"left out, no split in the name .* \(files: 2\): chunk1/d\.jsonl", line)

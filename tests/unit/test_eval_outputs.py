@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from eval.common.outputs import PICTURES, claim_file, claim_outputs, named
+from cat_lm.io.outputs import PICTURES, claim_file, claim_outputs, named
 from eval.common.provenance import provenance
 
 NAMES = ["sweep.csv", *named("sweep", *PICTURES)]
@@ -48,7 +48,7 @@ def test_results_of_earlier_versions_speak_for_their_tables(tmp_path, inside):
     claim_file(tmp_path / "sweep.json", "--json")
     (tmp_path / "link.json").symlink_to("sweep.json")
     for name in ("sweep.csv", "link.json"):
-        with pytest.raises(UserError, match=f"--json .*{name}: holds no result of an evaluation"):
+        with pytest.raises(UserError, match=f"--json .*{name}: holds no earlier result"):
             claim_file(tmp_path / name, "--json")
 
 

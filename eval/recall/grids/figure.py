@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
+from cat_lm.io.outputs import PICTURES, claim_outputs, is_result, named
 from cat_lm.io.readers import read_object
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.summary import TRAINED, diverged, summary, training
 from eval.common.grids.tuning import TUNING_SEED, Choice, all_records, run_tuned
-from eval.common.outputs import PICTURES, claim_outputs, is_result, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids import contrasts

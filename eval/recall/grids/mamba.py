@@ -22,6 +22,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from cat_lm.io.files import finite, write_json, write_text
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, alone_in, run_unfinished
@@ -35,7 +36,6 @@ from eval.common.grids.summary import (
     training,
 )
 from eval.common.grids.tuning import TUNING_SEED, Choice, all_records, foreseen, run_tuned
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import RUN_COLOURS, STYLE, save_figure
 from eval.common.text_table import markdown_table

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 from cat_lm.data.manifest import read_manifest
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.common.comparison import compare, ratio_error
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.summary import diverged, training
 from eval.common.grids.tuning import Choice, all_records, run_tuned
-from eval.common.outputs import PICTURES, claim_outputs, named
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.recall.grids.plan import Place, Run

@@ -72,14 +72,14 @@ def test_files_are_left_out_of_both_splits(tmp_path):
 
 
 def test_of_several_files_one_is_left_and_divided(tmp_path):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("a line of it\n" * 50)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(json_lines(["a line of it\n" * 50]))
     both = open_source("files", str(tmp_path), Reading(), validation_fraction=0.1)
     one = open_source(
-        "files", str(tmp_path), Reading(), validation_fraction=0.1, exclude=("b.txt",)
+        "files", str(tmp_path), Reading(), validation_fraction=0.1, exclude=("b.jsonl",)
     )
-    assert names(both) == ["a.txt", "b.txt"]
-    assert names(one) == ["train/a.txt", "validation/a.txt"]
+    assert names(both) == ["a.jsonl", "b.jsonl"]
+    assert names(one) == ["train/a.jsonl", "validation/a.jsonl"]
 
 
 def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
@@ -93,8 +93,10 @@ def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
     (root / "chunk1" / "b.jsonl").symlink_to(there / "deep" / "a.jsonl")
     source = open_source("files", str(root), Reading())
     names = [part.name for part in source.parts]
-    assert names == ["chunk1/a.jsonl", "chunk1/b.jsonl", "chunk2/deep/a.jsonl"]
-    assert texts("files", root) == ["chunk1", "deep", "deep"]
+    assert names == ["chunk1/a.jsonl", "chunk1/b.jsonl"]
+    assert texts("files", root) == ["chunk1", "deep"]
+    (line,) = source.notes(0.05)
+    assert line.endswith("listed again (files: 1): chunk2/deep/a.jsonl is chunk1/b.jsonl")
     (root / "chunk2").unlink()
     (root / "chunk1" / "c.jsonl").symlink_to(tmp_path / "absent")
     with pytest.raises(UserError, match=r"--path .*c\.jsonl is a link to nothing"):
@@ -118,14 +120,17 @@ def test_globs_follow_links_but_not_to_folders_above(tmp_path):
 
 
 def test_links_that_lead_to_each_other_are_followed_once(tmp_path):
-    """Neither folder lies above the other: each document was found some forty times."""
+    """Neither folder lies above the other."""
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
         (tmp_path / name / "other").symlink_to(f"../{other}")
-    expected = ["a/other/x.jsonl", "a/x.jsonl", "b/other/x.jsonl", "b/x.jsonl"]
     for path in (tmp_path, tmp_path / "**/*.jsonl"):
-        assert sorted(names(open_source("files", str(path), Reading()))) == expected
+        source = open_source("files", str(path), Reading())
+        assert names(source) == ["a/other/x.jsonl", "a/x.jsonl"]
+        assert source.left_out[0].names == (
+            *("b/other/x.jsonl is a/x.jsonl", "b/x.jsonl is a/other/x.jsonl"),
+        )
 
 
 def test_hidden_folders_are_not_looked_into(tmp_path, monkeypatch):
@@ -234,3 +239,49 @@ def test_a_file_that_changes_is_an_error(tmp_path):
         stream.write(json_lines(["late"]))
     with pytest.raises(UserError, match="has changed"):
         next(source.read(part))
+
+
+def test_files_that_are_not_read_are_counted_and_named(tmp_path):
+    for name in ("a.jsonl", "b.csv", "sub/c.csv", "sub/README", ".d.jsonl", ".gitignore"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(json_lines([name]))
+    os.mkfifo(tmp_path / "e.txt")
+    os.link(tmp_path / "a.jsonl", tmp_path / "f.jsonl")
+    (tmp_path / "blob").symlink_to("a.jsonl")  # of no known kind, but read under its other name
+    source = open_source("files", str(tmp_path), Reading())
+    assert texts("files", tmp_path) == ["a.jsonl"]
+    unread, _ = source.left_out
+    assert unread.names == (".d.jsonl", "b.csv", "e.txt", "sub/README", "sub/c.csv")
+    assert source.notes(0.05) == [
+        "left out, hidden or of no known kind (2 .csv, 1 .jsonl, 1 .txt, 1 no suffix) (files: 5): "
+        ".d.jsonl, b.csv, e.txt, …",
+        "read once though listed again (files: 1): f.jsonl is a.jsonl",
+    ]
+    assert open_source("files", f"{tmp_path}/[as]*", Reading()).left_out[0].names == ("sub/",)
+    source = open_source("files", str(tmp_path), Reading(), exclude=("*.csv", "*/README", "a*"))
+    assert names(source) == ["f.jsonl"], "another name of a file that is left out is read"
+    assert [entry.names for entry in source.left_out] == [(".d.jsonl", "e.txt")]
+
+
+def test_revisions_in_the_hubs_cache_are_read_once(tmp_path):
+    blobs, snapshots = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    (blobs / "0a1b").write_bytes(json_lines(["x"]))
+    for revision in ("1", "2"):
+        (snapshots / revision).mkdir(parents=True)
+        (snapshots / revision / "a.jsonl").symlink_to("../../blobs/0a1b")
+    for path in (tmp_path, f"{snapshots}/*/a.jsonl"):
+        assert texts("files", path) == ["x"]
+        (again,) = open_source("files", str(path), Reading()).left_out
+        assert len(again.names) == 1 and again.names[0].endswith("1/a.jsonl")
+    with pytest.raises(UserError, match=r"--validation-path .*: --path has .*1/a\.jsonl too"):
+        texts("files", snapshots / "1", validation_path=str(snapshots / "2"))
+
+
+def test_one_file_in_two_splits_is_refused(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train" / "a.jsonl").write_bytes(json_lines(["x"]))
+    (tmp_path / "validation" / "a.jsonl").symlink_to("../train/a.jsonl")
+    with pytest.raises(UserError, match=r"is the same file as .*, of another split"):
+        texts("slimpajama", tmp_path)

@@ -1,8 +1,10 @@
 """Documents of a file: its blocks, lines and pages; what cannot be read is named."""
 
+import bz2
 import gzip
 import hashlib
 import io
+import lzma
 import re
 import tracemalloc
 
@@ -27,6 +29,41 @@ def test_zstd_frames_larger_than_a_block(tmp_path):
     lines = json_lines([f"{number} " * 1000 for number in range(3000)])
     (tmp_path / "x.jsonl.zst").write_bytes(zstandard.compress(lines))
     assert texts("files", tmp_path) == [f"{number} " * 1000 for number in range(3000)]
+
+
+PACK = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_every_kind_is_read_packed_too(tmp_path, packing):
+    content = {".jsonl": json_lines(), ".ndjson": json_lines(), ".txt": b"text", ".md": b"marked"}
+    if packing:
+        content[".json"] = json_lines()
+    for kind, data in content.items():
+        frames = PACK[packing](data[:3]) + PACK[packing](data[3:])
+        (tmp_path / f"x{kind}{packing}").write_bytes(frames)
+    source = open_source("files", str(tmp_path), Reading())
+    assert source.left_out == []
+    found = [document.text for document in documents(source)]
+    assert sorted(found) == sorted([*TEXTS * (3 if packing else 2), "text", "marked"])
+
+
+@pytest.mark.parametrize("packing", [packing for packing in PACK if packing])
+def test_packed_files_are_unpacked_in_bounded_blocks(packing):
+    """A call for each 128 kB of a zstd file gave gigabytes of such text."""
+    packed = PACK[packing](bytes(1 << 27))
+    blocks = documents_module._blocks(io.BytesIO(packed), "x", f".txt{packing}")
+    tracemalloc.start()
+    size, (_, peak) = sum(map(len, blocks)), tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size == 1 << 27
+    assert peak < 100e6
 
 
 BAD_LINES = {
@@ -173,6 +210,11 @@ BAD_FILES = {
     "h.jsonl.gz": (b"not gzip", "h.jsonl.gz: broken gzip file"),
     "z.jsonl.zst": (zstandard.compress(json_lines())[:-3], "broken zstd file .cut short"),
     "w.jsonl.zst": (b"not zstd at all", r"w\.jsonl\.zst: broken zstd file"),
+    "b.ndjson.bz2": (bz2.compress(json_lines())[:-9], r"broken bz2 file \(cut short\)"),
+    "c.md.bz2": (b"not bz2", "broken bz2 file"),
+    "x.json.xz": (lzma.compress(json_lines())[:-9], r"broken xz file \(cut short\)"),
+    "y.txt.xz": (b"not xz", "broken xz file"),
+    "y0.txt.xz": (b"", r"broken xz file \(it is empty\)"),
     "p.parquet": (b"PAR1 broken", r"p\.parquet: broken parquet file"),
     # What a download or a copy leaves that was cut short at once.
     "g0.jsonl.gz": (b"", r"g0\.jsonl\.gz: broken gzip file \(it is empty\)"),

@@ -1,4 +1,4 @@
-"""Fixed names in --out: what an evaluation may write over, known before it computes.
+"""Outputs with fixed names: what a command may write over, known before it computes.
 
 A file is replaced where an earlier run of the same command listed it, in a hidden file beside it,
 or where it is a result that says which command made it. Earlier versions listed nothing: where
@@ -54,11 +54,11 @@ def claim_outputs(out: Path | str, result: str, names: Iterable[str] = ()) -> No
 def claim_file(path: Path | str, flag: str) -> None:
     """Check that a result may be written to `path`. Raises UserError where something else is."""
     if os.path.lexists(path) and not is_result(Path(path)):
-        raise UserError(f"{flag} {path}: holds no result of an evaluation; give another file")
+        raise UserError(f"{flag} {path}: holds no earlier result of ours; give another file")
 
 
 def is_result(path: Path) -> bool:
-    """Tell whether a file is JSON that an evaluation wrote: it says with what command."""
+    """Return True if a file is JSON that this program wrote: it says with what command."""
     if path.is_symlink() or not path.is_file():
         return False
     try:
