@@ -223,7 +223,7 @@ def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp
     # A file where the folder would be: unlike permissions, it stops root too.
     (corpus.folder / "packing").write_text("")
     windows = PackedWindows(corpus, T, tmp_path / "cache")
-    assert list((tmp_path / "cache/packing").glob("train-16-v1-*/pieces.bin"))
+    assert list((tmp_path / "cache/packing").glob("train-16-v2-*/pieces.bin"))
     assert windows.num_windows == PackedWindows(corpus, T, tmp_path / "cache").num_windows
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.data import TrainLoader, validation_windows, verified
+from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.verified import NOTE, Check, Notes, shard_files
 from cat_lm.errors import UserError
@@ -99,6 +100,7 @@ def test_another_manifest_asks_for_other_checksums(folder):
     open_verified(folder, "train")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["splits"]["train"]["shards"][0]["bin_sha256"] = "0" * 64
+    manifest["fingerprint"] = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"train-00000\.bin: .* the manifest says 0000000000000000"):
         open_verified(folder, "train")
