@@ -37,7 +37,7 @@ def attention_of(study: Study, job: Job) -> dict[str, Any]:
         CellStore(ROOT / job.folder, _Measured),
         folder_sha256(ROOT / job.folder / "model"),
     )
-    found = store.read_intact("attention")
+    found = store.read("attention")
     if found is None or found["model_sha256"] != sha256:
         found = {"model_sha256": sha256, **_measured(study, job)}
         store.write("attention", found)

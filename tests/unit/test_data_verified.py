@@ -163,6 +163,26 @@ def test_opening_reads_nothing_to_the_end(folder, hashed):
     assert hashed == []
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "another", "differs from the tokenizer that made the data"),
+        ("tokenizer.json", None, "no such file"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', 'eos_token is "<end>"'),
+    ],
+)
+def test_another_tokenizer_in_the_folder_is_refused(tiny_corpus, tmp_path, name, content, message):
+    data = shutil.copytree(tiny_corpus, tmp_path / "data")
+    open_verified(data, "train")
+    path = data / "tokenizer" / name
+    path.write_text(content) if content else path.unlink()
+    with pytest.raises(UserError, match=message):
+        open_verified(data, "train")
+    ranks = Together(1)
+    (found,) = ranks.run(lambda rank: shards.verify(config(data), ranks, print))
+    assert message in str(found)
+
+
 def test_a_packing_plan_is_not_made_of_a_damaged_index(folder):
     with open(folder / "train-00001.idx", "r+b") as stream:
         stream.seek(-8, os.SEEK_END)

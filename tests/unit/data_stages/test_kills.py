@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cat_lm.data.opening import open_corpus
@@ -78,6 +79,17 @@ def test_killed_once_late(tmp_path, sets, expected, renames):
     """While parts are finished, between the stages, and while shards are."""
     out = tmp_path / "out"
     assert not die_at(out, set_flags(sets, *WISHES), renames)
+    assert die_at(out, set_flags(sets, *WISHES), 10**9)
+    assert digests(out) == expected
+
+
+def test_damaged_token_counts_are_counted_again(tmp_path, sets, expected):
+    out = tmp_path / "out"
+    assert not die_at(out, set_flags(sets, *WISHES), 42)
+    for path in out.glob("parts/shards/*.npy"):
+        counts = np.load(path)
+        counts[:2] = counts[1::-1]
+        np.save(path, counts)
     assert die_at(out, set_flags(sets, *WISHES), 10**9)
     assert digests(out) == expected
 
