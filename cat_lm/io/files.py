@@ -114,8 +114,6 @@ class AppendedFile:
 
     def _append(self, data: bytes) -> None:
         self._keep_name()
-        # Another process may have cut the file short, as log rotation by copying does.
-        self._size = os.fstat(self._stream.fileno()).st_size
         self._put(data)
 
     def _put(self, data: bytes) -> None:
@@ -131,7 +129,10 @@ class AppendedFile:
         folder under another name, or another file is there already.
         """
         try:
-            if os.path.samestat(os.stat(self._path), self._own):
+            found = os.stat(self._path)
+            if os.path.samestat(found, self._own):
+                # Another process may have cut it short, as log rotation by copying does.
+                self._size = found.st_size
                 return
         except FileNotFoundError:
             pass
