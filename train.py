@@ -130,7 +130,7 @@ class Trainer:
 
         # What is written on the way.
         past = self.checkpoints.recorded_step
-        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, recorded_step=past))
+        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, past, self.log.line))
         self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
         if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
             self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")

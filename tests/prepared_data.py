@@ -74,7 +74,7 @@ def bare_manifest(shards: list[dict], vocab_size: int, dtype: str = "uint16") ->
     return {
         "format_version": 1,
         "dtype": dtype,
-        "fingerprint": "f" * 64,
+        "fingerprint": fingerprint(listed, "0" * 64),
         "source": {},
         "sources": {},
         "unigram_loss": 1.0,

@@ -151,6 +151,27 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
     return digest.hexdigest()
 
 
+def check_fingerprint(manifest: dict[str, Any], name: str) -> None:
+    """Check that a manifest's fingerprint is that of the shards and the tokenizer it lists.
+
+    A run that is resumed, a packing plan and a cache know their data by the fingerprint alone.
+
+    Args:
+        name: what the error calls the data.
+
+    Raises:
+        UserError: it is another's.
+    """
+    if (
+        fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
+        != (manifest["fingerprint"])
+    ):
+        raise UserError(
+            f"{name}: the manifest's fingerprint does not belong to its shards; copy the data "
+            "again from where they are whole, or prepare them again"
+        )
+
+
 def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
     """Open a shard that a manifest lists. Raises UserError where it is not what the list says."""
     shard = Shard(folder / entry["name"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.loader import TrainLoader
-from cat_lm.data.manifest import read_manifest
+from cat_lm.data.manifest import check_fingerprint, read_manifest
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.storage import is_remote
 from cat_lm.data.verified import verify
@@ -28,14 +28,16 @@ def open_corpus(
         look: at each shard now; else where it is first read, as another process has just looked.
 
     Raises:
-        UserError: the folder is unfinished, there is no such split, or shards have other sizes than
-            the manifest says.
+        UserError: the folder is unfinished, there is no such split, the manifest is of other
+            shards, or shards have other sizes than it says.
     """
     if is_remote(folder):
         from cat_lm.data.remote import open_remote
 
         return open_remote(str(folder), split, cache_dir)
-    return TokenCorpus(Path(folder), split, read_manifest(folder), look=look)
+    manifest = read_manifest(folder)
+    check_fingerprint(manifest, str(folder))
+    return TokenCorpus(Path(folder), split, manifest, look=look)
 
 
 def open_verified(
@@ -44,7 +46,7 @@ def open_verified(
     """Open a split of prepared data as `open_corpus` does, and verify its shards.
 
     Raises:
-        UserError: as `open_corpus`, or a shard is not what the manifest says.
+        UserError: as `open_corpus`, or a shard or the tokenizer is not what the manifest says.
     """
     corpus = open_corpus(folder, split, cache_dir)
     verify([corpus], cache_dir)

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import cache_folder
-from cat_lm.data.verified import verify
+from cat_lm.data.verified import NOTE, Listed, Notes, changed_files, verify
 from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError, is_temporary
+from cat_lm.io.checksums import checksums
 from cat_lm.io.files import sync_directory, write_json
 from cat_lm.io.locks import Busy, Lock, hold
 from cat_lm.io.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
@@ -35,14 +37,18 @@ from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
-VERSION = 1
+VERSION = 2
+FILES = ("windows.bin", "pieces.bin")
 GROUP = 100_000
 WAIT_SECONDS = 0.2  # between looks whether another process has made a plan
 _PURPOSE = "a packing plan on its way"
 
 
 class Plan(Record):
-    """The content of `plan.json`: the plan's data and settings, and its size."""
+    """The content of `plan.json`: the plan's data and settings, its size and its files' SHA-256.
+
+    Plans of version 1 have no checksums, and are not read.
+    """
 
     version: int
     fingerprint: Digest
@@ -52,6 +58,7 @@ class Plan(Record):
     windows: Count
     pieces: Count
     cut_documents: Count
+    sha256: dict[Literal[FILES], Digest] = Field(default_factory=dict)
 
 
 class PackedWindows:
@@ -156,6 +163,10 @@ def plan_folder(
     """
     cache_dir = cache_folder(cache_dir)
     name = _plan_name(corpus.split, context_length, corpus.fingerprint)
+
+    def is_whole(folder: Path) -> bool:
+        return _is_whole(folder, identity, cache_dir, progress)
+
     identity = {
         "version": VERSION,
         "fingerprint": corpus.fingerprint,
@@ -165,7 +176,7 @@ def plan_folder(
     }
     places = [corpus.folder / PACKING / name, cache_dir / PACKING / name]
     for place in places:
-        if _is_whole(place, identity):
+        if is_whole(place):
             return place
     for place in places:
         try:
@@ -177,7 +188,7 @@ def plan_folder(
                 raise
             continue  # the data are on a disk that this user may only read
         with lock:
-            if not _is_whole(place, identity):
+            if not is_whole(place):
                 _make(place, corpus, identity, cache_dir, progress)
         return place
     raise AssertionError
@@ -193,8 +204,10 @@ def _patiently(path: Path, progress: Callable[[str], object]) -> Lock:
             time.sleep(WAIT_SECONDS)
 
 
-def _is_whole(folder: Path, identity: dict) -> bool:
-    """Tell whether a plan is there.
+def _is_whole(
+    folder: Path, identity: dict, cache_dir: Path, progress: Callable[[str], object]
+) -> bool:
+    """Tell whether a plan is there; its files are hashed where that was not yet done.
 
     Raises:
         UserError: it is damaged, or of something else; temporary where it cannot be read now.
@@ -203,9 +216,14 @@ def _is_whole(folder: Path, identity: dict) -> bool:
         return False
     try:
         plan = read_json(folder / "plan.json", Plan)
-        sizes = {name: (folder / name).stat().st_size for name in ("windows.bin", "pieces.bin")}
+        sizes = {name: (folder / name).stat().st_size for name in FILES}
         expected = {"windows.bin": 8 * plan.windows, "pieces.bin": PIECE.itemsize * plan.pieces}
-        whole = sizes == expected and {key: getattr(plan, key) for key in identity} == identity
+        whole = (
+            sizes == expected
+            and {key: getattr(plan, key) for key in identity} == identity
+            and plan.sha256.keys() == sizes.keys()
+            and not changed_files(folder, plan.sha256, cache_dir, progress)
+        )
     except (OSError, UserError) as error:
         if is_temporary(error):  # nobody is to delete it for that
             raise
@@ -233,11 +251,15 @@ def _make(
         made = temporary / folder.name
         made.mkdir()
         totals = _write_plan(made, corpus, identity["context_length"], progress)
-        write_json(made / "plan.json", {**identity, **totals})
+        paths = [made / name for name in FILES]
+        digests = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
+        Notes(made).add([Listed(*item).stamp() for item in digests.items()])
+        sha256 = {path.name: digest for path, digest in digests.items()}
+        write_json(made / "plan.json", {**identity, **totals, "sha256": sha256})
         try:
             os.rename(made, folder)
         except OSError:
-            if not _is_whole(folder, identity):
+            if not _is_whole(folder, identity, cache_dir, progress):
                 raise
         sync_directory(folder.parent)
     finally:
@@ -264,16 +286,17 @@ def plan_files(data: Path) -> list[str]:
             plan = read_json(record, Plan)
         except (OSError, UserError):
             continue
-        if folder.name != _plan_name(plan.split, plan.context_length, plan.fingerprint):
+        name = _plan_name(plan.split, plan.context_length, plan.fingerprint, plan.version)
+        if folder.name != name:
             continue
         place = f"{PACKING}/{folder.name}"
-        found += [f"{place}/{name}" for name in ("plan.json", "windows.bin", "pieces.bin")]
+        found += [f"{place}/{name}" for name in ("plan.json", *FILES, NOTE)]
         found.append(f"{PACKING}/.{folder.name}.lock")
     return found
 
 
-def _plan_name(split: str, context_length: int, fingerprint: str) -> str:
-    return f"{split}-{context_length}-v{VERSION}-{fingerprint[:16]}"
+def _plan_name(split: str, context_length: int, fingerprint: str, version: int = VERSION) -> str:
+    return f"{split}-{context_length}-v{version}-{fingerprint[:16]}"
 
 
 def _write_plan(

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
-from cat_lm.data.manifest import MANIFEST, listed_shards, parse_manifest
+from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
 from cat_lm.data.remote_shards import RemoteShard, locked
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
@@ -63,6 +63,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     except FileNotFoundError:
         raise UserError(f"{url}: holds no finished data (no {MANIFEST})") from None
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
+    check_fingerprint(manifest, storage.url)  # it names the folder of the copies
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
     try:
         folder.mkdir(parents=True, exist_ok=True)

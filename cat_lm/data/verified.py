@@ -1,4 +1,4 @@
-"""Shards compared with their manifest's SHA-256, once for every copy of them.
+"""Shards compared with their manifest's SHA-256, and kept files with their record's, once a copy.
 
 What was compared is noted in `.verified.jsonl` beside the shards, or in the cache where their
 folder may not be written to: a line for each file, with its size, time and inode of then. A file
@@ -15,16 +15,16 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cat_lm.data.manifest import Count, Digest
 from cat_lm.data.storage import cache_folder
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import checksums
-from cat_lm.io.readers import Record, parse_json, resolve
+from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.io.checksums import checksums, sha256
+from cat_lm.io.readers import Record, parse_json, read_object, resolve, short
 
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus
@@ -168,8 +168,36 @@ def _parse(text: bytes) -> set[Stamp]:
     return found
 
 
+def check_tokenizer(folder: Path, manifest: dict) -> None:
+    """Check that the tokenizer in a prepared folder is the one that made the data.
+
+    Its folder goes into every checkpoint. It is small, so that it is read each time.
+
+    Raises:
+        UserError: it is another one, or cannot be read.
+    """
+    path, expected = folder / "tokenizer" / "tokenizer.json", manifest["tokenizer"]
+    again = "copy it again from where it is whole, or prepare the data again"
+    try:
+        same = sha256(path) == expected["sha256"]
+    except OSError as error:
+        raise file_error(f"{path}: {describe_os_error(error)}; {again}", error) from None
+    if not same:
+        raise UserError(f"{path}: differs from the tokenizer that made the data; {again}")
+    settings = path.with_name("tokenizer_config.json")
+    if "eod_token" in expected and settings.is_file():
+        found = read_object(settings).get("eos_token")
+        if found != expected["eod_token"]:
+            raise UserError(
+                f"{settings}: eos_token is {short(found)}, documents of the data end with "
+                f"{short(expected['eod_token'])}; {again}"
+            )
+
+
 class Check:
     """Files of prepared data that are not noted as verified, and their verification.
+
+    Raises `UserError` at once where the tokenizer is not what the manifest says.
 
     Attributes: `todo`, what has to be read, largest first; `copy`, a text that two processes share
     where they see the same copy of the same files.
@@ -185,6 +213,7 @@ class Check:
         self._stamps: dict[Path, Stamp] = {}
         parts = [part for corpus in corpora for part in getattr(corpus, "parts", [corpus])]
         for part in parts:
+            check_tokenizer(part.folder, part.manifest)
             notes = self._notes.setdefault(part.folder, Notes(part.folder, cache_dir))
             listed = (shard_files(part.folder, entry, suffixes) for entry in part.entries_here())
             for file in (file for files in listed for file in files):
@@ -267,3 +296,28 @@ def verify(
     if problems:
         raise UserError(problems[0])
     check.note(check.todo)
+
+
+def changed_files(
+    folder: Path,
+    digests: Mapping[str, str],
+    cache_dir: Path | str | None = None,
+    progress: Callable[[str], object] = lambda what: None,
+) -> list[Path]:
+    """Return the files of a folder in a cache that are not what was written there.
+
+    Each is read once for every copy of it, as shards are.
+
+    Args:
+        digests: the SHA-256 of each file, by its name in `folder`.
+
+    Raises:
+        OSError: one is missing, or cannot be read.
+    """
+    notes = Notes(folder, cache_dir)
+    listed = [Listed(folder / name, digest) for name, digest in digests.items()]
+    stamps = {file.path: file.stamp() for file in listed if not notes.holds(file)}
+    found = checksums(stamps, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
+    changed = [path for path, stamp in stamps.items() if found[path] != stamp.sha256]
+    notes.add([stamp for path, stamp in stamps.items() if path not in changed])
+    return changed

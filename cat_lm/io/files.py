@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from cat_lm.errors import UserError, describe_os_error, file_error
 
+_PIECE = 1 << 22
 # What only a write can meet; a read inside of `naming` may be of another file.
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -72,19 +73,29 @@ class AppendedFile:
     A write that fails does not raise: several ranks must end together. It is kept as `error`,
     nothing of it stays in the file, and nothing more is written.
 
+    Where the file is removed or renamed meanwhile, writing continues under its name.
+
     Attributes:
         error: what the user must know of the first failure, or None.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow."""
+    def __init__(self, path: Path | str, say: Callable[[str], object] = lambda line: None) -> None:
+        """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow.
+
+        Args:
+            say: gets a line when the file was removed or renamed.
+        """
         self.error: UserError | None = None
-        self._path = path
-        if os.path.islink(path):
-            raise UserError(f"{path}: is a link, must be a run's own file; remove it")
+        self._path, self._say = Path(path), say
+        self._open()
+
+    def _open(self) -> None:
+        if self._path.is_symlink():
+            raise UserError(f"{self._path}: is a link, must be a run's own file; remove it")
         # Without a buffer: it would be written again, and fail again, whenever it is let go.
-        self._stream = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._size = self._stream.tell()
+        self._stream = open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        self._own = os.fstat(self._stream.fileno())
+        self._size = self._own.st_size
 
     def write(self, data: bytes) -> None:
         """Appends `data` and hands it to the system."""
@@ -94,20 +105,65 @@ class AppendedFile:
     def sync(self) -> None:
         """Flushes to disk."""
         if self.error is None:
-            self._try(lambda: os.fsync(self._stream.fileno()))
+            self._try(lambda: (self._keep_name(), os.fsync(self._stream.fileno())))
 
     def close(self) -> None:
+        if self.error is None:
+            self._try(self._keep_name)
         self._try(self._stream.close)
 
     def _append(self, data: bytes) -> None:
+        self._keep_name()
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
         left = memoryview(data)
         while left:  # on a disk that is nearly full the system writes a part
             left = left[self._stream.write(left) :]
         self._size += len(data)
 
+    def _keep_name(self) -> None:
+        """Write to the file's name again where it no longer leads to what is written.
+
+        What was written before is copied there from the open file, unless it is still in the
+        folder under another name, or another file is there already.
+        """
+        try:
+            found = os.stat(self._path)
+            if os.path.samestat(found, self._own):
+                # Another process may have cut it short, as log rotation by copying does.
+                self._size = found.st_size
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:  # Nothing can be told for a while; the open file may still be written to.
+            return
+        self._path.parent.mkdir(exist_ok=True)
+        # NFS keeps a file that was removed while it is open under a name of its own.
+        renamed = [
+            entry.name
+            for entry in os.scandir(self._path.parent)
+            if entry.inode() == self._own.st_ino and not entry.name.startswith(".nfs")
+        ]
+        old = self._stream
+        self._open()
+        with old:
+            if renamed:
+                how = f"was renamed to {renamed[0]}; what follows is in a new file"
+            elif self._size:
+                how = "was replaced by another file; what follows is appended to that one"
+            else:
+                how = "was removed; it is written again with all that it held"
+                old.seek(0)
+                while piece := old.read(_PIECE):
+                    self._put(piece)
+        self._say(f"{self._path}: {how}")
+
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
+        except UserError as error:  # there is a link in the file's place
+            self.error = error
         except OSError as error:
             text = f"{self._path}: {describe_os_error(error)}"
             self.error = self.error or file_error(text, error)

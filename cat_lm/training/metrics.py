@@ -8,6 +8,7 @@ import json
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class RunLog:
     """Lines for people: on the terminal and appended to `train.log`; silent on later ranks."""
 
     def __init__(self, path: Path | None) -> None:
-        self._file = AppendedFile(path) if path else None
+        self._file = AppendedFile(path, self.line) if path else None
 
     @property
     def error(self) -> UserError | None:
@@ -52,20 +53,29 @@ class Metrics:
 
     Args:
         recorded_step: up to which the folder's records are this run's past; 0: none is.
+        say: gets a line when a file of the records was removed or renamed.
 
     Attributes:
         validated_step: of the last validation that was recorded when the run began; 0: none.
     """
 
-    def __init__(self, run_folder: Path, config: RunConfig, recorded_step: int) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        config: RunConfig,
+        recorded_step: int,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
         path = run_folder / "metrics.jsonl"
         self.validated_step = keep_records(path, up_to_step=recorded_step)
-        self._file = AppendedFile(path)
+        self._file = AppendedFile(path, say)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
             from cat_lm.training.tensorboard import EventFile
 
-            self._tensorboard = EventFile(run_folder / "tensorboard", purge_step=recorded_step + 1)
+            self._tensorboard = EventFile(
+                run_folder / "tensorboard", purge_step=recorded_step + 1, say=say
+            )
         if config.logging.wandb_project:
             self._wandb = _start_wandb(run_folder, config)
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ class EventFile:
     A write that fails is kept as `error`, as `AppendedFile` does.
     """
 
-    def __init__(self, folder: Path, purge_step: int) -> None:
+    def __init__(
+        self, folder: Path, purge_step: int, say: Callable[[str], object] = lambda line: None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files_made)}"
-        self._file = AppendedFile(folder / f"events.out.tfevents.{name}")
+        self._file = AppendedFile(folder / f"events.out.tfevents.{name}", say)
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2", step=purge_step)
         self._write(session_log=SessionLog(status=SessionLog.START), step=purge_step)

@@ -11,6 +11,7 @@ import numpy as np
 
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
+from cat_lm.io.checksums import sha256
 from cat_lm.io.files import atomic_write
 from data_prep.assemble.selection import Selection
 from data_prep.encode.parts import (
@@ -148,7 +149,7 @@ def token_counts_path(work: Path, name: str) -> Path:
 
 def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
     """Describe a finished shard; None where it is not there, not whole, or of another plan."""
-    record = read_record(shard_record_path(work, name), ("key", "shard"))
+    record = read_record(shard_record_path(work, name), ("key", "shard", "counts_sha256"))
     if record is None or record["key"] != key:
         return None
     info = ShardInfo(**record["shard"])
@@ -157,7 +158,9 @@ def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) ->
         folder / f"{name}.idx": index_bytes(info.documents),
     }
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-    return info if whole and token_counts_path(work, name).is_file() else None
+    counts = token_counts_path(work, name)
+    whole = whole and counts.is_file() and sha256(counts) == record["counts_sha256"]
+    return info if whole else None
 
 
 def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
@@ -181,9 +184,10 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
     note_shards(task.folder, [info.to_json()])  # it was read again before it got its name
     with disk_errors(work):
-        with atomic_write(token_counts_path(work, shard.name), "wb") as stream:
+        path = token_counts_path(work, shard.name)
+        with atomic_write(path, "wb") as stream:
             np.save(stream, counts)
-        record = {"key": task.key, "shard": info.to_json()}
+        record = {"key": task.key, "shard": info.to_json(), "counts_sha256": sha256(path)}
         write_record(shard_record_path(work, shard.name), record)
     return shard.name
 

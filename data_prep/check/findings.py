@@ -9,7 +9,6 @@ from pathlib import Path
 import cat_lm
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import listed_shards, read_manifest, splits_of
-from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
@@ -78,7 +77,10 @@ def _check(
 ) -> tuple[dict[str, TokenCorpus], list[str]]:
     """The opened splits, and everything that is wrong with them."""
     try:
-        corpora = {split: open_corpus(options.folder, split) for split in splits_of(manifest)}
+        # Not by `open_corpus`, which ends at the first contradiction in the manifest.
+        corpora = {
+            split: TokenCorpus(options.folder, split, manifest) for split in splits_of(manifest)
+        }
     except UserError as error:  # a shard is gone, or its size is not what the manifest says
         return {}, [str(error)]
     problems = list(manifest_problems(options.folder, manifest))

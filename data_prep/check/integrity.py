@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.manifest import fingerprint, listed_shards, splits_of
+from cat_lm.data.manifest import check_fingerprint, splits_of
 from cat_lm.data.shards import Shard
+from cat_lm.data.verified import check_tokenizer
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from data_prep.progress import TextProgress
-from data_prep.unfinished import TOKENIZER
 from data_prep.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
@@ -25,14 +25,14 @@ SMALL_BYTES = 1 << 26  # read before other processes have started
 
 def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
     """Yield the contradictions in the manifest and of the tokenizer; reads no shard."""
-    tokenizer_file = folder / TOKENIZER / "tokenizer.json"
-    digest = manifest["tokenizer"]["sha256"]
-    if not tokenizer_file.is_file():
-        yield f"{tokenizer_file}: no such file"
-    elif sha256(tokenizer_file) != digest:
-        yield f"{tokenizer_file}: differs from the tokenizer that made the data"
-    if fingerprint(listed_shards(manifest), digest) != manifest["fingerprint"]:
-        yield f"{folder}: the manifest's fingerprint does not belong to its shards"
+    for check in (
+        lambda: check_tokenizer(folder, manifest),
+        lambda: check_fingerprint(manifest, str(folder)),
+    ):
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
     for split in splits_of(manifest):
         counts = manifest["splits"][split]
         for key in ("documents", "tokens", "bytes"):

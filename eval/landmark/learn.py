@@ -6,6 +6,8 @@ parameters of one selector alone.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import pickle
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from torch import nn
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write
+from cat_lm.io.readers import read_bytes, read_object
+from cat_lm.io.seals import opened, write_sealed
 from cat_lm.landmark_calibration import drawn_windows, teach
 from eval.common.cell_store import key_hash
 from eval.landmark.choices import STATE
@@ -101,16 +105,29 @@ def learn(
         chooser.local = None
     _say(choosers, len(numbers))
     folder.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    torch.save(every.state_dict(), content)
+    # The checksum comes first: after a kill in between, both are written again.
+    write_sealed(path.with_suffix(".json"), {"sha256": _sha256(content.getvalue())})
     with atomic_write(path, "wb") as file:
-        torch.save(every.state_dict(), file)
+        file.write(content.getvalue())
     return name
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 def _read(every: nn.Module, path: Path) -> None:
+    errors = (RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError)
+    content = read_bytes(path)
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
+        record, whole = opened(read_object(path.with_suffix(".json")))
+        if not whole or record.get("sha256") != _sha256(content):
+            raise ValueError("it is not what was written")
+        stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         every.load_state_dict(stored)
-    except (RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+    except (*errors, UserError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: damaged: {why}; delete it, and the same command learns it again"

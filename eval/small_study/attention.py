@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import Record, read_json
+from cat_lm.io.readers import Record
+from eval.common.cell_store import CellStore
 from eval.common.models import folder_sha256
 from eval.small_study.plan import ROOT, Job, Study
 
@@ -33,15 +33,15 @@ def attention_of(study: Study, job: Job) -> dict[str, Any]:
     Raises:
         UserError: the run's export cannot be read.
     """
-    file, folder = ROOT / job.folder / "attention.json", ROOT / job.folder / "model"
-    sha256 = folder_sha256(folder)
-    if file.is_file():
-        found = read_json(file, _Measured)
-        if found.model_sha256 == sha256:
-            return found.model_dump()
-    measured = _measured(study, job)
-    write_json(file, {"model_sha256": sha256, **measured})
-    return {"model_sha256": sha256, **measured}
+    store, sha256 = (
+        CellStore(ROOT / job.folder, _Measured),
+        folder_sha256(ROOT / job.folder / "model"),
+    )
+    found = store.read("attention")
+    if found is None or found["model_sha256"] != sha256:
+        found = {"model_sha256": sha256, **_measured(study, job)}
+        store.write("attention", found)
+    return found
 
 
 def _measured(study: Study, job: Job) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """open_data: whatever the configuration names, or one clear line."""
 
+import json
 import os
 
 import pytest
@@ -10,6 +11,7 @@ from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
 from cat_lm.errors import UserError
+from cat_lm.io.checksums import sha256
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
 
@@ -33,6 +35,17 @@ def test_one_folder(folder):
     assert loader.corpus is corpus and loader.seed == 0
     assert (loader.context_length, loader.global_batch_size) == (32, 8)
     assert set(loader.batch(0)) == {"input_ids", "labels"}
+
+
+def test_manifest_of_other_shards_is_refused(folder):
+    """A shard and its checksum are another's, the fingerprint is not."""
+    tokens = folder / "train-00000.bin"
+    tokens.write_bytes(bytes(reversed(tokens.read_bytes())))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["splits"]["train"]["shards"][0]["bin_sha256"] = sha256(tokens)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="fingerprint does not belong to its shards"):
+        open_data(config_of(folder))
 
 
 def test_a_mixture_with_packing_and_masks(folder, tmp_path):

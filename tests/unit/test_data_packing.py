@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cat_lm.data import TrainLoader
+from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
-from cat_lm.data.best_fit import best_fit, pack
+from cat_lm.data.best_fit import PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.errors import TemporaryError, UserError, file_error
@@ -192,13 +193,21 @@ def damage(plan, what):
     elif what == "of other data":
         text = json.loads((plan / "plan.json").read_text()) | {"fingerprint": "another"}
         (plan / "plan.json").write_text(json.dumps(text))
+    elif what == "other windows":  # of numbers that could be a plan's
+        pieces = np.fromfile(plan / "pieces.bin", PIECE)
+        pieces["start"] = (pieces["start"] ^ 1) % pieces["start"].max()
+        pieces.tofile(plan / "pieces.bin")
     else:
         file = plan / what
         file.write_bytes(b"\x7f" * file.stat().st_size)
 
 
 @pytest.mark.parametrize(
-    "what", ["cut short", "no description", "of other data", "pieces.bin", "windows.bin"]
+    "what",
+    [
+        *("cut short", "no description", "of other data", "other windows"),
+        *("pieces.bin", "windows.bin"),
+    ],
 )
 def test_a_damaged_plan_is_an_error_that_says_what_to_delete(corpus, what):
     epoch(corpus)
@@ -206,6 +215,24 @@ def test_a_damaged_plan_is_an_error_that_says_what_to_delete(corpus, what):
     damage(plan, what)
     with pytest.raises(UserError, match=rf"{plan.name}: the packing plan is damaged; delete"):
         epoch(corpus)
+
+
+def test_plan_is_hashed_once_for_each_copy(corpus, tmp_path, monkeypatch):
+    hashed = []
+    real = verified.checksums
+    monkeypatch.setattr(
+        verified, "checksums", lambda paths, *more: hashed.extend(paths) or real(paths, *more)
+    )
+    epoch(corpus)
+    hashed.clear()
+    epoch(corpus)
+    assert hashed == []  # its maker has read it again
+    shutil.copytree(corpus.folder, tmp_path / "copy")
+    copy = open_corpus(tmp_path / "copy", "train")
+    epoch(copy)
+    assert sorted(path.name for path in hashed) == ["pieces.bin", "windows.bin"]
+    epoch(copy)
+    assert len(hashed) == 2
 
 
 def test_a_plan_that_cannot_be_read_now_is_not_to_be_deleted(corpus, monkeypatch):
@@ -223,7 +250,7 @@ def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp
     # A file where the folder would be: unlike permissions, it stops root too.
     (corpus.folder / "packing").write_text("")
     windows = PackedWindows(corpus, T, tmp_path / "cache")
-    assert list((tmp_path / "cache/packing").glob("train-16-v1-*/pieces.bin"))
+    assert list((tmp_path / "cache/packing").glob("train-16-v2-*/pieces.bin"))
     assert windows.num_windows == PackedWindows(corpus, T, tmp_path / "cache").num_windows
 
 

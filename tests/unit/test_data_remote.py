@@ -14,7 +14,7 @@ from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
 from cat_lm.data import remote as remote_module
 from cat_lm.data import storage as storage_module
 from cat_lm.data.mixture import Mixture
-from cat_lm.data.opening import open_corpus
+from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.storage import Storage, is_remote
 from cat_lm.errors import UserError
 from tests.prepared_data import random_documents, write_prepared
@@ -115,6 +115,23 @@ def test_documents_of_remote_data(local, memory, tmp_path):
     own, corpus = open_corpus(local, "train"), open_corpus(memory, "train", tmp_path)
     for index in (0, 70, 149):
         assert corpus.document(index) == own.document(index)
+
+
+def test_remote_manifest_of_other_shards_is_refused_before_it_names_a_folder(memory, tmp_path):
+    fs = fsspec.filesystem("memory")
+    path = f"{memory.removeprefix('memory:/')}/manifest.json"
+    manifest = json.loads(fs.cat_file(path)) | {"fingerprint": "0" * 64}
+    fs.pipe_file(path, json.dumps(manifest).encode())
+    with pytest.raises(UserError, match="fingerprint does not belong to its shards"):
+        open_corpus(memory, "train", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_copied_tokenizer_that_changed_is_refused(memory, tmp_path):
+    corpus = open_corpus(memory, "train", tmp_path)
+    (corpus.folder / "tokenizer/tokenizer.json").write_text("another")
+    with pytest.raises(UserError, match="differs from the tokenizer that made the data"):
+        open_verified(memory, "train", tmp_path)
 
 
 def test_a_mixture_of_remote_and_local_data(local, memory, tmp_path):

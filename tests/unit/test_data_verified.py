@@ -11,6 +11,7 @@ import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.data import TrainLoader, validation_windows, verified
+from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.verified import NOTE, Check, Notes, shard_files
 from cat_lm.errors import UserError
@@ -99,6 +100,7 @@ def test_another_manifest_asks_for_other_checksums(folder):
     open_verified(folder, "train")
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["splits"]["train"]["shards"][0]["bin_sha256"] = "0" * 64
+    manifest["fingerprint"] = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"train-00000\.bin: .* the manifest says 0000000000000000"):
         open_verified(folder, "train")
@@ -159,6 +161,26 @@ def test_a_file_that_changes_while_it_is_read_is_told(folder, monkeypatch):
 def test_opening_reads_nothing_to_the_end(folder, hashed):
     TrainLoader(open_corpus(folder, "train"), 16, 4, 0).batch(0)
     assert hashed == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "another", "differs from the tokenizer that made the data"),
+        ("tokenizer.json", None, "no such file"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', 'eos_token is "<end>"'),
+    ],
+)
+def test_another_tokenizer_in_the_folder_is_refused(tiny_corpus, tmp_path, name, content, message):
+    data = shutil.copytree(tiny_corpus, tmp_path / "data")
+    open_verified(data, "train")
+    path = data / "tokenizer" / name
+    path.write_text(content) if content else path.unlink()
+    with pytest.raises(UserError, match=message):
+        open_verified(data, "train")
+    ranks = Together(1)
+    (found,) = ranks.run(lambda rank: shards.verify(config(data), ranks, print))
+    assert message in str(found)
 
 
 def test_a_packing_plan_is_not_made_of_a_damaged_index(folder):

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from cat_lm.errors import TemporaryError, UserError
 from cat_lm.io.files import AppendedFile, write_json
 from cat_lm.training import metrics
 from cat_lm.training.distributed import describe_error
-from cat_lm.training.metrics import Metrics, RunLog
+from cat_lm.training.metrics import Metrics, RunLog, read_records
 from cat_lm.training.tensorboard import EventFile
 from tests.runs import run_values
 
@@ -69,6 +70,75 @@ def test_a_flush_that_fails_is_noted(tmp_path, monkeypatch):
     file.sync()
     assert str(file.error) == f"{tmp_path / 'x'}: Input/output error"
     assert isinstance(file.error, TemporaryError)
+
+
+def test_removed_file_is_written_again_whole(tmp_path):
+    said = []
+    file = AppendedFile(tmp_path / "x", said.append)
+    for text in (b"1\n", b"2\n", b"3\n"):
+        file.write(text)
+        (tmp_path / "x").unlink()
+    file.sync()  # nothing is written after the last removal but by this
+    assert (tmp_path / "x").read_bytes() == b"1\n2\n3\n"
+    (tmp_path / "x").unlink()
+    file.close()
+    assert (tmp_path / "x").read_bytes() == b"1\n2\n3\n" and file.error is None
+    expected = f"{tmp_path / 'x'}: was removed; it is written again with all that it held"
+    assert said == [expected] * 4
+
+
+def test_renamed_file_stays_and_a_new_one_follows(tmp_path):
+    said = []
+    file = AppendedFile(tmp_path / "x", said.append)
+    file.write(b"1\n")
+    (tmp_path / "x").rename(tmp_path / "x.1")
+    file.write(b"2\n")
+    assert (tmp_path / "x.1").read_bytes() == b"1\n" and (tmp_path / "x").read_bytes() == b"2\n"
+    assert said == [f"{tmp_path / 'x'}: was renamed to x.1; what follows is in a new file"]
+
+
+def test_replaced_file_is_appended_to_and_a_link_is_an_error(tmp_path):
+    said = []
+    file = AppendedFile(tmp_path / "x", said.append)
+    file.write(b"1\n")
+    (tmp_path / "x").unlink()
+    (tmp_path / "x").write_bytes(b"edited\n")
+    file.write(b"2\n")
+    assert (tmp_path / "x").read_bytes() == b"edited\n2\n" and "was replaced" in said[0]
+    (tmp_path / "x").unlink()
+    (tmp_path / "x").symlink_to("theirs")
+    file.write(b"3\n")
+    file.close()
+    assert "is a link" in str(file.error) and not (tmp_path / "theirs").exists()
+
+
+def test_file_cut_short_by_a_copying_rotation_has_no_gap(tmp_path):
+    file = AppendedFile(tmp_path / "x")
+    file.write(b"first\n")
+    os.truncate(tmp_path / "x", 0)
+    with file_sizes_limited(3):
+        file.write(b"second\n")
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+def test_records_and_logs_removed_under_way_are_whole_and_said(tmp_path, capsys):
+    values = run_values("unused", "unused")
+    values["logging"] = {"tensorboard": True}
+    log = RunLog(tmp_path / "train.log")
+    recorded = Metrics(tmp_path, RunConfig.model_validate(values), 0, log.line)
+    log.line("a line")
+    for step in (1, 2, 3):
+        recorded.write({"step": step, "loss": 1.5})
+        shutil.rmtree(tmp_path)
+    recorded.close()
+    log.close()
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert " a line" in lines[0]
+    for name in ("metrics.jsonl", "train.log", "tfevents"):
+        assert any(name in line and "was removed; it is written again" in line for line in lines)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -8,13 +8,16 @@ which was stopped goes on where it was.
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cat_lm.data.verified import changed_files
 from cat_lm.errors import UserError, describe_os_error
+from cat_lm.io.checksums import checksums
 from cat_lm.io.files import atomic_write
 from cat_lm.io.folders import atomic_folder
 from cat_lm.io.locks import hold
@@ -34,11 +37,12 @@ class Stored(NamedTuple):
 
 
 class _Shape(Record):
-    """The record of a folder; `arrays` has the dtype and the shape of each."""
+    """The record of a folder: the dtype and the shape of each array, and the files' SHA-256."""
 
     key: dict[str, Any]
     origin: dict[str, Any]
     arrays: dict[str, list]
+    sha256: dict[str, str]
 
 
 class Work:
@@ -89,7 +93,11 @@ def _make(
     with atomic_folder(folder) as place:
         work = Work(place, parts, workers)
         origin = _made(make, work, folder.parent)
-        record = {"key": dict(key), "origin": dict(origin), "arrays": work.shapes}
+        digests = checksums((place / f"{name}.npy" for name in work.shapes), "sha256")
+        record = {
+            "key": dict(key), "origin": dict(origin), "arrays": work.shapes,
+            "sha256": {path.name: digest for path, digest in digests.items()},
+        }  # fmt: skip
         write_sealed(place / _RECORD, record)
     shutil.rmtree(parts, ignore_errors=True)
 
@@ -120,6 +128,8 @@ def _read(folder: Path) -> Stored:
         if [str(array.dtype), list(array.shape)] != shape:
             raise UserError(f"{path}: is not the one that was written; {advice}")
         arrays[name] = array
+    if changed := changed_files(folder, record.sha256):
+        raise UserError(f"{changed[0]}: is not the one that was written; {advice}")
     return Stored(arrays, record.origin)
 
 
@@ -138,7 +148,8 @@ def in_parts(
     from data_prep.workers import run_tasks
 
     work.parts.mkdir(parents=True, exist_ok=True)
-    paths = {name: work.parts / f"{name}.npy" for name in pieces}
+    # Unlike .npy, .npz has checksums of its arrays (CRC-32), which are compared at reading.
+    paths = {name: work.parts / f"{name}.npz" for name in pieces}
     missing = [(make, pieces[name], path) for name, path in paths.items() if not path.is_file()]
     bar = tqdm(total=len(pieces), initial=len(pieces) - len(missing), desc=what, disable=None)
     with bar:
@@ -147,12 +158,14 @@ def in_parts(
             bar.update(1)
     for path in paths.values():
         try:
-            yield np.load(path, allow_pickle=False)
-        except (OSError, ValueError):
+            with np.load(path, allow_pickle=False) as piece:
+                array = piece["arr_0"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             raise UserError(
                 f"{path}: is missing or damaged; delete {work.parts}, and the same command makes "
                 "it again"
             ) from None
+        yield array
 
 
 def _make_part(
@@ -160,4 +173,4 @@ def _make_part(
 ) -> None:
     make, value, path = task
     with atomic_write(path, "wb") as stream:
-        np.save(stream, make(value), allow_pickle=False)
+        np.savez(stream, make(value))

@@ -19,6 +19,7 @@ from cat_lm.data.manifest import FORMAT_VERSION, fingerprint
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import ShardWriter, token_dtype
+from cat_lm.io.checksums import sha256
 from eval.speed.progress import rounds, say
 from eval.speed.timing import summary, time_in_turn
 
@@ -128,7 +129,10 @@ def _write(folder: Path, tokens: int, seed: int) -> Path:
 
 def write_manifest(folder: Path, splits: dict[str, list[dict]], dtype: np.dtype) -> None:
     """A manifest for shards that no preparation has made; `splits` are their entries."""
-    tokenizer = {"spec": "random", "vocab_size": VOCAB_SIZE, "eod_id": EOD, "sha256": "0" * 64}
+    path = folder / "tokenizer" / "tokenizer.json"
+    path.parent.mkdir()
+    path.write_text("{}\n", encoding="utf-8")
+    tokenizer = {"spec": "random", "vocab_size": VOCAB_SIZE, "eod_id": EOD, "sha256": sha256(path)}
     counts = {
         split: {
             **{key: sum(s[key] for s in shards) for key in ("documents", "tokens", "bytes")},
@@ -138,7 +142,9 @@ def write_manifest(folder: Path, splits: dict[str, list[dict]], dtype: np.dtype)
     }
     manifest = {
         "format_version": FORMAT_VERSION,
-        "fingerprint": fingerprint([s for shards in splits.values() for s in shards], "0" * 64),
+        "fingerprint": fingerprint(
+            [s for shards in splits.values() for s in shards], tokenizer["sha256"]
+        ),
         "source": {"kind": "random"},
         "tokenizer": tokenizer,
         "dtype": dtype.name,

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cat_lm.data.opening import open_corpus
@@ -78,6 +79,19 @@ def test_killed_once_late(tmp_path, sets, expected, renames):
     """While parts are finished, between the stages, and while shards are."""
     out = tmp_path / "out"
     assert not die_at(out, set_flags(sets, *WISHES), renames)
+    assert die_at(out, set_flags(sets, *WISHES), 10**9)
+    assert digests(out) == expected
+
+
+def test_damaged_token_counts_are_counted_again(tmp_path, sets, expected):
+    """Of a shard that is finished when the preparation is killed; their sums are as they were."""
+    out = tmp_path / "out"
+    while not (finished := list(out.glob("parts/shards/*.npy"))):
+        assert not die_at(out, set_flags(sets, *WISHES), 20)
+    for path in finished:
+        counts = np.load(path)
+        counts[:200] = counts[199::-1].copy()
+        np.save(path, counts)
     assert die_at(out, set_flags(sets, *WISHES), 10**9)
     assert digests(out) == expected
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cat_lm.errors import UserError
 from cat_lm.ops.landmark import select as select_module
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
@@ -229,6 +230,11 @@ def test_learned_selectors_learn_alone(tiny_corpus, tmp_path):
     assert again == name
     for one, other in zip(learned, choosers[0].learners["indexer", 4].parameters(), strict=True):
         assert torch.equal(one, other)
+    path = tmp_path / "learned" / f"{name}.pt"
+    changed = {key: value + 1 for key, value in torch.load(path, weights_only=True).items()}
+    torch.save(changed, path)
+    with pytest.raises(UserError, match=r"\.pt: damaged: it is not what was written; delete it"):
+        learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
 
 
 def test_diagnosis_of_drawn_products():

@@ -9,6 +9,7 @@ from cat_lm.cli import Parser
 from cat_lm.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
 from eval.long_range.tasks.commands import add_prepare, add_show
+from eval.long_range.tasks.store import Work, in_parts
 
 LISTOPS = "listops:min_length=3,max_length=40,train=12,validation=3,test=3"
 
@@ -84,6 +85,7 @@ def test_damage_in_the_cache_is_one_line(tmp_path):
     cases = [
         (ids, kept[ids][:-1], "test.ids.npy: is missing or damaged"),
         (ids, (folder / "train.ids.npy").read_bytes(), "is not the one that was written"),
+        (ids, kept[ids][:-1] + b"\7", "test.ids.npy: is not the one that was written"),
         (record, kept[record].replace(b'"seed": 0', b'"seed": 1'), "was changed after"),
         (record, b"{", "record.json: is not JSON"),
     ]
@@ -97,6 +99,17 @@ def test_damage_in_the_cache_is_one_line(tmp_path):
     ids.unlink()
     with pytest.raises(UserError, match=f"delete {folder}, and the same command makes it again"):
         task.load("train", place)
+
+
+def test_damaged_piece_of_unfinished_work_is_one_line(tmp_path):
+    work = Work(tmp_path, tmp_path / "parts", 1)
+    pieces = {"a": 1, "b": 2}
+    assert [x.tolist() for x in in_parts(work, np.arange, pieces, "pieces")] == [[0], [0, 1]]
+    path = tmp_path / "parts" / "b.npz"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(np.arange(2).tobytes(), np.arange(1, 3).tobytes()))
+    with pytest.raises(UserError, match=r"b\.npz: is missing or damaged; delete .*parts"):
+        list(in_parts(work, np.arange, pieces, "pieces"))
 
 
 def test_every_task_says_what_a_model_needs():

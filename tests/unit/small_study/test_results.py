@@ -97,7 +97,11 @@ def test_differences_of_differences_and_attention(arguments, tmp_path, monkeypat
     job = Job("cat_l2", 1, folder / "runs/cat_l2-seed1")
     study = Study(SIZES["cpu"], ("cat_l2",), (1,), folder, tmp_path, question="qk_norm")
     assert attention_of(study, job)["entropy"] == 0.6 and len(measured) == 8
-    (job.folder / "attention.json").write_text('{"model_sha256": "x"}')
+    kept = job.folder / "attention.json"
+    kept.write_text(kept.read_text().replace('"entropy": 0.6', '"entropy": 0.7'))
+    with pytest.raises(UserError, match=r"attention\.json: damaged: was changed after"):
+        attention_of(study, job)
+    kept.write_text('{"model_sha256": "x"}')
     with pytest.raises(UserError, match=r"attention\.json: .*entropy"):
         attention_of(study, job)
 
