@@ -323,6 +323,7 @@ def test_quickstart_help(tmp_path):
         (["train.max_steps=5"], "train.max_steps=5"),
         (["--out"], "--out"),
         (["--data", ""], "--data"),
+        (["--out", "s3://bucket/run"], "s3://bucket/run"),
         (["--", "max_steps"], "max_steps"),
         (["--", "data.path=elsewhere"], "--data"),
         (["--", "train.output_dir=elsewhere"], "train.output_dir"),
