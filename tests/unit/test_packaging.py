@@ -6,6 +6,7 @@ import ast
 import configparser
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -290,6 +291,39 @@ def test_unknown_option_is_bad_input(name, calls):
     code, out, err, heavy = calls[name, "--no-such-option"]
     assert (code, out, heavy) == (2, "", [])
     assert "Traceback" not in err and "error: " in err
+
+
+SAYS = """
+import os, sys
+from cat_lm.errors import command
+@command
+def main():
+    print("\\u2192" * 99999)
+    print("\\u2192", file=sys.stderr)
+    with open(os.devnull) as file:
+        raise SystemExit(file.fileno() < 3)  # a library may print where a closed stream was
+main()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [
+        *((">&2", 0), (">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0)),
+        *(("| true", 1), (">/dev/full", 2), ("2>/dev/full", 2)),
+    ],
+)
+def test_streams_take_every_character_and_may_be_closed(streams, code, encoding):
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"$0" -c "$1" {streams}', sys.executable, SAYS],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr[-2000:]
+    assert b"Exception ignored" not in done.stderr
 
 
 # Scripts
