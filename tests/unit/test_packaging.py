@@ -293,6 +293,53 @@ def test_unknown_option_is_bad_input(name, calls):
     assert "Traceback" not in err and "error: " in err
 
 
+def foreign_folder(folder: Path) -> Path:
+    """Fill a folder as a hostile model's could be; returns the file that its code makes."""
+    ran, info = folder / "RAN", folder / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nplugin = plugin\n")
+    for name in ("plugin", "argparse", "pydantic", "yaml", "pickle", "multiprocessing", "torch"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\n")
+    return ran
+
+
+PREPARE = "--source files --path text --tokenizer bytes --out out --workers 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("-m cat_lm.export --help", "{}"),
+        ("-mcat_lm.export --help", ":{}"),
+        ("-m eval.recall run --help", ".:{}"),  # which loads plugins
+        ("-um launch.plan --help", "{}:"),
+        (f"-m data_prep.prepare {PREPARE}", "{}"),
+    ],
+)
+def test_commands_import_nothing_from_the_working_directory(words, path, tmp_path):
+    ran = foreign_folder(tmp_path)
+    (tmp_path / "text").mkdir()
+    for name in range(40):
+        (tmp_path / f"text/{name}.txt").write_text(f"text {name}\n" * 50)
+    environment = os.environ | {"PYTHONPATH": path.format(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert not ran.exists(), ran.read_text()
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_programs_that_import_cat_lm_keep_their_path(tmp_path):
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/__init__.py").write_text("import cat_lm, neighbour")
+    (tmp_path / "program/__main__.py").touch()
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-m", "program", "cat_lm.export"]
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True)
+
+
 SAYS = """
 import os, sys
 from cat_lm.errors import command
