@@ -14,7 +14,7 @@ _PACKAGES = ("cat_lm", "data_prep", "eval", "launch")
 def _runs_command() -> bool:
     """Return True if Python was started as `python -m` with a module of ours."""
     # While `-m` looks for its module, that is the name of the program.
-    if sys.argv[0] != "-m":
+    if sys.argv[:1] != ["-m"]:  # empty where Python is embedded
         return False
     name = sys.orig_argv[-len(sys.argv)]  # cat_lm.export, or -mcat_lm.export
     return name.rpartition("-m")[2].partition(".")[0] in _PACKAGES
