@@ -4,8 +4,10 @@ After `import cat_lm`, transformers' Auto classes know the models of all archite
 the two packages is imported first. The import itself loads neither torch nor transformers.
 """
 
-from __future__ import annotations
+# Before all others, even __future__: they too may lie in the working directory.
+import cat_lm._working_directory  # noqa: F401
 
+# isort: split
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import _auto

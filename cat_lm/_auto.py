@@ -6,8 +6,8 @@ Instead the Auto classes' entry points (`from_pretrained`, `from_config`, `for_m
 their first call registers the models and puts the original methods back. Auto modules that are not
 loaded yet are awaited by a finder on `sys.meta_path`. So is peft's module of target modules.
 
-setup.cfg names `install` as an entry point that torch calls at the end of its own import. Programs
-that know nothing of cat_lm, such as lm_eval, then open the models too.
+torch calls `install` at the end of its own import, by `launch/cat_lm_entry.py`. Programs that know
+nothing of cat_lm, such as lm_eval, then open the models too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
 from cat_lm.io.readers import clipped
-from cat_lm.limits import LEARNING_RATE, Range, path_problem
+from cat_lm.limits import LEARNING_RATE, Range, output_problem, path_problem
 
 # More digits than any range has.
 _MOST_CHARACTERS = 40
@@ -131,6 +131,13 @@ def rates(text: str) -> tuple[float, ...]:
     if len({f"{rate:g}" for rate in found}) < len(found):
         raise argparse.ArgumentTypeError(f"{_short(text)} names a rate twice")
     return tuple(sorted(found))
+
+
+def output_path(text: str) -> Path:
+    """Take a path of this machine that can be written to, of a folder or a file."""
+    if problem := output_problem(text):
+        raise argparse.ArgumentTypeError(f"{_short(text)} {problem}")
+    return Path(text)
 
 
 def output_file(text: str) -> Path:

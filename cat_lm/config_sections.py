@@ -88,9 +88,13 @@ def number(
 
 
 def _check_path(path: str | None) -> str | None:
-    if path is None:
-        return None
-    if problem := limits.path_problem(path):
+    if path is not None and (problem := limits.path_problem(path)):
+        raise ValueError(problem)
+    return path
+
+
+def _check_output(path: str | None) -> str | None:
+    if path is not None and (problem := limits.output_problem(path)):
         raise ValueError(problem)
     return path
 
@@ -110,6 +114,8 @@ Share = Annotated[float, number(limits.SHARE)]
 LearningRate = Annotated[float, number(limits.LEARNING_RATE)]
 PathText = Annotated[str, AfterValidator(_check_path)]
 OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
+OutputPath = Annotated[str, AfterValidator(_check_output)]
+OptionalOutput = Annotated[str | None, AfterValidator(_check_output)]
 
 
 class Section(BaseModel):
@@ -129,7 +135,7 @@ class DataSection(Section):
     packing: Literal["stream", "best_fit"] = Field(
         "stream", description="best_fit: whole documents a window, few of them cut"
     )
-    cache_dir: OptionalPath = Field(
+    cache_dir: OptionalOutput = Field(
         None, description="local copies of remote data; default: ~/.cache/cat_lm/data"
     )
     mask_documents: bool = Field(
@@ -175,7 +181,7 @@ class OptimizerSection(Section):
 
 
 class TrainSection(Section):
-    output_dir: PathText = Field(description="the run's folder: checkpoints, logs, metrics")
+    output_dir: OutputPath = Field(description="the run's folder: checkpoints, logs, metrics")
     global_batch_size: Batch = Field(description="sequences a step, over all ranks")
     micro_batch_size: Batch = Field(description="sequences a rank computes at once")
     max_tokens: PositiveTokens | None = Field(

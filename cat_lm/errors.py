@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import sys
 import time
@@ -80,8 +81,9 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
     So does a file or a disk that cannot be read or written. What `is_temporary` has
     `REQUEUE_EXIT_CODE` in its place. What all ranks share, the first one prints. Ends quietly with
-    code 130 on Ctrl-C, and when the reader of a pipe has gone. A rank of several ends at once after
-    its error's line or traceback: see `hard_exit`.
+    code 130 on Ctrl-C, and with 1 when the reader of a pipe has gone. The standard
+    streams take every character in any locale, and may be closed. A rank of several ends at once
+    after its error's line or traceback: see `hard_exit`.
     """
 
     @functools.wraps(main)
@@ -101,10 +103,18 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 def _run(main: Callable[[], None]) -> None:
     """Call `main`; what a user can mend becomes its line and SystemExit."""
+    ended = None
     try:
+        _prepare_streams()
         _refuse_undecodable(sys.argv[1:])
-        main()
+        try:
+            main()
+        except SystemExit as exit_:
+            ended = exit_
+        # Before the interpreter does, which would end a failure with code 120 and words of its own.
         sys.stdout.flush()
+        if ended is not None:
+            raise ended
     except UserError as error:
         code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
         if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
@@ -115,7 +125,7 @@ def _run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except BrokenPipeError:
-        _discard_stdout()
+        _discard_pending()
         raise SystemExit(1) from None
     except OSError as error:
         where, may_pass = error.filename, is_temporary(error)
@@ -168,14 +178,30 @@ def _end(line: str, code: int) -> NoReturn:
     # The log of a job may lie on the disk that is full.
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        _discard_stdout()
+    _discard_pending()
     raise SystemExit(code) from None
 
 
-def _discard_stdout() -> None:
-    """Send what is still buffered nowhere: the interpreter would complain of it at its exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _prepare_streams() -> None:
+    """Make standard output and error take every character; open closed streams on nothing."""
+    # In the place of a closed one the next file that is opened would get what libraries print.
+    while (null := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(null, True)
+    os.close(null)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_pending() -> None:
+    """Flush both streams, or send what cannot be written nowhere: Python's end would complain."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from cat_lm.cli import Parser, number, path_name
+from cat_lm.cli import Parser, number, output_path, path_name
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import (
     CARD,
@@ -344,7 +344,9 @@ def main() -> None:
     parser.add_argument(
         "checkpoint", type=path_name, help="run folder, checkpoints folder or step folder"
     )
-    parser.add_argument("out", help="folder to write; an earlier export there is replaced")
+    parser.add_argument(
+        "out", type=output_path, help="folder to write; an earlier export there is replaced"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the file's tensors")
     parser.add_argument(
         "--method",

@@ -139,3 +139,11 @@ def path_problem(text: str) -> str | None:
             f"{_MOST_PATH_BYTES:,}"
         )
     return None
+
+
+def output_problem(text: str) -> str | None:
+    """Say why nothing can be written to a path; None where it may be possible."""
+    # `Path` makes one slash of two.
+    if text.partition("/")[0].endswith(":"):
+        return "is an address; results are written to folders of this machine alone"
+    return path_problem(text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.architectures.transformer import PATTERNS_OWN
-from cat_lm.cli import Parser, add_skip_checksums, whole
+from cat_lm.cli import Parser, add_skip_checksums, output_path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files
@@ -223,7 +223,7 @@ def main() -> None:
         "keys, those before it, and those that their landmarks say matter to it.",
     )
     parser.add_argument("folder", help="transformers folder of the model")
-    parser.add_argument("out", help="folder to write; must be new or empty")
+    parser.add_argument("out", type=output_path, help="folder to write; must be new or empty")
     parser.add_argument("--block", type=whole(CONTEXT), required=True, help="tokens of a block")
     parser.add_argument(
         "--top-k",

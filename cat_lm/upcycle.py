@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.cli import Parser, add_skip_checksums, whole
+from cat_lm.cli import Parser, add_skip_checksums, output_path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export import refuse_checkpoints
 from cat_lm.export_record import comparing_files, verify
@@ -291,7 +291,7 @@ def main() -> None:
         "for further training, or takes such convolutions away again.",
     )
     parser.add_argument("folder", help="transformers folder of the model")
-    parser.add_argument("out", help="folder to write; must be new or empty")
+    parser.add_argument("out", type=output_path, help="folder to write; must be new or empty")
     parser.add_argument(
         "--conv",
         choices=(*kinds.names(), "none"),

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from cat_lm import limits
-from cat_lm.cli import Parser, path, whole
+from cat_lm.cli import Parser, output_path, whole
 from cat_lm.errors import UserError, command
 
 DOCUMENTS = ("marks", "sequences", "eod")
@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="hard",
         help="how the .bin files come into DIR (default: hard links, on the same file system)",
     )
-    add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
+    add("--out", required=True, type=output_path, metavar="DIR", help="folder for the result")
     arguments = parser.parse_args(argv)
     _check(arguments)
     return arguments

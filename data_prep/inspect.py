@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from cat_lm.cli import Parser, output_file, path, whole
+from cat_lm.cli import Parser, output_file, output_path, path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output, check_scratch
 from cat_lm.io.outputs import claim_file, claim_outputs
@@ -64,8 +64,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="processes that read shards (default: all cores)",
     )
-    add("--scratch", type=path, metavar="DIR", help="for temporary files (default: the system's)")
-    add("--out", type=path, metavar="DIR", help="write document_lengths.png there")
+    add("--scratch", type=output_path, metavar="DIR", help="for temporary files (default: the system's)")
+    add("--out", type=output_path, metavar="DIR", help="write document_lengths.png there")
     add("--json", type=output_file, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
     _check(arguments)

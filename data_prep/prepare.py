@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-from cat_lm.cli import Parser, number, path, path_name, whole
+from cat_lm.cli import Parser, number, output_path, path_name, whole
 from cat_lm.errors import UserError, command
 from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
@@ -175,10 +175,10 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
 
 def _add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", required=True, type=path, metavar="DIR", help="folder for the result")
+    add("--out", required=True, type=output_path, metavar="DIR", help="folder for the result")
     add(
         "--scratch",
-        type=path,
+        type=output_path,
         metavar="DIR",
         help="folder for the parts (default: in --out); several machines need one that they share",
     )

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, output_path, path_name, whole
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
@@ -68,7 +68,7 @@ def main() -> None:
         "runs", nargs="+", type=path_name, metavar="RUN", help="folder of train.py with model/"
     )
     parser.add_argument(
-        "--out", type=path_name, required=True, metavar="DIR", help="where the report goes"
+        "--out", type=output_path, required=True, metavar="DIR", help="where the report goes"
     )
     parser.add_argument("--title", help="headline of the report")
     parser.add_argument(

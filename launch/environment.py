@@ -80,7 +80,8 @@ def pins() -> dict[str, str]:
 def fingerprint() -> str:
     """Hash over every file that decides what is installed."""
     digest = hashlib.sha256()
-    for name in ("requirements.txt", "setup.cfg", "pyproject.toml"):
+    names = ("requirements.txt", "setup.cfg", "setup.py", "pyproject.toml")
+    for name in (*names, "launch/cat_lm_entry.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

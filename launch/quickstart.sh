@@ -38,7 +38,11 @@ while [ $# -gt 0 ]; do
         --out | --data)
             if [ $# -lt 2 ] || [ -z "$2" ]; then fail_usage "$1 needs a folder"; fi
             # A relative folder is meant from where the user stands.
-            case $2 in /*) folder=$2 ;; *) folder=$PWD/$2 ;; esac
+            case $2 in
+                /*) folder=$2 ;;
+                *://*) fail_usage "$1 $2: is an address; give a folder of this machine" ;;
+                *) folder=$PWD/$2 ;;
+            esac
             if [ "$1" = --out ]; then out=$folder; else data=$folder; fi
             shift
             ;;

@@ -21,7 +21,7 @@ from cat_lm.io.own_files import (
     take_over,
 )
 from cat_lm.io.readers import clipped, resolve
-from cat_lm.limits import path_problem
+from cat_lm.limits import output_problem
 
 _PURPOSE = "a folder on its way to {}"
 
@@ -31,7 +31,7 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
 
     Raises:
         UserError: it, or a folder that it would be in, is a file, may not be written to, or is no
-            path at all; or it lies in /proc or /sys, where no folder can be made.
+            path of this machine; or it lies in /proc or /sys, where no folder can be made.
     """
     name = f"{flag} {clipped(str(out), 200)}"
     _check_path(out, name, "a folder")
@@ -70,7 +70,7 @@ def check_file(path: Path | str) -> None:
 
 
 def _check_path(path: Path | str, name: str, wanted: str) -> None:
-    if problem := path_problem(str(path)):
+    if problem := output_problem(str(path)):
         raise UserError(f"{name!r}: {problem}; give {wanted}")
 
 

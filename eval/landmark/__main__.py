@@ -18,6 +18,7 @@ from cat_lm.cli import (
     add_skip_checksums,
     listed,
     number,
+    output_path,
     path,
     path_name,
     whole,
@@ -70,7 +71,7 @@ def _add_figure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the sweeps (default: the smallest that all have)",
     )
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
 
 
 def _add_study(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +101,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         help="prepared text (default: the standard library without codec tables)",
     )
     parser.add_argument("--list", action="store_true", help="only print the commands")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
 
 
 def _position(text: str) -> str:
@@ -210,7 +211,7 @@ def _add_choice(parser: argparse.ArgumentParser, blocks: str, top_k: str) -> Non
 
 
 def _add_computing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     add_skip_checksums(parser)
 

@@ -21,7 +21,15 @@ from __future__ import annotations
 import argparse
 
 from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, number, path_name, whole, whole_numbers
+from cat_lm.cli import (
+    Parser,
+    add_skip_checksums,
+    number,
+    output_path,
+    path_name,
+    whole,
+    whole_numbers,
+)
 from cat_lm.errors import UserError, command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
@@ -65,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         help="of none,pi,pi+temperature,yarn (rotary positions) and none,temperature (without); "
         "all: those that exist for each model; paper: those of the paper's figure (default: none)",
     )
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, or_word, path, whole
+from cat_lm.cli import Parser, number, or_word, output_path, whole
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
@@ -70,7 +70,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--task", required=True, help=f"{tasks}; options as listops:max_length=200")
     add("--mixer", required=True, help=f"{known}; options as las:chunk=128,position=none")
-    add("--out", type=path, required=True, metavar="DIR", help="results")
+    add("--out", type=output_path, required=True, metavar="DIR", help="results")
     _add_direction(parser)
     add("--seed", type=_whole("seed"), default=0)
     recipe = "(default: the task's in the paper)"

@@ -8,7 +8,16 @@ import sys
 from collections.abc import Callable
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, or_word, path, path_name, rates, whole, whole_numbers
+from cat_lm.cli import (
+    Parser,
+    number,
+    or_word,
+    output_path,
+    path_name,
+    rates,
+    whole,
+    whole_numbers,
+)
 from cat_lm.errors import UserError, command
 from cat_lm.io.folders import check_output
 from cat_lm.pretrained import choose_device
@@ -54,7 +63,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--d-model", type=_whole("d_model"), required=True, help="model width")
     add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
-    add("--out", type=path, required=True, metavar="DIR", help="results")
+    add("--out", type=output_path, required=True, metavar="DIR", help="results")
     add("--lr", type=number(RANGES["lr"], above=0), default=1e-2)
     add("--seed", type=_whole("seed"), default=0)
     add("--epochs", type=_whole("epochs"), default=64)
@@ -258,7 +267,7 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         "prints both, and writes theory.json, theory.md, theory.html and the pictures. Exit "
         "status 1 if a claim does not hold or a wrong one passes.",
     )
-    parser.add_argument("--out", type=path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=_whole("seed"), default=0)
     trials = whole(limits.TRIALS)
     parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")

@@ -11,7 +11,7 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 
 from __future__ import annotations
 
-from cat_lm.cli import Parser, add_skip_checksums, path_name
+from cat_lm.cli import Parser, add_skip_checksums, output_path, path_name
 from cat_lm.errors import command
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument(
         "runs", nargs="+", type=path_name, metavar="RUN", help="folder that train.py wrote"
     )
-    parser.add_argument("--out", type=path_name, required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument("--title", help="headline of the page")
     add_skip_checksums(parser)
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
-from cat_lm.cli import Parser, listed, path, rates, whole, whole_numbers
+from cat_lm.cli import Parser, listed, output_path, path, rates, whole, whole_numbers
 from cat_lm.config_sections import parse_count
 from cat_lm.errors import UserError
 from cat_lm.io.readers import clipped
@@ -60,7 +60,7 @@ def add_options(
     """
     add = parser.add_argument
     add("--size", choices=SIZES, default="cpu", help=f"cpu: {cpu}; gpu: larger")
-    add("--out", type=path, metavar="DIR", help=f"default: {out}")
+    add("--out", type=output_path, metavar="DIR", help=f"default: {out}")
     add(
         "--data",
         type=path,

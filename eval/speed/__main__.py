@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, output_path, path, whole, whole_numbers
 from cat_lm.errors import command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
@@ -269,7 +269,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--zero-stage", type=whole(limits.Range(0, 3)), default=0, help="default: 0"
     )
     parser.add_argument(
-        "--scratch", type=path, metavar="DIR", help="where to save (default: the system's)"
+        "--scratch", type=output_path, metavar="DIR", help="where to save (default: the system's)"
     )
     parser.set_defaults(dtype="float32", attention="sdpa")
 

@@ -21,7 +21,7 @@ import os
 from pathlib import Path
 
 from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, or_word, path_name, whole
+from cat_lm.cli import Parser, add_skip_checksums, or_word, output_path, path_name, whole
 from cat_lm.errors import UserError, command, hard_exit
 from cat_lm.export_record import comparing_files
 from cat_lm.io.folders import check_output
@@ -48,13 +48,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="harness tasks, groups or tags; table2 (default): those of the paper's Table 2",
     )
     parser.add_argument(
-        "--out", type=path_name, metavar="DIR", help="default for a run folder: MODEL/zero_shot"
+        "--out", type=output_path, metavar="DIR", help="default for a run folder: MODEL/zero_shot"
     )
     parser.add_argument(
         "--data-dir", type=path_name, metavar="DIR", help="rows from DIR/TASK.jsonl, no network"
     )
     parser.add_argument(
-        "--prefetch", type=path_name, metavar="DIR", help="write such a folder from the Hub"
+        "--prefetch", type=output_path, metavar="DIR", help="write such a folder from the Hub"
     )
     parser.add_argument(
         "--limit", type=whole(limits.ROWS), metavar="N", help="the first N rows of every task"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from cat_lm import limits
@@ -23,6 +24,8 @@ OVERRIDE = "section.key=value"
 @command
 def main() -> None:
     arguments = parse_arguments()
+    # The run's train.py must find the modules beside it, which are its own copy of the checkout.
+    os.environ.pop("PYTHONSAFEPATH", None)
     # Only now: --help needs nothing of this.
     from launch.slurm import local, prepare, status, submit
 

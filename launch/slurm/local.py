@@ -46,7 +46,7 @@ def check_gpus(options: Options) -> None:
     if not options.gpus_per_node:
         return
     done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"],
         env={**os.environ, **options.env},
         capture_output=True,
         text=True,

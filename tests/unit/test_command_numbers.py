@@ -25,6 +25,11 @@ COMMANDS += (
     "eval.long_range.__main__",
     "eval.small_study.__main__",
 )
+WRITING = COMMANDS[1:]
+WRITING += ("cat_lm.export", "cat_lm.upcycle", "cat_lm.sparsify", "data_prep.prepare")
+WRITING += ("data_prep.adopt", "eval.quickstart", "eval.report.__main__", "eval.rivals.__main__")
+WRITING += ("eval.landmark.__main__", "eval.length_sweep.__main__", "eval.zero_shot.__main__")
+OUTPUTS = ("out", "json", "scratch", "cache", "prefetch")
 ODD = ["", " ", "-", "0", "-1", "1", "1e30", str(10**30), str(-(10**19)), "0.5", "nan", "inf"]
 ODD += ["-inf", "1e-320", "1e300", "true", "null", "[]", "{}", "a" * 300, "../../x", "/proc/x"]
 ODD += ["\U0001f600\x01", "2020-99-99", "²", "1,1", "1,,2", "9" * 5000, "1\n2", "/dev/full"]
@@ -93,6 +98,16 @@ def test_odd_values_are_taken_or_refused_in_a_line(name, monkeypatch):
                 assert plain(action.type(odd)), (action.option_strings, odd)
             except argparse.ArgumentTypeError as error:
                 assert str(error).isprintable() and len(str(error)) < 300, error
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_an_output_at_an_address_is_refused(name, monkeypatch):
+    outputs = [a for a in actions(parser_of(name, monkeypatch)) if a.dest in OUTPUTS]
+    assert outputs
+    for action in outputs:
+        for address in ("s3://bucket/x", "file:///x", "simplecache::gs://x"):
+            with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
+                action.type(address)
 
 
 def test_kinds():

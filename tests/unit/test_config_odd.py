@@ -128,6 +128,8 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
         ),
         (["model.rope_parameters={rope_theta: 1.0e-320}"], "must be from 1 to"),
         (["train.output_dir="], "is no path"),
+        (["train.output_dir=s3://bucket/run"], "is an address"),
+        (["data.cache_dir=hf://datasets/x"], "is an address"),
         (["data.path= "], "is no path"),
         (["data.path="], "data.path='': is no path"),
         (["data.path=''"], "data.path=\"''\": is no path"),

@@ -186,6 +186,7 @@ def test_outputs_that_cannot_be(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for out, said in (
         ("", "is no path"),
+        ("s3://bucket/x", "is an address"),
         (" ", "is no path"),
         ("/proc/x", "may not be written to"),
         (tmp_path / "loop", "a loop of symbolic links"),

@@ -6,10 +6,12 @@ import ast
 import configparser
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,30 @@ def test_version_is_a_literal_that_setuptools_can_read():
     ]
     assert len(values) == 1
     Version(values[0])
+
+
+def test_torch_is_imported_where_the_checkout_of_an_editable_install_has_moved(tmp_path):
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    names = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+    for name in (*names, "launch/cat_lm_entry.py", "cat_lm/__init__.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, checkout / name)
+    build = "from setuptools import build_meta; build_meta.build_editable('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
+    with zipfile.ZipFile(next(checkout.glob("dist/*.whl"))) as wheel:
+        wheel.extractall(site)
+    (site / "cat_lm.py").write_text("raise ImportError('moved')")  # as if the tests' own had gone
+    paths = os.pathsep.join(map(str, [site, *site.glob("*.data/purelib")]))
+    for option in ("-Wdefault", "-Werror"):
+        done = subprocess.run(
+            [sys.executable, option, "-c", "import torch"],
+            cwd=site,
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("know its models (moved)" in done.stderr) == (option == "-Wdefault")
 
 
 # Who imports whom
@@ -292,6 +318,86 @@ def test_unknown_option_is_bad_input(name, calls):
     assert "Traceback" not in err and "error: " in err
 
 
+def foreign_folder(folder: Path) -> Path:
+    """Fill a folder as a hostile model's could be; returns the file that its code makes."""
+    ran, info = folder / "RAN", folder / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nplugin = plugin\n")
+    for name in ("plugin", "argparse", "pydantic", "yaml", "pickle", "multiprocessing", "torch"):
+        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\n")
+    return ran
+
+
+PREPARE = "--source files --path text --tokenizer bytes --out out --workers 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("-m cat_lm.export --help", "{}"),
+        ("-mcat_lm.export --help", ":{}"),
+        ("-m eval.recall run --help", ".:{}"),  # which loads plugins
+        ("-um launch.plan --help", "{}:"),
+        (f"-m data_prep.prepare {PREPARE}", "{}"),
+    ],
+)
+def test_commands_import_nothing_from_the_working_directory(words, path, tmp_path):
+    ran = foreign_folder(tmp_path)
+    (tmp_path / "text").mkdir()
+    for name in range(40):
+        (tmp_path / f"text/{name}.txt").write_text(f"text {name}\n" * 50)
+    environment = os.environ | {"PYTHONPATH": path.format(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert not ran.exists(), ran.read_text()
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_programs_that_import_cat_lm_keep_their_path(tmp_path):
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/__init__.py").write_text("import cat_lm, neighbour")
+    (tmp_path / "program/__main__.py").touch()
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-m", "program", "cat_lm.export"]
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True)
+
+
+SAYS = """
+import os, sys
+from cat_lm.errors import command
+@command
+def main():
+    print("\\u2192" * 99999)
+    print("\\u2192", file=sys.stderr)
+    with open(os.devnull) as file:
+        raise SystemExit(file.fileno() < 3)  # a library may print where a closed stream was
+main()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [
+        *((">&2", 0), (">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0)),
+        *(("| true", 1), (">/dev/full", 2), ("2>/dev/full", 2)),
+    ],
+)
+def test_streams_take_every_character_and_may_be_closed(streams, code, encoding):
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"$0" -c "$1" {streams}', sys.executable, SAYS],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr[-2000:]
+    assert b"Exception ignored" not in done.stderr
+
+
 # Scripts
 
 
@@ -323,6 +429,7 @@ def test_quickstart_help(tmp_path):
         (["train.max_steps=5"], "train.max_steps=5"),
         (["--out"], "--out"),
         (["--data", ""], "--data"),
+        (["--out", "s3://bucket/run"], "s3://bucket/run"),
         (["--", "max_steps"], "max_steps"),
         (["--", "data.path=elsewhere"], "--data"),
         (["--", "train.output_dir=elsewhere"], "train.output_dir"),

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from cat_lm import limits
-from cat_lm.cli import or_word, path, whole
+from cat_lm.cli import or_word, output_path, whole
 from cat_lm.pretrained import choose_device
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> None:
     """Add what all grids have. stacks: whether cells can be trained as one."""
     parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",
         type=whole(limits.WORKERS),

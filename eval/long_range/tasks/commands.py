@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cat_lm import limits
-from cat_lm.cli import path, whole
+from cat_lm.cli import output_path, path, whole
 from cat_lm.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Examples, Place, Task, make_task
 
@@ -21,7 +21,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     official = "folder of official files (default: real data comes from the Hugging Face Hub)"
     add("--data", type=path, metavar="DIR", help=official)
     kept = f"where what is made once is kept (default: {Place().cache})"
-    add("--cache", type=path, metavar="DIR", help=kept)
+    add("--cache", type=output_path, metavar="DIR", help=kept)
 
 
 def place_of(arguments: argparse.Namespace, workers: int, *tasks: Task) -> Place:

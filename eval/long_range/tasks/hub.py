@@ -44,8 +44,10 @@ class Pinned(NamedTuple):
         from PIL import Image
 
         rows = self.rows(split).cast_column(column, datasets.Image(decode=False))
+        # Of Pillow's other formats some start programs, as PostScript does.
         pictures = (
-            np.asarray(Image.open(io.BytesIO(row[column]["bytes"])).convert(mode)) for row in rows
+            np.asarray(Image.open(io.BytesIO(row[column]["bytes"]), formats=["PNG"]).convert(mode))
+            for row in rows
         )
         return pictures, list(rows["label"])
 

@@ -231,12 +231,13 @@ class ImageFolder:
         from PIL import Image, UnidentifiedImageError
 
         try:
-            with Image.open(path) as picture:
+            # Of Pillow's other formats some start programs, as PostScript does.
+            with Image.open(path, formats=["PNG"]) as picture:
                 image = np.asarray(picture.convert("L"))
         except FileNotFoundError:
             self._layout.refuse(path, "no such file")
         except (UnidentifiedImageError, OSError, SyntaxError):
-            self._layout.refuse(path, "is truncated or no image")
+            self._layout.refuse(path, "is truncated or no PNG image")
         if image.shape != (self._size, self._size):
             height, width = image.shape
             self._layout.refuse(path, f"is {height}×{width}, must be {self._size}×{self._size}")

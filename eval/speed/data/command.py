@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import limits
-from cat_lm.cli import path, whole, whole_numbers
+from cat_lm.cli import output_path, whole, whole_numbers
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_scratch
 from eval.speed.arguments import names
@@ -78,7 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MB of text to prepare, the text repeated where there is less (default: 64)",
     )
     _add_corpora(parser)
-    add("--scratch", type=path, metavar="DIR", help="for temporary files (default: the system's)")
+    add(
+        "--scratch",
+        type=output_path,
+        metavar="DIR",
+        help="for temporary files (default: the system's)",
+    )
     # The libraries are compared on one core, and nothing here uses an accelerator.
     parser.set_defaults(device="cpu", threads=1)
 

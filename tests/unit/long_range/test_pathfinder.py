@@ -173,7 +173,12 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
         (lambda base: (base / "imgs/0/sample_7.png").unlink(), "sample_7.png: no such file"),
         (
             lambda base: cut(base / "imgs/0/sample_7.png"),
-            "sample_7.png: is truncated or no image",
+            "sample_7.png: is truncated or no PNG image",
+        ),
+        (
+            # Pillow would start Ghostscript.
+            lambda base: Image.new("L", (32, 32)).save(base / "imgs/0/sample_7.png", "EPS"),
+            "sample_7.png: is truncated or no PNG image",
         ),
         (
             lambda base: Image.new("L", (8, 9)).save(base / "imgs/0/sample_7.png"),
