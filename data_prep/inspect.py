@@ -64,7 +64,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="processes that read shards (default: all cores)",
     )
-    add("--scratch", type=output_path, metavar="DIR", help="for temporary files (default: the system's)")
+    add(
+        "--scratch",
+        type=output_path,
+        metavar="DIR",
+        help="for temporary files (default: the system's)",
+    )
     add("--out", type=output_path, metavar="DIR", help="write document_lengths.png there")
     add("--json", type=output_file, metavar="FILE", help="write the findings here")
     arguments = parser.parse_args(argv)
