@@ -1,0 +1,141 @@
+"""Tables and Markdown of studies, rendered from their committed records.
+
+`STUDIES` and the adapters above it are the only part of the guards that may be edited when the lab
+is rebuilt: each makes a study's page of today's wording from its record. No number is trained or
+measured here, and there are no pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.guards.models import ROOT
+
+RECORDS = ROOT / "eval/records"
+Adapter = Callable[[Path, str], dict[str, str]]
+# Records of earlier versions lack some of what a page says of its runs; these stand for it.
+NOT_RECORDED = {
+    "trained": {
+        "commits": ["0123456789"],
+        "machines": ["a machine"],
+        "first": "2026-01-01T00:00:00+00:00",
+        "last": "2026-01-02T00:00:00+00:00",
+    },
+    "diverged": [],
+    "tuning_seeds": [100],
+}
+
+
+def read_record(name: str) -> dict[str, Any]:
+    """Return a committed record, with what its version did not write."""
+    values = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+    return NOT_RECORDED | values
+
+
+def render_recall(folder: Path, name: str) -> dict[str, str]:
+    """Return the page of a figure of the recall suite."""
+    from eval.recall.show.page import markdown
+
+    return {"markdown": markdown(read_record(name))}
+
+
+def render_streams(folder: Path, name: str) -> dict[str, str]:
+    """Return the page of the ablation of streams in recall, and its table of numbers."""
+    from eval.recall.show.streams import csv_text, markdown
+
+    record = read_record(name)
+    return {"markdown": markdown(record), "csv": csv_text(record["lines"])}
+
+
+def render_mamba(folder: Path, name: str) -> dict[str, str]:
+    """Return the page on the rates, dropout and initialization of Mamba."""
+    from eval.recall.grids.mamba import markdown
+
+    return {"markdown": markdown(read_record(name))}
+
+
+def render_theory(folder: Path, name: str) -> dict[str, str]:
+    """Return the page of the theory's claims."""
+    from eval.recall.theory.claims import Claim, Control
+    from eval.recall.theory.report import markdown
+
+    record = read_record(name)
+    claims = [
+        Claim(**claim | {"controls": [Control(**control) for control in claim["controls"]]})
+        for claim in record["claims"]
+    ]
+    return {"markdown": markdown(claims, record["provenance"]["command"])}
+
+
+def render_small_study(folder: Path, name: str) -> dict[str, str]:
+    """Return the tables of a small study of language models."""
+    from eval.small_study.tables import markdown
+
+    return {"markdown": markdown(read_record(name))}
+
+
+def render_small_study_files(folder: Path, name: str) -> dict[str, str]:
+    """Return the tables of a small study as they are written, also for programs."""
+    from eval.small_study.tables import write_tables
+
+    write_tables(read_record(name), folder)
+    files = {"markdown": "small_study.md", "csv": "small_study.csv"}
+    return {kind: (folder / file).read_text(encoding="utf-8") for kind, file in files.items()}
+
+
+def render_rivals(folder: Path, name: str) -> dict[str, str]:
+    """Return the page of the comparison with rivals."""
+    from eval.rivals.page import markdown
+
+    return {"markdown": markdown(read_record(name))}
+
+
+def render_long_range(folder: Path, name: str) -> dict[str, str]:
+    """Return the page of a figure of the long-range tasks."""
+    from eval.long_range.page import markdown
+
+    return {"markdown": markdown(read_record(name))}
+
+
+def render_landmark(folder: Path, name: str, block: int) -> dict[str, str]:
+    """Return the table of perplexities of landmark sweeps at one block size.
+
+    The record holds too little of the diagnoses for the panel of retrieval.
+    """
+    from eval.landmark.summary import sweep_points, table
+
+    points = sweep_points([{"rows": read_record(name)["sweeps"]}], block)
+    return {"table": table({"needles": [], "perplexity": points})}
+
+
+# Study: its record, and what renders it.
+STUDIES: dict[str, tuple[str, Adapter]] = {
+    "recall: accuracy": ("recall_accuracy_bigrams_cpu", render_recall),
+    "recall: length": ("recall_length_hard_cpu", render_recall),
+    "recall: one layer": ("recall_one_layer_figure_cpu", render_recall),
+    "recall: selective copy": ("recall_copy_generated_cpu", render_recall),
+    "recall: streams": ("recall_streams_texts_cpu", render_streams),
+    "recall: Mamba": ("recall_mamba_cpu", render_mamba),
+    "recall: theory": ("theory_cpu", render_theory),
+    "language models: ranks": ("rank_cpu", render_small_study_files),
+    "language models: qk norms": ("qk_norm_cpu", render_small_study),
+    "language models: long texts": ("long_texts_cpu", render_small_study),
+    "language models: rivals": ("rivals_cpu", render_rivals),
+    "landmarks": ("landmark_cpu", partial(render_landmark, block=16)),
+    "long range: atomic": ("long_range_atomic_cpu", render_long_range),
+    "long range: ListOps": ("long_range_listops_cpu", render_long_range),
+    "long range: smnist": ("long_range_smnist_cpu", render_long_range),
+}
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Return the lines of each study's pages and tables."""
+    found = {}
+    for study, (record, render) in STUDIES.items():
+        for kind, text in render(folder, record).items():
+            found[f"{study}, {kind}"] = text.splitlines()
+    return found
