@@ -91,8 +91,7 @@ def _build(section: dict[str, Any]) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-            parameter.copy_(_base(name, parameter) + 0.2 * noise.double())
+            parameter.copy_(_base(name, parameter) + 0.2 * _noise(parameter.shape, seed))
     return model
 
 
@@ -118,11 +117,17 @@ def _elements(compute: Callable[[], Any]) -> list[float] | str:
 
 def _summary(tensor: Any) -> list[float]:
     """Return the norm, and the product with noise, in which every element counts."""
-    import torch
 
     flat = tensor.detach().double().flatten()
-    noise = torch.randn(flat.numel(), generator=torch.Generator().manual_seed(7)).double()
-    return [_rounded(flat.norm().item()), _rounded((flat @ noise).item())]
+    return [_rounded(flat.norm().item()), _rounded((flat @ _noise(flat.shape, 7)).item())]
+
+
+def _noise(shape: Any, seed: int) -> Any:
+    """Return numbers of mean 0 and variance 1; whole ones are drawn alike by all processors."""
+    import torch
+
+    drawn = torch.randint(-1000, 1001, tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return drawn.double() * (3**0.5 / 1000)
 
 
 def _rounded(number: float) -> float:
