@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # An unset variable of a shell; as a path it would be the working directory. Other kinds
-        # refuse it in their own words.
-        if not arg_string and action.type is None:
+        # refuse it in their own words, and a command its own.
+        if not arg_string and action.type is None and action.nargs != argparse.PARSER:
             raise argparse.ArgumentError(action, "'' is no path, name or value")
         return super()._get_value(action, arg_string)
 

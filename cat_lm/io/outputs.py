@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from cat_lm import __version__
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_text
+from cat_lm.io.files import write_json, write_text
 from cat_lm.io.own_files import Listing
 from cat_lm.io.readers import read_json, read_object
 
@@ -55,6 +57,17 @@ def claim_file(path: Path | str, flag: str) -> None:
     """Check that a result may be written to `path`. Raises UserError where something else is."""
     if os.path.lexists(path) and not is_result(Path(path)):
         raise UserError(f"{flag} {path}: holds no earlier result of ours; give another file")
+
+
+def write_result(path: Path, flag: str, command: str, values: dict[str, Any]) -> None:
+    """Write a command's numbers to a file of its option `flag`, as a result that says so.
+
+    Raises:
+        UserError: something else is there.
+    """
+    claim_file(path, flag)
+    made = {"command": command, "versions": {"cat_lm": __version__}}
+    write_json(path, made | values)
 
 
 def is_result(path: Path) -> bool:

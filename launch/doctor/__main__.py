@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import __version__
 from cat_lm.cli import Parser, output_file
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
-from cat_lm.io.files import write_json
+from cat_lm.io.outputs import write_result
 
 if TYPE_CHECKING:
     from launch.doctor.findings import Finding
@@ -106,7 +105,6 @@ def dry_run(config: RunConfig | None, text: str) -> tuple[list[Finding], str]:
 def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
     """The findings as JSON."""
     return {
-        "cat_lm": __version__,
         "config": config,
         "can_train": not any(finding.broken for finding in findings),
         "findings": [asdict(finding) for finding in findings],
@@ -140,7 +138,8 @@ def main() -> None:
         findings, what = dry_run(config, arguments.dry_run)
     print(render(findings, what))
     if arguments.json:
-        write_json(arguments.json, record(findings, arguments.config))
+        values = record(findings, arguments.config)
+        write_result(arguments.json, "--json", "python -m launch.doctor", values)
         print(f"wrote {arguments.json}", file=sys.stderr)
     if any(finding.broken for finding in findings):
         raise SystemExit(1)

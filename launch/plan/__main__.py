@@ -17,7 +17,7 @@ from cat_lm import limits
 from cat_lm.cli import Parser, number, output_file, path, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
-from cat_lm.io.files import write_json
+from cat_lm.io.outputs import write_result
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device, device_by_option
 from launch.plan.costs import (
     ASSUMED_MFU,
@@ -164,7 +164,7 @@ def main() -> None:
                 for cost in found
             ],
         }
-        write_json(arguments.json, record)
+        write_result(arguments.json, "--json", "python -m launch.plan", record)
         print(f"wrote {arguments.json}", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import FiniteFloat, ValidationError
 
 from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
+from cat_lm.io.outputs import write_result
 from cat_lm.io.readers import Record
 from launch.slurm import attempts, cluster
 from launch.slurm.folder import RunFolder, read_record
@@ -23,7 +23,7 @@ def status(arguments: argparse.Namespace) -> None:
     found = look(RunFolder.of(arguments.run))
     print(describe(found))
     if arguments.json:
-        write_json(arguments.json, found)
+        write_result(arguments.json, "--json", "python -m launch.slurm status", found)
 
 
 def look(folder: RunFolder) -> dict[str, Any]:

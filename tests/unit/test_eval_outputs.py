@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cat_lm.errors import UserError
-from cat_lm.io.outputs import PICTURES, claim_file, claim_outputs, named
+from cat_lm.io.outputs import PICTURES, claim_file, claim_outputs, named, write_result
 from eval.common.provenance import provenance
 
 NAMES = ["sweep.csv", *named("sweep", *PICTURES)]
@@ -69,3 +69,17 @@ def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):
     for precision, ends in (("highest", "2 x H100"), ("high", "H100, fp32 products in TF32")):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda given=precision: given)
         assert provenance()["machine"].endswith(ends)
+
+
+def test_result_replaces_its_own_file_and_no_other(tmp_path):
+    path, target = tmp_path / "plan.json", tmp_path / "mine.json"
+    for days in (1, 2):
+        write_result(path, "--json", "python -m launch.plan", {"days": days})
+    assert json.loads(path.read_text())["days"] == 2
+    target.write_text("{}")
+    path.unlink()
+    path.symlink_to(target)
+    for kept in (target, path):
+        with pytest.raises(UserError, match=r"--json .*holds no earlier result"):
+            write_result(kept, "--json", "python -m launch.plan", {})
+    assert path.is_symlink() and target.read_text() == "{}"

@@ -103,7 +103,7 @@ def test_without_a_container_the_default_cache_stays_the_default(place):
         (["--nodes", 2, "--max-restarts", 0], "must be from 1 to 1,000,000"),
         (["--nodes", 2, "--gpus-per-node", 4, "--tasks-per-node", 2], "--tasks-per-node 2"),
         (["--nodes", 2, "--container-mounts", "/a:/b"], "needs --container"),
-        (["--nodes", 2, "--partition", ""], "--partition ''"),
+        (["--nodes", 2, "--partition", ""], "--partition: '' is no path"),
         (["--nodes", 2, "--account", "a\n#SBATCH --x"], "must be one line"),
         (["--nodes", 2, "--env", "A"], "must have the form NAME=VALUE"),
         (["--nodes", 2, "--env", "1A=b"], "must have the form NAME=VALUE"),
