@@ -42,7 +42,8 @@ TOKENIZER_PURPOSE = "a tokenizer on its way"  # of the folder in which it is mad
 _DATA = re.compile(
     rf"[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:bin|idx)|{re.escape(MALFORMED)}|{re.escape(NOTE)}"
     rf"|{TOKENIZER}/(?:{'|'.join(map(re.escape, TOKENIZER_FILES))})"
-    rf"|{PACKING}/[A-Za-z0-9.-]+(?:/(?:plan\.json|windows\.bin|pieces\.bin))?"
+    rf"|{PACKING}/[A-Za-z0-9.-]+"
+    rf"(?:/(?:plan\.json|windows\.bin|pieces\.bin|{re.escape(NOTE)}))?"
 )
 
 

@@ -288,7 +288,9 @@ def padding_of(
         if time > 1 and not config.takes_gaps:
             torch._assert_async(~interior_padding(new, documents).any(), _GAP)
         return new
-    if config.takes_gaps:
+    if not config.keeps_padding:
+        if not config.takes_gaps and interior_padding(real, documents).any():
+            raise ValueError(_GAP)
         return None if new.all() else new
     if (kept is None or real.shape[1] == time) and real.all():
         return None

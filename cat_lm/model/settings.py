@@ -267,7 +267,12 @@ class AttentionSettings(KnownKeys):
     @property
     def takes_gaps(self) -> bool:
         """Tell whether padding may stand between the tokens of a row: nothing reads neighbours."""
-        return not self.needs_layer_state
+        return not (self.needs_layer_state or attention.pattern(self).reads_neighbours(self))
+
+    @property
+    def keeps_padding(self) -> bool:
+        """Return True if states hold what was read as padding; else masks say it at each call."""
+        return self.needs_layer_state
 
     def check_attention_settings(self) -> None:
         """Check the fields above, but for the temperature. Raises ValueError."""
@@ -296,12 +301,14 @@ class RecurrentSettings(KnownKeys):
         keeps_state: whether it is kept from call to call, so that a text can be continued.
         reads_padding: that the model must be told which tokens are padding.
         takes_gaps: whether padding may stand between the tokens of a row.
+        keeps_padding: whether states hold what was read as padding.
     """
 
     keeps_state: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # a list to Trainer
     takes_gaps: ClassVar[bool] = False
+    keeps_padding: ClassVar[bool] = True
 
 
 def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:

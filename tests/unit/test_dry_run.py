@@ -121,7 +121,7 @@ def test_the_narrowed_model_is_small_whatever_the_run_asks_for():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "'': must be one each of ranks=…, gpus-per-node=…, device=…"),
+        ("", "--dry-run: '' is no path, name or value"),
         ("ranks=", "ranks: '' must be a whole number"),
         ("ranks=0", "ranks: '0' must be from 1 to 1,048,576"),
         ("device=h100", "ranks: '' must be a whole number"),

@@ -702,7 +702,9 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
 
 
 @every_case
-def test_trainer_shifts_labels_and_evaluates(case, tmp_path):
+def test_trainer_shifts_labels_and_evaluates(case, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of an earlier test's rank
+        monkeypatch.delenv(name, raising=False)
     plain, rows = model_of(case), tokens(2, 12)
     adapted = peft.get_peft_model(model_of(case), peft.LoraConfig(task_type="CAUSAL_LM")).eval()
     derived = model_of(case)

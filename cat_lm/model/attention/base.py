@@ -95,10 +95,7 @@ class Entry:
         return 0
 
     def holds_state(self, model: Any) -> bool:
-        """Tell whether decoding needs more than keys and values, or to know padding among them.
-
-        Such a model takes no padding between the tokens of a row.
-        """
+        """Tell whether decoding needs more than keys and values."""
         return False
 
     def division_problems(self, model: Any) -> list[str]:
@@ -159,6 +156,13 @@ class Pattern(Entry):
         where this is None. Only for a pattern that `holds_state`.
         """
         return None
+
+    def reads_neighbours(self, model: Any) -> bool:
+        """Return True if keys side by side are read together, without a state to decode with.
+
+        Such a model takes no padding between the tokens of a row.
+        """
+        return False
 
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make what the module takes as `call.mask`; transformers' causal mask by default.

@@ -30,9 +30,9 @@ class MapMixing(Pattern):
         """Count the values mixed for every head, and what they give."""
         return 2.0 * model.num_attention_heads
 
-    def holds_state(self, model: Any) -> bool:
-        """Tell that maps of keys side by side are read."""
-        return True
+    def reads_neighbours(self, model: Any) -> bool:
+        """Return True if maps of keys side by side are mixed."""
+        return model.conv_window > 1
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters: the filters are the convolution's."""

@@ -62,8 +62,13 @@ class MultiToken(Pattern):
         return self._past(model) * attention_channels(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
-        """Tell that a score reads others of queries and keys side by side."""
-        return True
+        """Tell whether a score reads earlier queries."""
+        return self._past(model) > 0
+
+    def reads_neighbours(self, model: Any) -> bool:
+        """Return True if a score reads others of queries or keys side by side."""
+        options = self.resolved(model.attention_options)
+        return max(options["query_window"], options["key_window"]) > 1
 
     def _past(self, model: Any) -> int:
         """Count the earlier queries that a score reads."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 
 import pytest
 
+from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
 from cat_lm.pretrained import load_tokenizer
@@ -122,8 +124,11 @@ def test_another_tokenizer_is_refused_before_training(
 ):
     other = tmp_path / "other"
     shutil.copytree(long_corpus, other)
+    tokenizer = other / "tokenizer/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
     manifest = json.loads((other / "manifest.json").read_text())
-    manifest["tokenizer"]["sha256"] = "0" * 64
+    manifest["tokenizer"]["sha256"] = digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    manifest["fingerprint"] = fingerprint(listed_shards(manifest), digest)
     (other / "manifest.json").write_text(json.dumps(manifest))
     code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--held-out", other)
     assert code == 2 and err.count("\n") == 1
