@@ -23,6 +23,8 @@ from cat_lm.ops.landmark.layout import interior_padding
 _FURTHER = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # documents
 _FURTHER += ("auxiliary_losses", "cache_position", "token_type_ids")  # nothing about neighbours
 _FURTHER += ("key_positions",)  # [B, S] beside a prepared mask, see `counted`
+# Further outputs of tokenizers.
+_FURTHER += ("special_tokens_mask", "length", "offset_mapping", "overflow_to_sample_mapping")
 _GAP = (
     "attention_mask: the model takes no padding between the tokens of a row; pad rows at their "
     "beginning or their end"
@@ -193,12 +195,15 @@ def documents_of(
         name = "position_ids that start anew"
         documents = _runs_of_positions(position_ids.expand(batch, -1), cache)
     if documents is not None and cache is not None:
+        if not torch.compiler.is_compiling() and not documents.any():
+            return None  # one document
         raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
-    lengths = further.get("cu_seq_lens_q")
-    if documents is None and lengths is not None and len(lengths) > 2:
-        raise ValueError(
-            "cu_seq_lens_q says nothing to the layers; pass document_ids, and no cache"
-        )
+    for lengths_name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        lengths = further.get(lengths_name)
+        if documents is None and lengths is not None and len(lengths) > 2:
+            raise ValueError(
+                f"{lengths_name} says nothing to the layers; pass document_ids, and no cache"
+            )
     return documents
 
 
@@ -287,6 +292,8 @@ def padding_of(
     if torch.compiler.is_compiling():
         if time > 1 and not config.takes_gaps:
             torch._assert_async(~interior_padding(new, documents).any(), _GAP)
+        if time > 1 and hasattr(first, "real") and attention_mask is padding_mask:
+            first.real = real  # of all tokens so far, for later calls that are not compiled
         return new
     if not config.keeps_padding:
         if not config.takes_gaps and interior_padding(real, documents).any():
