@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cat_lm.model.cache import PaddingRecord
+
+
+class MixerState:
+    """Hold tensors by name; hooks of accelerate hand on a copy of what is a Mapping."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._tensors[name] = tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._tensors.get(name, default)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._tensors.items()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._tensors.values()
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors.update(tensors)
+
+    def clear(self) -> None:
+        self._tensors.clear()
 
 
 class MixerCacheLayer(PaddingRecord, DynamicLayer):
@@ -21,7 +56,7 @@ class MixerCacheLayer(PaddingRecord, DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: dict[str, Tensor] = {}
+        self.state = MixerState()
         self.length = 0
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
