@@ -13,7 +13,7 @@ with x and y [B, T, C] and of the others those that its kind `supports`:
   row is neither the row without the gap nor the same row cut into calls, which closes a gap at the
   end of a call. It is not refused: to look would make the host wait for the GPU. What comes out at
   padding is anything finite.
-- state: `state`, tensors by name, empty before the first tokens and holds the module's decoding
+- state: `state` is empty before the first tokens and holds the module's decoding
   state after each call: tensors by name, rows first, so that rows can be chosen and copied. Calls
   with the parts of a sequence give what one call with all of it gives. Not with documents.
 

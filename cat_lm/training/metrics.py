@@ -67,6 +67,8 @@ class Metrics:
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         path = run_folder / "metrics.jsonl"
+        if recorded_step and not path.exists():
+            say(f"{path}: is gone, and with it the records of steps 1 to {recorded_step:,}")
         self.validated_step = keep_records(path, up_to_step=recorded_step)
         self._file = AppendedFile(path, say)
         self._tensorboard = self._wandb = None

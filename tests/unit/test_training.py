@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from signal import SIG_DFL, SIG_IGN, SIGHUP, SIGINT, SIGTERM, SIGUSR1
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -537,3 +538,12 @@ def test_what_all_ranks_share_is_said_once(rank, printed, temporary, code, monke
     with pytest.raises(SystemExit) as ended:
         command(fails)()
     assert ended.value.code == code and capfd.readouterr().err == printed
+
+
+def test_lost_records_of_a_resumed_run_are_said(tmp_path):
+    config = SimpleNamespace(logging=SimpleNamespace(tensorboard=False, wandb_project=None))
+    path, said = tmp_path / "metrics.jsonl", []
+    Metrics(tmp_path, config, recorded_step=7, say=said.append).close()
+    assert said == [f"{path}: is gone, and with it the records of steps 1 to 7"]
+    Metrics(tmp_path, config, recorded_step=7, say=said.append).close()
+    assert len(said) == 1
