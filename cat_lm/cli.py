@@ -31,8 +31,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        # An unset variable of a shell; as a path it would be the working directory. Other kinds
-        # refuse it in their own words, and a command its own.
+        # A shell's unset variable gives an empty value, which as a path would be the working
+        # directory. Options with a type and subcommands check their own values.
         if not arg_string and action.type is None and action.nargs != argparse.PARSER:
             raise argparse.ArgumentError(action, "'' is no path, name or value")
         return super()._get_value(action, arg_string)
@@ -43,6 +43,15 @@ class Parser(argparse.ArgumentParser):
             self._check_value(action, value)
             return value
         return super()._get_values(action, arg_strings)
+
+
+class Once(argparse.Action):
+    """Store an option's value; raise for a second one, which would silently replace the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "is given twice")
+        setattr(namespace, self.dest, values)
 
 
 def path_name(text: str) -> str:

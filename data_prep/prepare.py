@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-from cat_lm.cli import Parser, number, output_path, path_name, whole
+from cat_lm.cli import Once, Parser, number, output_path, path_name, whole
 from cat_lm.errors import UserError, command
 from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
@@ -53,6 +53,7 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     add("--source", required=True, choices=KINDS, help="where the text comes from")
     add(
         "--path",
+        action=Once,
         type=path_name,
         help="files: a file, folder or glob of txt, md, jsonl and ndjson, each also packed "
         "(.gz, .zst, .bz2, .xz), json.gz and the like of JSON lines, parquet; "
@@ -68,6 +69,7 @@ def _add_source(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--validation-path",
+        action=Once,
         type=path_name,
         metavar="PATH",
         help="files: held-out text of your own, instead of a fraction",
@@ -133,6 +135,7 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--exclude",
+        action=Once,
         metavar="GLOB,GLOB",
         help="files, python-stdlib: no files whose path below --path, --validation-path or the "
         "library's folder matches, such as 'encodings/*'; * stands for / too",
