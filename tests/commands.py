@@ -120,7 +120,10 @@ def be_python(
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # The streams of the process forked from remember whether its own files could be sought.
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.executable = executable
     os.chdir(cwd)
     os.environ.clear()  # a forked process has the environment that the first of them was given
