@@ -207,7 +207,7 @@ def _patiently(path: Path, progress: Callable[[str], object]) -> Lock:
 def _is_whole(
     folder: Path, identity: dict, cache_dir: Path, progress: Callable[[str], object]
 ) -> bool:
-    """Tell whether a plan is there; its files are hashed where that was not yet done.
+    """Return True if the folder holds a plan whose files have the recorded SHA-256.
 
     Raises:
         UserError: it is damaged, or of something else; temporary where it cannot be read now.

@@ -28,7 +28,7 @@ from cat_lm.model.attention.probe import try_entries
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
-from cat_lm.model.masks import check_call, counted, sequence_layout
+from cat_lm.model.masks import check_call, counted, positions_restart, sequence_layout
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.model.starts import AsksForStarts
 from cat_lm.ops import BACKENDS
@@ -44,10 +44,10 @@ _HUB_OPTIONS = (
 class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
-    # Layers read tokens before a token, which neither engines with a cache of their own nor ranks
-    # that share a sequence in another way than `cat_lm.model.sequence` give them.
+    # Layers read the inputs of earlier tokens. Engines with a cache of their own do not keep them,
+    # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
     _supports_attention_backend = _supports_context_parallel = False
-    # What layers write into, and a module that they hand on; accelerate would hand on copies.
+    # accelerate would pass copies of these arguments, but layers write into them.
     _skip_keys_device_placement = ("past_key_values", "layer_past", "auxiliary_losses", "norm")
 
     def post_init(self) -> None:
@@ -197,14 +197,14 @@ class CausalLanguageModel:
     """
 
     collects_losses = False
-    # Neither is true of the head, which computes the loss, nor of convolutions between heads.
+    # The head computes the loss and filters mix heads, so that no split of weights holds.
     _tp_plan = _pp_plan = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Enter the class where transformers looks up by name what shifts its labels."""
         super().__init_subclass__(**kwargs)
         names, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, getattr(cls, "config_class", None)
-        # Of one type several classes may be made, such as those of FSDP.
+        # A wrapper such as FSDP's makes a second class with the same model type.
         if kind is not None and names.setdefault(kind.model_type, cls.__name__) != cls.__name__:
             names[cls.__name__] = cls.__name__
 
@@ -380,8 +380,10 @@ class CausalLanguageModel:
         has_loss = shift_labels is not None
         if use_cache is None and past_key_values is None:
             # A cache nobody asked for would cost memory, and packed rows cannot be continued.
-            is_packed = document_ids is not None or kwargs.get("seq_idx") is not None
-            use_cache = False if has_loss or self.training or is_packed else None
+            is_unasked = has_loss or self.training
+            is_unasked = is_unasked or document_ids is not None or kwargs.get("seq_idx") is not None
+            if is_unasked or positions_restart(position_ids, attention_mask):
+                use_cache = False
 
         losses: list[Tensor] = []
         if self.collects_losses and self.training:

@@ -91,8 +91,8 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
         r"\.query_key_value\.bias$": ".convolution.bias",
     }
-    # Tensor parallelism would have to split the filters along with the heads, and the stages of a
-    # pipeline to hand on documents and padding.
+    # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
+    # would have to pass documents and padding on.
     base_model_tp_plan = base_model_pp_plan = None
 
     @classmethod

@@ -55,8 +55,8 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
     model_type = "cat_llama"
     # The projections' biases are added after the convolution.
     convolved_names: ClassVar[dict[str, str]] = {r"\.([qkv])_proj\.bias$": r".convolution.\1_bias"}
-    # Tensor parallelism would have to split the filters along with the heads, and the stages of a
-    # pipeline to hand on documents and padding.
+    # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
+    # would have to pass documents and padding on.
     base_model_tp_plan = base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:

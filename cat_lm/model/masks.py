@@ -29,6 +29,10 @@ _GAP = (
     "attention_mask: the model takes no padding between the tokens of a row; pad rows at their "
     "beginning or their end"
 )
+_OTHER_MASK = (
+    "attention_mask: takes cached tokens for padding that were read as tokens, or padding for "
+    "tokens (generate reads what follows the end of a row); begin with an empty cache"
+)
 
 
 @dataclass
@@ -84,7 +88,7 @@ def sequence_layout(
     check_attention(config)
     batch, time, _ = inputs_embeds.shape
     further = further or {}
-    told = position_ids, attention_mask, cache, further, batch
+    told = position_ids, attention_mask, cache, further, (batch, time)
     documents = documents_of(document_ids, *told)
     given_padding = padding_mask
     padding_mask = padding_of(config, attention_mask, padding_mask, time, documents, cache)
@@ -179,12 +183,15 @@ def documents_of(
     attention_mask: Tensor | None,
     cache: Cache | None,
     further: Mapping[str, Any],
-    batch: int,
+    shape: tuple[int, int],
 ) -> Tensor | None:
     """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`.
 
+    Args:
+        shape: B and T.
+
     Raises:
-        ValueError: documents beside a cache, or such as only their lengths say.
+        ValueError: documents beside a cache, or lengths that say others.
     """
     name = "document_ids" if document_ids is not None else "seq_idx"
     document_ids = further.get("seq_idx") if document_ids is None else document_ids
@@ -193,18 +200,45 @@ def documents_of(
         documents = document_runs(document_ids)
     elif position_ids is not None and attention_mask is None and position_ids.shape[1] > 1:
         name = "position_ids that start anew"
-        documents = _runs_of_positions(position_ids.expand(batch, -1), cache)
+        documents = _runs_of_positions(position_ids.expand(shape[0], -1), cache)
     if documents is not None and cache is not None:
         if not torch.compiler.is_compiling() and not documents.any():
             return None  # one document
         raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
-    for lengths_name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        lengths = further.get(lengths_name)
-        if documents is None and lengths is not None and len(lengths) > 2:
-            raise ValueError(
-                f"{lengths_name} says nothing to the layers; pass document_ids, and no cache"
-            )
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if further.get(name) is not None:
+            _check_lengths(name, further[name], documents, cache, shape)
     return documents
+
+
+def _check_lengths(
+    name: str, lengths: Tensor, documents: Tensor | None, cache: Cache | None, shape: tuple
+) -> None:
+    """Check that cumulative lengths, which no layer reads, are of the documents, or of the rows.
+
+    Raises:
+        ValueError: they are not.
+    """
+    batch, time = shape
+    if torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
+        # Values are not known while compiling, and cached keys are counted, too.
+        agrees = len(lengths) - 1 == batch if documents is None else True
+    elif documents is None:
+        agrees = lengths.tolist() == [row * time for row in range(batch + 1)]
+    else:
+        agrees = torch.equal(lengths.to(documents.device).int(), document_borders(documents))
+    if not agrees:
+        raise ValueError(
+            f"{name}: the layers read documents off document_ids or position_ids, which say "
+            "others; pass document_ids, and no cache"
+        )
+
+
+def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
+    """Return whether positions alone say documents; False while compiling, where none are known."""
+    if position_ids is None or attention_mask is not None or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=1) != 1).any())
 
 
 def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | None:
@@ -229,6 +263,62 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
     return runs
 
 
+def padding_of(
+    config: Any,
+    attention_mask: Any,
+    padding_mask: Tensor | None,
+    time: int,
+    documents: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Tensor | None:
+    """Return which of the `time` new tokens are real, [B, T] bool; None where all are.
+
+    The cache's first layer keeps which of its tokens are padding. Masks without padding cost one
+    wait for a GPU, as do those of single tokens.
+
+    Args:
+        config: says by `reads_padding` whether that matters to the model, by `takes_gaps` whether
+            padding may stand between tokens, and by `keeps_padding` whether states hold it.
+        attention_mask, padding_mask, cache: as of `sequence_layout`.
+        documents: [B, T]; None where rows are not packed.
+
+    Raises:
+        ValueError: padding between the tokens of a document, or a mask by which cached tokens are
+            others than those that were read.
+    """
+    _check_width(attention_mask, time, cache)
+    if not config.reads_padding:
+        return None
+    record = next(iter(getattr(cache, "layers", ())), None)
+    kept = getattr(record, "real", None)
+    if attention_mask is None and padding_mask is None:
+        if kept is not None:
+            raise ValueError(
+                "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
+                "cached and the new tokens"
+            )
+        return None
+    real = _real_tokens(attention_mask, padding_mask)
+    new = real[:, -time:]
+    if torch.compiler.is_compiling():
+        _check_compiled(config, real, kept, time, documents, cache)
+        if time > 1 and hasattr(record, "real") and padding_mask is None:
+            record.real = real  # of all tokens so far, for later calls
+        return new
+    if not config.keeps_padding:
+        if not config.takes_gaps and interior_padding(real, documents).any():
+            raise ValueError(_GAP)
+        return None if new.all() else new
+    if (kept is None or real.shape[1] == time) and real.all():
+        return None
+    before = _cached_tokens(new, kept, cache)
+    if _check_padding(real, before, new, documents):
+        return None
+    if hasattr(record, "real"):
+        record.real = torch.cat([before, new], dim=1)
+    return new
+
+
 def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:
     """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
 
@@ -244,68 +334,41 @@ def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:
         )
 
 
-def padding_of(
-    config: Any,
-    attention_mask: Any,
-    padding_mask: Tensor | None,
-    time: int,
-    documents: Tensor | None = None,
-    cache: Cache | None = None,
-) -> Tensor | None:
-    """Tell the real ones of the `time` new tokens, [B, T] bool; None where all are real.
+def _real_tokens(attention_mask: Any, padding_mask: Tensor | None) -> Tensor:
+    """Return what the masks say of tokens, [B, T] or [B, S] bool. Raises ValueError."""
+    if padding_mask is not None:
+        return padding_mask.bool()
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError(
+            "the convolution cannot read padding or documents off a prepared attention mask; "
+            "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
+            "attention_mask as [B, T]"
+        )
+    return attention_mask.bool()
 
-    The cache's first layer keeps which of its tokens are padding. Masks without padding cost one
-    wait for a GPU, as do those of single tokens.
 
-    Args:
-        config: says by `reads_padding` whether that matters to the model, and by `takes_gaps`
-            whether padding may stand between tokens.
-        attention_mask, padding_mask, cache: as of `sequence_layout`.
-        documents: [B, T]; None where rows are not packed.
-
-    Raises:
-        ValueError: padding between the tokens of a document, or a mask by which cached tokens are
-            others than those that were read.
-    """
-    _check_width(attention_mask, time, cache)
-    if not config.reads_padding:
-        return None
-    first = next(iter(getattr(cache, "layers", ())), None)
-    kept = getattr(first, "real", None)
-    if attention_mask is None and padding_mask is None:
-        if kept is not None:
-            raise ValueError(
-                "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
-                "cached and the new tokens"
-            )
-        return None
-    if padding_mask is None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-            raise ValueError(
-                "the convolution cannot read padding or documents off a prepared attention mask; "
-                "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
-                "attention_mask as [B, T]"
-            )
-        padding_mask = attention_mask
-    real = padding_mask.bool()
-    new = real[:, -time:]
-    if torch.compiler.is_compiling():
-        if time > 1 and not config.takes_gaps:
-            torch._assert_async(~interior_padding(new, documents).any(), _GAP)
-        if time > 1 and hasattr(first, "real") and attention_mask is padding_mask:
-            first.real = real  # of all tokens so far, for later calls that are not compiled
-        return new
-    if not config.keeps_padding:
-        if not config.takes_gaps and interior_padding(real, documents).any():
-            raise ValueError(_GAP)
-        return None if new.all() else new
-    if (kept is None or real.shape[1] == time) and real.all():
-        return None
+def _cached_tokens(new: Tensor, kept: Tensor | None, cache: Cache | None) -> Tensor:
+    """Return which cached tokens were read as real, [B, past] bool. `kept`: see PaddingRecord."""
     past = 0 if cache is None else int(cache.get_seq_length())
     before = new.new_ones(len(new), past)
     if kept is not None:
         before[:, : kept.shape[1]] = kept
-    said = real[:, :-time] if real.shape[1] > time else before
+    return before
+
+
+def _check_padding(real: Tensor, before: Tensor, new: Tensor, documents: Tensor | None) -> bool:
+    """Check masks against the cache; return whether all new tokens are real. Waits for a GPU once.
+
+    Args:
+        real: [B, S] or [B, T] bool, what the call says.
+        before: [B, past] bool, how the cached tokens were read.
+        new: [B, T] bool.
+
+    Raises:
+        ValueError: see `padding_of`.
+    """
+    past = before.shape[1]
+    said = real[:, : -new.shape[1]] if real.shape[1] > new.shape[1] else before
     if said.shape[1] != past:
         raise ValueError(
             f"padding_mask: says what {said.shape[1]} cached tokens are, of {past}; give [B, S] "
@@ -315,17 +378,38 @@ def padding_of(
     tests = (said != before).any(), interior_padding(row, documents).any(), new.all()
     differs, has_gaps, is_whole = torch.stack(tests).tolist()
     if differs:
-        raise ValueError(
-            "attention_mask: takes cached tokens for padding that were read as tokens, or padding "
-            "for tokens (generate reads what follows the end of a row); begin with an empty cache"
-        )
+        raise ValueError(_OTHER_MASK)
     if has_gaps:
         raise ValueError(_GAP)
-    if is_whole:
-        return None
-    if hasattr(first, "real"):
-        first.real = torch.cat([before, new], dim=1)
-    return new
+    return is_whole
+
+
+def _check_compiled(
+    config: Any,
+    real: Tensor,
+    kept: Tensor | None,
+    time: int,
+    documents: Tensor | None,
+    cache: Cache | None,
+) -> None:
+    """Put the checks of `_check_padding` into a compiled graph, which raises RuntimeError."""
+    said, new = real[:, :-time], real[:, -time:]
+    if config.keeps_padding and said.shape[1] > 0:
+        count = 0 if kept is None else min(kept.shape[1], said.shape[1])
+        read_so = said[:, count:].all()
+        if count:
+            read_so = read_so & (said[:, :count] == kept[:, :count]).all()
+        torch._assert_async(read_so, _OTHER_MASK)
+    if config.takes_gaps or time == 1:
+        return
+    row = new
+    if documents is None and cache is not None:
+        before = said if said.shape[1] > 0 else kept
+        count = 0 if before is None else before.shape[1]
+        has_real = torch.as_tensor(cache.get_seq_length() > count, device=new.device)
+        has_real = has_real.expand(len(new)) if before is None else has_real | before.any(1)
+        row = torch.cat([has_real[:, None], new], dim=1)
+    torch._assert_async(~interior_padding(row, documents).any(), _GAP)
 
 
 def positions_of(

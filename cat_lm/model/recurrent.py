@@ -57,7 +57,7 @@ class RecurrentPreTrained(AsksForStarts):
     """
 
     supports_gradient_checkpointing = True
-    # What layers write into; accelerate would hand them copies.
+    # accelerate would pass copies of these arguments, but layers write into them.
     _skip_keys_device_placement = ("past_key_values", "state", "auxiliary_losses")
     _supports_context_parallel = False  # but for `cat_lm.model.sequence`
     _is_stateful = True  # no drafted token can be taken back
@@ -126,7 +126,7 @@ class RecurrentBody:
         cache = cache_for(self.config, past_key_values, use_cache)
         check_divided(self.sequence_group, attention_mask, padding_mask, cache)
         batch, time, _ = inputs_embeds.shape
-        told = position_ids, attention_mask, cache, kwargs, batch
+        told = position_ids, attention_mask, cache, kwargs, (batch, time)
         documents = documents_of(document_ids, *told)
         padding = padding_of(self.config, attention_mask, padding_mask, time, documents, cache)
         padding = self._readable(documents, padding)

@@ -266,7 +266,7 @@ class AttentionSettings(KnownKeys):
 
     @property
     def takes_gaps(self) -> bool:
-        """Tell whether padding may stand between the tokens of a row: nothing reads neighbours."""
+        """Return True if padding may stand between a row's tokens: no layer reads neighbours."""
         return not (self.needs_layer_state or attention.pattern(self).reads_neighbours(self))
 
     @property

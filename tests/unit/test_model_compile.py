@@ -75,6 +75,34 @@ def test_generating_padded_rows_with_a_static_cache_is_one_graph(fields, rows):
     assert len(graphs) == 1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{"conv_type": "head"}, {"family": "llama", "canon": "A"}])
+def test_a_compiled_call_checks_masks_against_the_cache(fields):
+    torch._dynamo.reset()
+    model, ids = cat_model(**fields), random_ids(2, 9)
+    step = torch.compile(model, backend="eager")
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+
+    def continued(read, said, time=1):
+        cache = model(ids[:, :6], attention_mask=read[:, :6], use_cache=True).past_key_values
+        return step(
+            ids[:, 6 : 6 + time], attention_mask=said[:, : 6 + time], past_key_values=cache
+        ).logits
+
+    torch.testing.assert_close(
+        continued(mask, mask, 3),
+        model(ids, attention_mask=mask).logits[:, 6:],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    gap = torch.ones_like(ids)
+    gap[1, 6] = 0
+    for case in ((mask, gap), (gap, mask), (gap, gap, 3)):
+        with pytest.raises(RuntimeError, match="attention_mask: "):
+            continued(*case)
+
+
 @each_kind("head", without=(*SAME, "silu"))
 def test_new_lengths_do_not_compile_again_and_again(variant):
     """A second length makes lengths symbolic; from the third on nothing is compiled."""

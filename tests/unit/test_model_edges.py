@@ -153,9 +153,12 @@ def test_what_cannot_be_isolated_is_refused():
     with pytest.raises(ValueError, match="prepared attention mask"):
         model(ids, attention_mask=torch.ones(1, 1, 10, 10).tril().bool())
     with pytest.raises(ValueError, match="document_ids cannot be used with a cache"):
-        model(ids, document_ids=torch.zeros_like(ids), use_cache=True)
-    with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        model(ids, cu_seq_lens_q=torch.tensor([0, 4, 10]))
+        model(ids, document_ids=torch.arange(10)[None] // 6, use_cache=True)
+    for positions in (None, torch.tensor([[*range(6), *range(4)]])):
+        for lengths in ([0, 4, 10], [0, 4]):
+            with pytest.raises(ValueError, match="cu_seq_lens_q: .* document_ids"):
+                model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor(lengths))
+    assert model(ids, position_ids=positions).past_key_values is None
 
 
 def test_flash_attention_gets_the_documents_lengths():

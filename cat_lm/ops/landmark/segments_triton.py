@@ -141,7 +141,7 @@ def backward_kernel(
 
 
 def options(block: int, width: int, dtype: torch.dtype, backward: bool) -> dict[str, int | str]:
-    """Give what a kernel is compiled for: tiles that leave its sums in registers.
+    """Return a kernel's compile-time constants: tiles whose sums fit into registers.
 
     Tiles of 64 queries are of asynchronous products on Hopper. Where the gradients' are many, ptxas
     restores matrix descriptors while products are under way (tests/unit/test_ops_triton_sass.py),
