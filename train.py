@@ -3,8 +3,9 @@
 The whole program, from top to bottom. Alone, under torchrun, deepspeed or srun it does the same.
 """
 
-from __future__ import annotations
+import cat_lm  # noqa: F401 -- before all others: it drops the working directory from the path
 
+# isort: split
 import argparse
 import os
 import time
@@ -255,7 +256,7 @@ class Trainer:
             "on from the newest"
         )
 
-    def batches(self) -> Iterator[tuple[Batch, float]]:
+    def batches(self) -> Iterator[tuple["Batch", float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
         place = self.ranks.share(self.config.train.sequence_parallel)
         remaining = (self.step, self.config.total_steps)
@@ -269,7 +270,7 @@ class Trainer:
                 self.bar.update()
                 start = time.perf_counter()
 
-    def train_step(self, batch: Batch, waited: float) -> None:
+    def train_step(self, batch: "Batch", waited: float) -> None:
         """One optimizer step; it, or on a GPU the one before it, is recorded."""
         from cat_lm.training.schedule import learning_rate
 
@@ -302,7 +303,7 @@ class Trainer:
                 self.log.line(self.report.line(record))
             self.count_skipped(step, result)
 
-    def count_skipped(self, step: int, result: StepResult) -> None:
+    def count_skipped(self, step: int, result: "StepResult") -> None:
         if not result.skipped:
             self.skipped_in_a_row = 0
             return

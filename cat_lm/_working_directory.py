@@ -1,17 +1,19 @@
 """Keeps commands from importing what lies in the working directory, such as a downloaded model.
 
 `python -m` puts that folder first on the path, with its modules (safetensors.py) and the entry
-points of its packages. `cat_lm/__init__.py` imports this module before any other; the packages with
-commands import cat_lm first. Programs of others that import cat_lm keep their path.
+points of its packages; so does an empty name in PYTHONPATH, as `$UNSET:/folder` leaves. This module
+is imported by `cat_lm/__init__.py` before any other; the packages with commands and train.py import
+cat_lm first. Programs of others that import cat_lm keep their path.
 """
 
 import os
 import sys
 
 _PACKAGES = ("cat_lm", "data_prep", "eval", "launch")
+_CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
-def _runs_command() -> bool:
+def _runs_module() -> bool:
     """Return True if Python was started as `python -m` with a module of ours."""
     # While `-m` looks for its module, that is the name of the program.
     if sys.argv[:1] != ["-m"]:  # empty where Python is embedded
@@ -20,17 +22,32 @@ def _runs_command() -> bool:
     return name.rpartition("-m")[2].partition(".")[0] in _PACKAGES
 
 
-def _drop() -> None:
-    here, checkout = sys.path[0], os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+def _runs_training() -> bool:
+    """Return True if Python was started with the checkout's train.py."""
+    return os.path.realpath("".join(sys.argv[:1])) == os.path.join(_CHECKOUT, "train.py")
+
+
+def _drop(**also: str) -> None:
+    """Drop the working directory from the path, here and in processes that this one starts.
+
+    Args:
+        also: what else to set in the environment, unless the directory stays.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:  # it has been removed
+        return
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if here in (checkout, *named):
+    if here in (_CHECKOUT, *named):
         return
     # An empty or relative name in PYTHONPATH can stand for the same folder.
-    sys.path[:] = [path for path in sys.path if path != here]
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     kept = [path for path in map(os.path.abspath, filter(None, named)) if path != here]
-    # Processes that this one starts, such as workers, would look there before any code of ours.
-    os.environ |= {"PYTHONPATH": os.pathsep.join(kept), "PYTHONSAFEPATH": "1"}
+    os.environ |= {"PYTHONPATH": os.pathsep.join(kept), **also}
 
 
-if _runs_command() and not sys.flags.safe_path:
+if _runs_module() and not sys.flags.safe_path:
+    # Workers, which `python -c` starts, would look in the directory before any code of ours.
+    _drop(PYTHONSAFEPATH="1")
+elif os.environ.get("PYTHONPATH") and (_runs_module() or _runs_training()):
     _drop()

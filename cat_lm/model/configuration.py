@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -67,7 +67,7 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.canon`.
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
-        `rope_parameters["partial_rotary_factor"]`.
+        `rope_parameters["partial_rotary_factor"]`, which is another name of it.
     rope_theta (`float`, defaults to 10,000): the base of the rotary frequencies. Stored as
         `rope_parameters["rope_theta"]`.
     attention_temperature (`float`, defaults to 1): t of softmax(q·k / (t sqrt(D))); below 1 it
@@ -97,15 +97,20 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
 
     @classmethod
     def other_keys(cls) -> Collection[str]:
-        """Return the keys that are stored in `rope_parameters`."""
-        return ("rotary_emb_base", *super().other_keys())
+        """Return the keys that are stored in `rope_parameters`, and those of other families."""
+        return ("rotary_emb_base", "rotary_pct", *_SHAPE, *super().other_keys())
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_fields(self)
+        for name, allowed in _SHAPE.items():
+            if (value := kwargs.pop(name, None)) not in (None, allowed(self)):
+                raise ValueError(f"{name}={value}: GPT-NeoX has {allowed(self)} with these heads")
         _check_rope_names(kwargs)
         refuse(given_once_problems(self.rope_parameters, kwargs))
-        if "rope_theta" in kwargs:
-            kwargs["rotary_emb_base"] = kwargs.pop("rope_theta")  # GPT-NeoX's name for it
+        for name, theirs in _NEOX_NAMES.items():
+            value = kwargs.pop(name, None)
+            if value is not None and kwargs.setdefault(theirs, value) != value:
+                raise ValueError(f"{name}={value}: {theirs} is {kwargs[theirs]}; give one of them")
         self.check_attention_settings()
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
@@ -118,6 +123,13 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
         return self.rope_parameters["partial_rotary_factor"]
 
 
+# GPT-NeoX's own names of what is stored in `rope_parameters`.
+_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+# What other families choose, and rules would read: files of others may have it as it follows.
+_SHAPE: dict[str, Callable[[Any], int]] = {
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_key_value_heads": lambda config: config.num_attention_heads,
+}
 _NUMBERS = NUMBERS | {"layer_norm_eps": NORM_EPSILON, "hidden_dropout": FRACTION}
 _SWITCHES = ("use_parallel_residual", *SWITCHES)
 
@@ -133,7 +145,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _check_rope_names(values: Mapping[str, Any]) -> None:
-    for name in ("rope_theta", "rotary_emb_base", "rotary_pct"):
+    for name in ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"):
         if values.get(name) is not None:
             check_rope_number(name, values[name])
 

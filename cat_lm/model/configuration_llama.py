@@ -68,6 +68,7 @@ class CatLlamaConfig(AttentionSettings, LlamaConfig):
         check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
         check_rope_numbers(self.rope_parameters)
+        refuse(part_rotation_problems(self))
         refuse([*temperature_problems(self), *whole_rotation_problems(self)])
 
 

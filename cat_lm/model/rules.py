@@ -24,7 +24,12 @@ DEFAULT_WINDOW = 21
 CANON_PLACES = "ACD"
 CHUNK_SIZE = 128  # as LaS-chunk's
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
-_ROPE_NUMBERS = {"rope_theta": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+_ROPE_NUMBERS = {
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+    "partial_rotary_factor": "partial_rotary_factor",
+}
 
 
 def gated_width(hidden_size: int) -> int:

@@ -7,7 +7,7 @@ module imports neither torch nor transformers.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import SimpleNamespace
@@ -74,14 +74,29 @@ _OF_EVERY_MODEL = frozenset(
     (
         *("add_cross_attention", "attn_implementation", "auto_map", "configuration_files"),
         *("cross_attention_hidden_size", "custom_pipelines", "experts_implementation"),
-        *("finetuning_task", "gradient_checkpointing", "is_decoder", "loss_type", "prefix"),
-        *("pretraining_tp", "pruned_heads", "quantization_config", "sep_token_id"),
+        *("finetuning_task", "gradient_checkpointing", "is_decoder", "loss_type", "model_type"),
+        *("prefix", "pretraining_tp", "pruned_heads", "quantization_config", "sep_token_id"),
         *("task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class"),
         *("torchscript", "transformers_weights", "use_bfloat16"),
+        *("_attn_implementation_autoset", "_commit_hash", "_from_auto", "_from_pipeline"),
     )
 )
-# How near a key of a file is to a known one before it is taken for a slip: `difflib`'s ratio.
-_SLIP = 0.7
+# How near a key of a file is to a field, by `difflib`'s ratio, if it is a slip of a letter or two,
+# and if it has most of the field's words.
+_LETTERS, _WORDS = 0.88, 0.8
+# Below this the nearest key is no help to who reads of it.
+_HELPS = 0.6
+# Fields of which other programs keep the like under longer names (bos_token, padded_vocab_size,
+# attention_probs_dropout_prob): none changes what trained weights compute.
+_LIKE_OTHERS = (
+    *(*_TOKENS, "vocab_size", "max_position_embeddings", "initializer_range"),
+    *("attention_dropout", "hidden_dropout", "classifier_dropout"),
+)
+# Keys of other programs that a letter or two keep apart from a field.
+_OF_OTHERS = (
+    *("architecture", "boi_token_id", "bos_token_ids", "eod_token_id", "eoi_token_id"),
+    "eos_token_ids",
+)
 
 
 class KnownKeys:
@@ -89,9 +104,9 @@ class KnownKeys:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Before anything is made of them: of each label transformers makes two entries.
-        if isinstance(kwargs.get("num_labels"), int):
+        if "num_labels" in kwargs:
             check_numbers(SimpleNamespace(**kwargs), {"num_labels": LABELS}, whole=True)
-        refuse([cls._unknown(key) for key in cls.unknown_keys(kwargs)])
+        cls.refuse_keys(cls.unknown_keys(kwargs))
         return super().__new__(cls)
 
     @classmethod
@@ -102,17 +117,20 @@ class KnownKeys:
     @classmethod
     def unknown_keys(cls, keys: Iterable[str]) -> list[str]:
         """Return those keys that mean nothing to this class nor to transformers."""
-        known = {*_OF_EVERY_MODEL, *_generation_keys(), *cls.other_keys()}
-        return [k for k in keys if not (k in known or k.startswith("_") or hasattr(cls, k))]
+        own = {*(field.name for field in fields(cls)), *cls.attribute_map, *cls.other_keys()}
+        return [key for key in keys if key not in own | _OF_EVERY_MODEL | _keys_of_transformers()]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration of a file's keys; those of other programs stay as attributes.
 
         Raises:
-            ValueError: a key, of the file or beside it, is nearly one of this class.
+            ValueError: a key, of the file or beside it, is nearly one of this class, or would
+                replace a method or another attribute of it.
         """
-        others = {k: config_dict[k] for k in cls.unknown_keys(config_dict) if not cls._nearest(k)}
+        others = {key: config_dict[key] for key in cls.unknown_keys(config_dict)}
+        cls.refuse_keys(k for k in others if hasattr(cls, k) or cls._is_slip(k, config_dict))
+        cls.refuse_keys(key for key in cls.unknown_keys(kwargs) if hasattr(cls, key))
         known = {key: value for key, value in config_dict.items() if key not in others}
         wants_unused = kwargs.pop("return_unused_kwargs", False)
         config, unused = super().from_dict(known, return_unused_kwargs=True, **kwargs)
@@ -121,7 +139,7 @@ class KnownKeys:
         if wants_unused:
             return config, unused
         # What else is unused may be for whoever loads the weights, such as device_map.
-        refuse([cls._unknown(key) for key in cls.unknown_keys(unused) if cls._nearest(key)])
+        cls.refuse_keys(key for key in cls.unknown_keys(unused) if cls._is_slip(key, ()))
         return config
 
     @classmethod
@@ -130,21 +148,47 @@ class KnownKeys:
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
-    def _nearest(cls, key: str, cutoff: float = _SLIP) -> list[str]:
+    def refuse_keys(cls, keys: Iterable[str]) -> None:
+        """Raise ValueError for the first of the unknown keys, with the nearest that is known."""
+        for key in keys:
+            said = f"{key}: unknown key of {cls.__name__}"
+            for nearest in cls._nearest(key, _HELPS):
+                said += f"; the nearest known one is {nearest}"
+            raise ValueError(said)
+
+    @classmethod
+    def _nearest(cls, key: str, cutoff: float) -> list[str]:
         names = [*(field.name for field in fields(cls)), *cls.other_keys()]
         return difflib.get_close_matches(key[:60], names, n=1, cutoff=cutoff)
 
     @classmethod
-    def _unknown(cls, key: str) -> str:
-        nearest = cls._nearest(key, cutoff=0.0)[0]
-        return f"{key}: unknown key of {cls.__name__}; the nearest known one is {nearest}"
+    def _is_slip(cls, key: str, given: Container[str]) -> bool:
+        """Return True if a key stands where one of this class was meant.
+
+        It differs by a letter or two; or by more from a field of ours, or from one that is not
+        given beside it, so that the model would have the field's default.
+        """
+        if key in _OF_OTHERS:
+            return False
+        for nearest in cls._nearest(key, _WORDS):
+            is_ours = nearest in AttentionSettings.__dataclass_fields__
+            if is_ours or not (nearest in _LIKE_OTHERS or nearest in given):
+                return True
+        return bool(cls._nearest(key, _LETTERS))
 
 
 @cache
-def _generation_keys() -> frozenset[str]:
-    from transformers import GenerationConfig
+def _keys_of_transformers() -> frozenset[str]:
+    """Return what a configuration takes beside its fields, and the settings of generation."""
+    from transformers import GenerationConfig, PreTrainedConfig
 
-    return frozenset(vars(GenerationConfig()))
+    takes = {
+        name
+        for kind in PreTrainedConfig.__mro__
+        for name, value in vars(kind).items()
+        if isinstance(value, property) and value.fset
+    }
+    return frozenset(takes.union(vars(PreTrainedConfig()), vars(GenerationConfig())))
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -191,7 +235,7 @@ class AttentionSettings(KnownKeys):
     @classmethod
     def other_keys(cls) -> Collection[str]:
         """Return the keys that are stored in `rope_parameters`."""
-        return ("rope_theta",)
+        return ("rope_theta", "partial_rotary_factor")
 
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:

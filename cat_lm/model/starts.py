@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,13 @@ from cat_lm.parameters import start
 
 class AsksForStarts:
     """Asks a module for its `initial_values` after its parts; before a `PreTrainedModel`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what `from_pretrained` has left over, which no model takes, as unknown keys."""
+        takes = inspect.signature(cls.__init__).parameters
+        if all(taken.kind is not taken.VAR_KEYWORD for taken in takes.values()):
+            cls.config_class.refuse_keys(key for key in kwargs if key not in takes)
+        return super().__new__(cls)
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Initialise a module's own parameters, and then those that it names.

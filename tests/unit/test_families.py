@@ -763,29 +763,66 @@ def test_arguments_have_transformers_names(case, tmp_path):
 # Keys
 
 
+# As files of the Hub have them.
+THEIRS = {
+    **{"torch_dtype": "float16", "max_length": 20, "unsloth_version": "1", "_secret": 1},
+    **{"bos_token": "<s>", "unk_token_id": 3, "padded_vocab_size": 384, "_name_or_path": "x"},
+    **{"attention_probs_dropout_prob": 0.0, "eos_token_ids": [1], "original_max_position": 64},
+    **{"num_layers": 2, "architecture": "x", "use_sliding_window": False, "auto_map": {}},
+}
+
+
 @every_case
 def test_configuration_refuses_unknown_keys(case, tmp_path):
-    config = model_of(case).config
+    model = model_of(case)
+    config = model.config
     kind, values = type(config), config.to_dict()
-    theirs = {"torch_dtype": "float16", "max_length": 20, "unsloth_version": "1", "_secret": 1}
     said = "hiden_size: unknown key of .*; the nearest known one is hidden_size"
     with pytest.raises(ValueError, match=said):
         kind(hiden_size=32)
-    with pytest.raises(ValueError, match="num_labels=1000000000: must be from 0 to"):
-        kind(num_labels=10**9)
+    for key in ("to_dict", "from_pretrained", "_hiden", "model_card", "is_composition"):
+        with pytest.raises(ValueError, match=f"{key}: unknown key"):
+            kind(**{key: 3})
+    for labels in (10**9, 1e9, "1000000000"):
+        with pytest.raises(ValueError, match=f"num_labels='?{labels}'?: must be"):
+            kind(num_labels=labels)
     kind(**values | {"quantization_config": {}, "num_labels": 3, "attn_implementation": None})
-    config.save_pretrained(tmp_path)
+    assert kind.from_dict(THEIRS).bos_token == "<s>"
+    model.save_pretrained(tmp_path)
+    for key in ("hiden_size", "to_dict"):
+        with pytest.raises(ValueError, match=f"{key}: unknown key"):
+            AutoConfig.from_pretrained(tmp_path, **{key: 32})
+        for loader in (AutoModelForCausalLM, type(model), type(model.base_model)):
+            with pytest.raises(ValueError, match=f"{key}: unknown key"):
+                loader.from_pretrained(tmp_path, **{key: 32})
     file = tmp_path / "config.json"
     stored = json.loads(file.read_text())
-    file.write_text(json.dumps(stored | theirs))
+    file.write_text(json.dumps(stored | THEIRS))
     opened = AutoConfig.from_pretrained(tmp_path)
     assert opened.unsloth_version == "1"
     assert family_of(case).own_config(opened).unsloth_version == "1"
-    with pytest.raises(ValueError, match=said):
-        AutoConfig.from_pretrained(tmp_path, hiden_size=32)
-    file.write_text(json.dumps(stored | {"hiden_size": 32}))
-    with pytest.raises(ValueError, match=said):
-        AutoConfig.from_pretrained(tmp_path)
+    for key in ("hiden_size", "_hidden_size", "from_dict"):
+        file.write_text(json.dumps(stored | {key: 32}))
+        with pytest.raises(ValueError, match=f"{key}: unknown key"):
+            AutoConfig.from_pretrained(tmp_path)
+
+
+def test_keys_of_other_programs_mean_the_same_or_are_refused():
+    neox, llama = (architectures.get(name).config_class() for name in ("gpt_neox", "llama"))
+    assert neox(partial_rotary_factor=0.5).rotary_pct == 0.5
+    assert neox.from_dict({"rotary_pct": 0.5, "partial_rotary_factor": 0.5}).rotary_pct == 0.5
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 4}
+    neox.from_dict(shape)
+    llama.from_dict(shape | {"partial_rotary_factor": 1.0})
+    for kind, values, said in (
+        (neox, {"partial_rotary_factor": 0.5, "rotary_pct": 0.25}, "rotary_pct is 0.25"),
+        (neox, {"rotary_emb_base": 5.0, "rope_theta": 6.0}, "rotary_emb_base is 5.0"),
+        (neox, shape | {"head_dim": 32}, "head_dim=32: GPT-NeoX has 16"),
+        (neox, shape | {"num_key_value_heads": 2}, "num_key_value_heads=2: GPT-NeoX has 4"),
+        (llama, {"partial_rotary_factor": 0.5}, "all channels of a head are rotated"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kind.from_dict(values)
 
 
 @every_case

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -29,6 +30,8 @@ needs_compiler = pytest.mark.skipif(
 def cache(monkeypatch, tmp_path):
     """An empty cache, nothing loaded yet, and a compiler that does not take time to optimise."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     if found := next(filter(None, map(shutil.which, compiler.COMPILERS)), None):
         (tmp_path / "quick").mkdir()
         quick = tmp_path / "quick/g++"
@@ -145,15 +148,45 @@ def test_compiler_that_hangs(cache, monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
-    # A file in the folder's place stops even root, whom permissions do not.
-    (tmp_path / "cat_lm").write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.parametrize("cause", ["a file", "another user", "no modes", "no home"])
+def test_cache_that_cannot_be_kept_is_a_temporary_folder(cache, monkeypatch, cause):
+    if cause == "a file":  # which stops even root, whom permissions do not
+        cache.touch()
+    elif cause == "another user":
+        cache.mkdir()
+        if os.geteuid() != 0:
+            pytest.skip("needs root to give files away")
+        os.chown(cache, 65534, 65534)
+    elif cause == "no modes":
+        cache.mkdir()
+        cache.chmod(0o777)
+        monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "/proc/no-home")
+    kept = Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
+    with pytest.warns(UserWarning, match="as the cache cannot keep it"):
+        assert kernel.library().handle is not None
+    (library,) = kept.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     compiler._load_once.cache_clear()
-    try:
-        check_convolution_without_kernel("building the C++ kernel failed")
-    finally:
-        compiler._load_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernel.library().reason == f"{library} was built before"
+
+
+@needs_compiler
+def test_temporary_folder_of_another_user_is_not_used(cache, tmp_path):
+    cache.touch()
+    (tmp_path / "mine").mkdir()
+    squatted = Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
+    squatted.symlink_to(tmp_path / "mine")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to give links away")
+    os.chown(squatted, 65534, 65534, follow_symlinks=False)
+    with pytest.warns(UserWarning, match="as the cache cannot keep it"):
+        assert kernel.library().handle is not None
+    assert not list((tmp_path / "mine").iterdir())
 
 
 @needs_compiler

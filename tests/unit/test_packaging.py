@@ -339,6 +339,8 @@ PREPARE = "--source files --path text --tokenizer bytes --out out --workers 2"
         ("-mcat_lm.export --help", ":{}"),
         ("-m eval.recall run --help", ".:{}"),  # which loads plugins
         ("-um launch.plan --help", "{}:"),
+        ("{}/train.py --keys", ":{}"),
+        ("-P {}/train.py --keys", "{}:."),
         (f"-m data_prep.prepare {PREPARE}", "{}"),
     ],
 )
@@ -349,7 +351,10 @@ def test_commands_import_nothing_from_the_working_directory(words, path, tmp_pat
         (tmp_path / f"text/{name}.txt").write_text(f"text {name}\n" * 50)
     environment = os.environ | {"PYTHONPATH": path.format(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, *words.split()], cwd=tmp_path, env=environment, capture_output=True
+        [sys.executable, *words.format(REPOSITORY).split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
     )
     assert not ran.exists(), ran.read_text()
     assert done.returncode == 0, done.stderr.decode()

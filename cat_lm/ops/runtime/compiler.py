@@ -3,7 +3,8 @@
 A library's name is a hash of all that it depends on (sources, flags, compiler, processor), so that
 a cache can be shared by machines and releases. It is built beside its name and renamed: processes
 that build at once, or one that is killed, leave a whole library or none. A library or folder that
-another user owns or may write is not used: what is loaded runs as this user.
+another user owns or may write is not used: what is loaded runs as this user. Where the cache cannot
+keep a library, a folder of this user among the system's temporary ones does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,20 +83,47 @@ def _load(sources: Sources) -> Library:
     if compiler is None:
         raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
     flags = _flags()
-    path = cache_folder() / f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
-    with contextlib.suppress(OSError):  # absent, damaged on disk, or not this user's: build it
-        return Library(_load_own(path), f"{path} was built before")
-    folder = path.parent
+    name = f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
+    with contextlib.ExitStack() as stack:
+        kept = cache_folder, _temporary_folder
+        for place in kept:
+            # It may be absent, damaged on disk or not this user's, and there may be no home.
+            with contextlib.suppress(OSError, RuntimeError):
+                path = place() / name
+                return Library(_load_own(path), f"{path} was built before")
+        passing = functools.partial(tempfile.TemporaryDirectory, prefix="cat_lm-")
+        failure = None
+        for place in (*kept, lambda: Path(stack.enter_context(passing()))):
+            try:
+                path = place() / name
+                _own_folder(path.parent)
+                build(sources, compiler, flags, path)
+                library, reason = _load_own(path), f"{path} was built by {compiler}"
+            except (OSError, RuntimeError) as error:
+                failure = failure or error
+                continue
+            if failure:
+                reason += f", as the cache cannot keep it ({failure})"
+                with contextlib.suppress(Warning):  # `python -W error`
+                    warnings.warn(reason, stacklevel=2)
+            return Library(library, reason)
+        raise failure
+
+
+def _own_folder(folder: Path) -> None:
+    """Make a folder that this user alone may write, if it is not there.
+
+    Raises:
+        OSError: it cannot be made, or is another user's, or others may write it.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid == os.geteuid():
-        folder.chmod(folder.stat().st_mode & ~_OTHERS_WRITE)
-        build(sources, compiler, flags, path)
-        return Library(_load_own(path), f"{path} was built by {compiler}")
-    with tempfile.TemporaryDirectory(prefix="cat_lm-") as private:
-        path = Path(private) / path.name
-        build(sources, compiler, flags, path)
-        reason = f"{path.name} was built by {compiler} for this process: {folder} is another user's"
-        return Library(_load_own(path), reason)
+    # In a folder that others may write, a link of theirs could stand for any folder of this user.
+    if folder.lstat().st_uid != os.geteuid() or (status := folder.stat()).st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is another user's")
+    with contextlib.suppress(OSError):  # file systems without modes refuse, or do nothing
+        folder.chmod(status.st_mode & ~_OTHERS_WRITE)
+    if folder.stat().st_mode & _OTHERS_WRITE:
+        raise PermissionError(f"others may write {folder}")
 
 
 def _load_own(path: Path) -> ctypes.CDLL:
@@ -122,6 +151,11 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
 
 
+def _temporary_folder() -> Path:
+    """Return where this user's libraries are kept if the cache cannot be written."""
+    return Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
+
+
 def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compiles the sources to `path`, which appears whole."""
     _sweep(path.parent)
@@ -140,7 +174,8 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             detail = (lines or done.stderr.splitlines() or ["no message"])[0]
             raise BuildError(f"{compiler} could not build the kernel: {detail}")
-        made.chmod(0o700)  # whatever the umask: see `_load_own`
+        with contextlib.suppress(OSError):  # `_load_own` looks at what has become of it
+            made.chmod(0o700)  # whatever the umask
         made.replace(path)
 
 
