@@ -6,18 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cat_lm.errors import UserError
-from cat_lm.ops.landmark import blocks, flex, reference, segments, select
+from cat_lm.ops.landmark import blocks, reference, segments, select
 from cat_lm.ops.landmark import decode as kernel
 from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import (
-    cached_blocks,
     interior_padding,
     sequence_blocks,
     take_slots,
@@ -40,14 +37,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Flex attention by tiles smaller than rows, and by torch's own definition of it."""
-    monkeypatch.setattr(flex, "TILE", 8)
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-
-
-SPARSE = {"gather": attend_gathered, "blocks": attend_block_major, "flex": flex.attend_flex}
+SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
 
 
 def backend(name, query, key, value, selected, layout, local, logits=None):
@@ -172,7 +162,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_backends_equal_loops_over_the_definition(rows, case, small_tiles):
+def test_backends_equal_loops_over_the_definition(rows, case):
     (documents, padding), (choice, name, grouped) = ROWS[rows], CHOICES[case]
     heads = (4, 4) if case == "head" else (4, 2)  # MoBA's case: no sharing at all
     query, key, value = drawn(26, *heads)
@@ -182,7 +172,7 @@ def test_backends_equal_loops_over_the_definition(rows, case, small_tiles):
     expected = naive(query, key, value, name, choice, documents, padding, grouped)
     real = slice(None) if padding is None else padding
     logits = None if grouped is None else scores * grouped
-    for one in ("eager", "sdpa", "gather", "blocks", *["flex"] * (grouped is None)):
+    for one in ("eager", "sdpa", "gather", "blocks"):
         found = backend(one, query, key, value, selected, layout, choice.local, logits)
         assert found.isfinite().all()
         found, wanted = (x.transpose(1, 2)[real] for x in (found, expected))
@@ -210,42 +200,6 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
         torch.testing.assert_close(found, wanted)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["the paper", "layer, sink"])
-@pytest.mark.parametrize("rows", [*ROWS, "cache"])
-def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_tiles):
-    choice, heads = CHOICES[case][0], 4
-    query, key, value = (x.float() for x in drawn(26, heads, 2))
-    if rows == "cache":
-        layout, query = cached_blocks(5, 21, BLOCK, torch.tensor([0, 7])), query[:, :, 5:]
-    else:
-        layout = sequence_blocks(26, BLOCK, *ROWS[rows], query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, _ = choose_blocks(query, marks, layout, choice)
-    given = (query, key, value, selected, layout, choice.local, SCALING, 0.0, None)
-    wanted, maps = attend_blocks("eager", *given)
-    torch.testing.assert_close(attend_blocks("flex_attention", *given)[0], wanted)
-    # Uncompiled, it looks every pair up, and its tiles are not read.
-    mask = flex.block_mask(heads, 26, selected, layout, choice.local).to_dense()
-    size = flex.TILE
-    short = -maps.shape[2] % size, -maps.shape[3] % size
-    seen = F.pad(maps > 0, (0, short[1], 0, short[0])).unfold(2, size, size).unfold(3, size, size)
-    assert torch.equal(mask.bool().expand(2, heads, -1, -1), seen.flatten(4).any(dim=4))
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_compiled_flex_attention_on_a_cpu():
-    """Takes a C++ compiler half a minute."""
-    query, key, value = (x.float() for x in drawn(300))
-    layout = sequence_blocks(300, BLOCK, None, None, query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, _ = choose_blocks(query, marks, layout, Choice(2, 1))
-    given = (query, key, value, selected, layout, 1, SCALING, 0.0, None)
-    found, wanted = (attend_blocks(by, *given)[0] for by in ("flex_attention", "eager"))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_which_backend_computes():
     many, few = 5000, 16
     for by, queries, keys, dropout, triton, name in (
@@ -253,11 +207,9 @@ def test_which_backend_computes():
         ("sdpa", few, many, 0.0, True, "gather"),
         ("sdpa", few, few, 0.0, True, "triton"),
         ("sdpa", many, many, 0.0, True, "triton"),
-        ("sdpa", many, many, 0.1, True, "sdpa-mask"),
+        ("sdpa", many, many, 0.1, True, "reference"),
         ("sdpa", many, many, 0.0, False, "blocks"),
-        ("sdpa", few, few, 0.0, False, "sdpa-mask"),
-        ("flex_attention", few, many, 0.0, True, "gather"),
-        ("flex_attention", many, many, 0.0, True, "flex"),
+        ("sdpa", few, few, 0.0, False, "reference"),
     ):
         assert choose_backend(by, queries, keys, dropout, triton) == name
 
@@ -275,25 +227,6 @@ def test_why_the_triton_kernel_does_not_serve(monkeypatch):
         assert named in segments.why_not(device, dtype, block, width)
     monkeypatch.setattr(segments, "INSTALLED", False)
     assert segments.why_not(gpu, half, 64, 64) == "triton is not installed"
-
-
-@pytest.mark.parametrize("time", [1, BLOCK - 1, 5 * BLOCK + 3])
-def test_flex_attention_of_all_blocks_is_dense_and_has_no_gradient_here(time, small_tiles):
-    query, key, value = drawn(time)
-    layout = sequence_blocks(time, BLOCK, None, None, query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
-    given = (selected, layout, 1, SCALING, 0.0, None)
-    found = attend_blocks("flex_attention", query, key, value, *given)[0]
-    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
-    torch.testing.assert_close(found, dense)
-    with pytest.raises(UserError, match=r"flex_attention: has no backward pass on a CPU; use sdpa"):
-        attend_blocks("flex_attention", query.requires_grad_(), key, value, *given)
-    with pytest.raises(
-        UserError, match=r"flex_attention: has no dropout \(attention_dropout=0.1\)"
-    ):
-        attend_blocks("flex_attention", query, key, value, *given[:4], 0.1, None)
 
 
 def moba(query, key, value, block, top_k):

@@ -31,7 +31,7 @@ class Landmark(Pattern):
     name = "landmark"
     title = "landmark attention"
     words = "landmark attention"
-    implementations = ("eager", "sdpa", "flex_attention")
+    implementations = ("eager", "sdpa")
     takes_transforms = False
     keeps_mask = False
     masks_keys = True
@@ -69,11 +69,6 @@ class Landmark(Pattern):
                         f"chooses no blocks; leave it {usual}"
                     )
         return found
-
-    def serving(self, model: Any) -> tuple[str, ...]:
-        """Leave flex attention out where blocks are weighed as wholes: it has one softmax."""
-        is_grouped = self.resolved(model.attention_options)["combine"] == "grouped"
-        return self.implementations[: 2 if is_grouped else 3]
 
     def parameters(self, model: Any) -> int:
         """Count the filters of the heads of keys and the blocks' sharpness [H]."""
@@ -153,8 +148,7 @@ class Landmark(Pattern):
         """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped.
 
         Where a block meets the queries that chose it, what is kept of each block that a query
-        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel, and taken
-        for the same by flex attention.
+        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel.
         """
         from cat_lm.ops.landmark.blocks import LOCAL_CHUNK, TILE
 
@@ -162,7 +156,7 @@ class Landmark(Pattern):
         block, is_grouped = options["block"], options["combine"] == "grouped"
         by = _row_backend(model, context_length, on_gpu, precision, block)
         kept: float = 3 if is_grouped else 1
-        if by in ("triton", "flex"):
+        if by == "triton":
             read = options["top_k"] + options["local"] + options["sink"]
             # A logarithm, a weight, its place in a tile; of what is grouped, also what came out.
             kept = read * (3 + is_grouped * width / 2) / context_length
@@ -204,8 +198,7 @@ def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: i
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     has_triton = why_not(device, dtype, block, head_width(model)) is None
-    by = model.attn_implementation
-    dropout = 0.0 if by == "flex_attention" else model.attention_dropout
+    by, dropout = model.attn_implementation, model.attention_dropout
     return choose_backend(by, length, length, dropout, has_triton)
 
 
