@@ -52,7 +52,7 @@ def sparsify(
 
     Args:
         folder: a transformers folder of a model with softmax attention over all keys, or with
-            landmark attention in one softmax, which gets other options.
+            landmark attention, which gets other options.
         out: a new folder, or an empty one.
         options: `attention_options`.
         calibration: for filters that are learned; without it they are those of `folder`.
@@ -202,11 +202,10 @@ def _with_attention(
     unchanged = {"conv_type": "none"} if is_plain else {}
     own = architecture.own_config(source, **unchanged)
     entry = architecture.attention_entries(own)[0]
-    is_grouped = (own.attention_options or {}).get("combine") == "grouped"
-    if entry.name not in ("softmax", "landmark") or is_grouped:
+    if entry.name not in ("softmax", "landmark"):
         raise UserError(
-            f"model {folder}: has {entry.title}{' of blocks as wholes' if is_grouped else ''} "
-            f"(attention={entry.name}); only what is in one softmax can be made sparse"
+            f"model {folder}: has {entry.title} (attention={entry.name}); only what is in one "
+            "softmax can be made sparse"
         )
     try:
         changes = {"attention": pattern, "attention_options": options}

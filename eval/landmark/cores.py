@@ -91,7 +91,7 @@ class Chooser(nn.Module):
             parts.append(select_blocks(scores(rows, own), own, choice, groups))
         output, _ = attend_blocks(
             "sdpa", query, key, value, torch.cat(parts, dim=2), layout, chosen.local,
-            call.scaling, 0.0, None,
+            call.scaling, 0.0,
         )  # fmt: skip
         return output.transpose(1, 2).contiguous(), None
 

@@ -144,12 +144,11 @@ def test_nothing_reads_padding_inside_a_row(specification, layer):
     same(mixer(other, padding_mask=mask)[mask], y[mask])
 
 
-@pytest.mark.parametrize("training", ["guided", "dense", "hard", "grouped"])
+@pytest.mark.parametrize("training", ["guided", "dense", "hard"])
 def test_what_landmarks_learn_from(training):
     """And that blocks are left out afterwards, whatever is read in training."""
     options = "block=4,top_k=1,local=1,dropout=0,streams=none,heads=2"
-    combined = ",combine=grouped" if training == "grouped" else ""
-    mixer = built(f"landmark:{options},training={training}{combined}").train()
+    mixer = built(f"landmark:{options},training={training}").train()
     dense = built("cat:streams=none,heads=2,dropout=0").eval()
     dense.load_state_dict(mixer.state_dict(), strict=False)
     x, losses = 3 * rows(), []
@@ -162,9 +161,6 @@ def test_what_landmarks_learn_from(training):
         losses[0].backward()
         assert losses[0] > 0 and mixer.streams.projection.weight.grad.any()
         assert mixer.out_proj.weight.grad is None
-    if training == "grouped":
-        y.square().sum().backward()
-        assert mixer.sharpness.grad.any()
     mixer(x, auxiliary_losses=losses)
     assert len(losses) == (training == "guided")  # none outside of training
 
@@ -172,8 +168,7 @@ def test_what_landmarks_learn_from(training):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("training=slow", "training='slow': choose one of hard, dense, guided, grouped"),
-        ("training=grouped", "training=grouped: needs combine=grouped"),
+        ("training=slow", "training='slow': choose one of hard, dense, guided"),
         ("landmark_filter=learned,training=hard", "training=hard: gives the landmarks' parameters"),
         ("landmark_filter=quest", 'landmark_filter="quest": must be one of box'),
         ("heads=2,conv_type=multihead,conv_mixing=maps", "conv_mixing=maps: cannot be combined"),

@@ -44,7 +44,6 @@ class Landmark(Pattern):
         "filter": "box",
         "filter_state": 0,
         "share": "head",
-        "combine": "flat",
     }
     free_options = frozenset(options)
 
@@ -62,8 +61,8 @@ class Landmark(Pattern):
         if found:
             return found
         if options["top_k"] == 0:
-            for key, usual in (("filter", "box"), ("share", "head"), ("combine", "flat")):
-                if options[key] != usual and not (key == "combine" and options["sink"]):
+            for key, usual in (("filter", "box"), ("share", "head")):
+                if options[key] != usual:
                     found.append(
                         f"attention_options.{key}={options[key]}: says nothing with top_k=0, which "
                         f"chooses no blocks; leave it {usual}"
@@ -77,11 +76,11 @@ class Landmark(Pattern):
         numbers = options["block"] if name == "learned" else 0
         if state:
             numbers = filters.get(name).numbers(state)
-        sharp = is_sharp(name, options["combine"], state)
-        return key_heads(model) * numbers + (model.num_attention_heads if sharp else 0)
+        sharp = model.num_attention_heads if is_sharp(name, state) else 0
+        return key_heads(model) * numbers + sharp
 
     def flops(self, model: Any, context_length: int) -> float:
-        """Count 12·C for each key read, as softmax, and 2·C for each landmark, 6·C if grouped.
+        """Count 12·C for each key read, as softmax, and 2·C for each landmark.
 
         Without a gradient, a landmark's product is computed once, and its sum once; a sum by N
         decays counts 2·N for each channel of the keys.
@@ -89,8 +88,7 @@ class Landmark(Pattern):
         options = self.resolved(model.attention_options)
         blocks = options["top_k"] + options["local"] + options["sink"]
         read = min(context_length, blocks * options["block"])
-        passes = 6 if options["combine"] == "grouped" else 2
-        landmarks = passes * (context_length // options["block"] + 1) if options["top_k"] else 0
+        landmarks = 2 * (context_length // options["block"] + 1) if options["top_k"] else 0
         decays = 2 * options["filter_state"] * key_heads(model) * head_width(model)
         return (12 * read + landmarks) * attention_channels(model) + decays
 
@@ -113,7 +111,7 @@ class Landmark(Pattern):
         options = self.resolved(model.attention_options)
         block, chooses = options["block"], options["top_k"] > 0
         blocks = options["top_k"] + options["local"] + options["sink"]
-        landmarks = length // block if chooses or options["combine"] == "grouped" else 0
+        landmarks = length // block if chooses else 0
         read = min(length, blocks * block)
         return (landmarks + 2 * read) * key_heads(model) * head_width(model) * itemsize
 
@@ -145,7 +143,7 @@ class Landmark(Pattern):
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
     def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped.
+        """Count SDPA's mask, a map for each head.
 
         Where a block meets the queries that chose it, what is kept of each block that a query
         reads, as parts of such maps; measured on a CPU, counted for the Triton kernel.
@@ -153,13 +151,12 @@ class Landmark(Pattern):
         from cat_lm.ops.landmark.blocks import LOCAL_CHUNK, TILE
 
         options, width = self.resolved(model.attention_options), head_width(model)
-        block, is_grouped = options["block"], options["combine"] == "grouped"
+        block = options["block"]
         by = _row_backend(model, context_length, on_gpu, precision, block)
-        kept: float = 3 if is_grouped else 1
+        kept = 1.0
         if by == "triton":
             read = options["top_k"] + options["local"] + options["sink"]
-            # A logarithm, a weight, its place in a tile; of what is grouped, also what came out.
-            kept = read * (3 + is_grouped * width / 2) / context_length
+            kept = read * 3 / context_length  # a logarithm, a weight, its place in a tile
         elif by == "blocks":
             # Half of all blocks are earlier ones; of each one's tiles of queries the last is half
             # empty. And the local keys' logits.
@@ -185,7 +182,7 @@ class Landmark(Pattern):
 def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
     """Give what the landmarks' parameters depend on."""
     name, state = options["filter"], options["filter_state"]
-    return name, state, options["block"], is_sharp(name, options["combine"], state)
+    return name, state, options["block"], is_sharp(name, state)
 
 
 def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: int) -> str:

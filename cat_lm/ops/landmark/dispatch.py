@@ -9,7 +9,7 @@ from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.decode import has_kernel
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.reference import attend_flat, attend_grouped
+from cat_lm.ops.landmark.reference import attend_by_masks
 from cat_lm.ops.landmark.segments import attend_segments, why_not
 
 # Queries whose blocks are copied together; of more, the copies are the greater part of the work.
@@ -68,7 +68,6 @@ def attend_blocks(
     local: int,
     scaling: float,
     dropout: float,
-    block_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to local keys and chosen blocks, by the backend that `choose_backend` names.
 
@@ -76,8 +75,6 @@ def attend_blocks(
         query: [B, H, T, D].
         key, value: [B, H or fewer, S, D].
         selected: places of blocks [B, G, T, m], see `cat_lm.ops.landmark.select`.
-        block_logits: [B, H, T, m], by which those blocks are weighed as wholes; None where all
-            keys are in one softmax.
 
     Returns:
         [B, H, T, D], and with eager the maps [B, H, T, S].
@@ -87,12 +84,9 @@ def attend_blocks(
     if name in _SPARSE and _is_stacked(query):
         name = "reference"
     if name in _SPARSE:
-        given = (query, key, value, selected, layout, local, scaling, block_logits)
-        return _SPARSE[name](*given), None
-    rest = (selected, layout, local, scaling, dropout, implementation == "eager")
-    if block_logits is not None:
-        return attend_grouped(query, key, value, block_logits, *rest)
-    return attend_flat(query, key, value, *rest)
+        return _SPARSE[name](query, key, value, selected, layout, local, scaling), None
+    keeps_maps = implementation == "eager"
+    return attend_by_masks(query, key, value, selected, layout, local, scaling, dropout, keeps_maps)
 
 
 def _is_stacked(x: Tensor) -> bool:
