@@ -120,10 +120,9 @@ class Landmark(Pattern):
         return True
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Name what computes whole rows, decoding and the landmarks' loss."""
+        """Name what computes whole rows and decoding."""
         from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
         from cat_lm.ops.landmark.segments import why_not
-        from cat_lm.ops.landmark.teaching_cpu import has_kernel
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
         block = self.resolved(config.attention_options)["block"]
@@ -132,8 +131,7 @@ class Landmark(Pattern):
         step = choose_decoder(by, 1, length, device, dtype)
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
-            f"{step} ({MEANINGS[step]}), the guided loss by "
-            f"{'a C++ kernel, if not compiled' if has_kernel(device, dtype) else 'torch'}"
+            f"{step} ({MEANINGS[step]})"
         )
 
     def cache_layers(self) -> tuple[type, type]:
