@@ -26,7 +26,13 @@ from cat_lm.model.attention.landmark import ALL_FILTERS, ENTRY
 from cat_lm.model_card import describe_model
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained import load_model, model_config, model_folder, quiet_transformers
+from cat_lm.pretrained import (
+    choose_device,
+    load_model,
+    model_config,
+    model_folder,
+    quiet_transformers,
+)
 from cat_lm.upcycle import copy_tokenizer, refuse_used
 
 if TYPE_CHECKING:
@@ -115,15 +121,20 @@ def dense_model(folder: Path | str) -> PreTrainedModel:
 def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
-    """Learn filters; put them among the weights, in their dtype. The losses as `calibrate`."""
-    from cat_lm.landmark_calibration import calibrate
+    """Learn filters; put them among the weights, in their dtype. The losses as `ends_of`."""
+    from cat_lm.landmark_calibration import QUERIES, calibrate, ends_of
+    from cat_lm.model.landmark import LandmarkCore, train_landmarks
 
     dtype = next(iter(weights.values())).dtype
-    model = _model(target, weights).float()
-    losses = calibrate(model, calibration.data, calibration.tokens, target.max_position_embeddings)
+    model = _model(target, weights).float().to(choose_device())
+    train_landmarks(model, "guided", QUERIES)
+    cores = [module.train() for module in model.modules() if isinstance(module, LandmarkCore)]
+    learned = [parameter for core in cores for parameter in core.parameters()]
+    length = target.max_position_embeddings
+    losses = calibrate(model, learned, calibration.data, calibration.tokens, length)
     own = {name: x for name, x in model.state_dict().items() if PATTERNS_OWN in name}
-    weights.update({name: x.to(dtype) for name, x in own.items()})
-    return losses
+    weights.update({name: x.to("cpu", dtype) for name, x in own.items()})
+    return ends_of(losses)
 
 
 def _check_filters(
