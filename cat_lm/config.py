@@ -41,7 +41,6 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import write_text
 from cat_lm.io.own_files import set_aside
 from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve, short
-from cat_lm.model import attention
 from cat_lm.ops.landmark.options import DENSE
 
 # A chain of files; more of them are a mistake.
@@ -153,18 +152,13 @@ class RunConfig(Section):
     def as_trained(self, section: ModelSection) -> ModelSection:
         """Give the section of this run's model as a step computes it.
 
-        That is with attention to all keys where landmarks are only taught, and to all blocks where
-        they are weighed as wholes.
+        That is with attention to all keys where landmarks are only taught.
         """
-        if self.train.landmark_loss in DENSE:
-            # Which SDPA computes, whatever computes chosen blocks.
-            dense = {"attention": "softmax", "attn_implementation": "sdpa"}
-            return section.model_copy(update={"attention_options": None} | dense)
-        if self.train.landmark_loss != "grouped":
+        if self.train.landmark_loss not in DENSE:
             return section
-        options = attention.pattern(section).resolved(section.attention_options)
-        blocks = -(-self.data.context_length // options["block"])
-        return section.model_copy(update={"attention_options": options | {"top_k": blocks}})
+        # Which SDPA computes, whatever computes chosen blocks.
+        dense = {"attention": "softmax", "attn_implementation": "sdpa"}
+        return section.model_copy(update={"attention_options": None} | dense)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
         """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.

@@ -79,18 +79,14 @@ def _landmarks(config: RunConfig) -> list[str]:
             errors.append(f"{way}: needs model.attention=landmark")
         return errors
     options = model.attention_options if isinstance(model.attention_options, dict) else {}
-    is_grouped = options.get("combine") == "grouped"
-    if train.landmark_loss == "grouped" and not is_grouped:
-        errors.append(f"{way}: needs model.attention_options.combine=grouped")
     taught = train.landmark_loss in TAUGHT
     if taught and options.get("top_k") == 0:
         errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
-    has_filter = options.get("filter") == "learned" or options.get("filter_state")
-    learns = bool(is_grouped or has_filter)
-    if learns and not taught and not (is_grouped and train.landmark_loss != "dense"):
+    learns = bool(options.get("filter") == "learned" or options.get("filter_state"))
+    if learns and not taught:
         errors.append(
             f"{way}: gives the landmarks' parameters no "
-            "gradient; use guided, or attention_options.filter=box and combine=flat"
+            "gradient; use guided, or attention_options.filter=box"
         )
     return errors + (_calibration(config, learns) if train.landmark_loss == CALIBRATE else [])
 
@@ -98,17 +94,16 @@ def _landmarks(config: RunConfig) -> list[str]:
 def _blocks(config: RunConfig) -> list[str]:
     """Say that rows are too short for the landmarks to learn: that there is nothing to choose."""
     way, length = config.train.landmark_loss, config.data.context_length
-    if way not in (*TAUGHT, "grouped"):
+    if way not in TAUGHT:
         return []
     options = attention.pattern(config.model).resolved(config.model.attention_options)
     block, local = options["block"], options["local"]
-    # The loss compares blocks, so a single one has none; weighed as a whole, one is enough.
-    found, least = ("two blocks", local + 1) if way in TAUGHT else ("a block", local)
+    least = local + 1  # the loss compares blocks, so a single one has none
     if least * block < length:
         return []
     return [
-        f"train.landmark_loss={way}: no query of data.context_length={length} tokens has {found} "
-        f"to choose from with model.attention_options.block={block} and local={local}; "
+        f"train.landmark_loss={way}: no query of data.context_length={length} tokens has two "
+        f"blocks to choose from with model.attention_options.block={block} and local={local}; "
         f"{least} x block must be below the context"
     ]
 

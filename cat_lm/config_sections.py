@@ -216,7 +216,7 @@ class TrainSection(Section):
     mixer_backend: Literal["auto", "torch", "cpu", "triton", "fla"] = Field(
         "auto", description="what computes recurrences; a name that cannot serve ends the run"
     )
-    landmark_loss: Literal["hard", "dense", "guided", "calibrate", "grouped"] = Field(
+    landmark_loss: Literal["hard", "dense", "guided", "calibrate"] = Field(
         "hard", description="attention=landmark in training: chosen blocks, or all keys and a loss"
     )
     landmark_weight: Annotated[float, number(limits.AUXILIARY_WEIGHT)] | None = Field(

@@ -26,7 +26,13 @@ from cat_lm.model.attention.landmark import ALL_FILTERS, ENTRY
 from cat_lm.model_card import describe_model
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained import load_model, model_config, model_folder, quiet_transformers
+from cat_lm.pretrained import (
+    choose_device,
+    load_model,
+    model_config,
+    model_folder,
+    quiet_transformers,
+)
 from cat_lm.upcycle import copy_tokenizer, refuse_used
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ def sparsify(
 
     Args:
         folder: a transformers folder of a model with softmax attention over all keys, or with
-            landmark attention in one softmax, which gets other options.
+            landmark attention, which gets other options.
         out: a new folder, or an empty one.
         options: `attention_options`.
         calibration: for filters that are learned; without it they are those of `folder`.
@@ -115,15 +121,20 @@ def dense_model(folder: Path | str) -> PreTrainedModel:
 def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
-    """Learn filters; put them among the weights, in their dtype. The losses as `calibrate`."""
-    from cat_lm.landmark_calibration import calibrate
+    """Learn filters; put them among the weights, in their dtype. The losses as `ends_of`."""
+    from cat_lm.landmark_calibration import QUERIES, calibrate, ends_of
+    from cat_lm.model.landmark import LandmarkCore, train_landmarks
 
     dtype = next(iter(weights.values())).dtype
-    model = _model(target, weights).float()
-    losses = calibrate(model, calibration.data, calibration.tokens, target.max_position_embeddings)
+    model = _model(target, weights).float().to(choose_device())
+    train_landmarks(model, "guided", QUERIES)
+    cores = [module.train() for module in model.modules() if isinstance(module, LandmarkCore)]
+    learned = [parameter for core in cores for parameter in core.parameters()]
+    length = target.max_position_embeddings
+    losses = calibrate(model, learned, calibration.data, calibration.tokens, length)
     own = {name: x for name, x in model.state_dict().items() if PATTERNS_OWN in name}
-    weights.update({name: x.to(dtype) for name, x in own.items()})
-    return losses
+    weights.update({name: x.to("cpu", dtype) for name, x in own.items()})
+    return ends_of(losses)
 
 
 def _check_filters(
@@ -202,11 +213,10 @@ def _with_attention(
     unchanged = {"conv_type": "none"} if is_plain else {}
     own = architecture.own_config(source, **unchanged)
     entry = architecture.attention_entries(own)[0]
-    is_grouped = (own.attention_options or {}).get("combine") == "grouped"
-    if entry.name not in ("softmax", "landmark") or is_grouped:
+    if entry.name not in ("softmax", "landmark"):
         raise UserError(
-            f"model {folder}: has {entry.title}{' of blocks as wholes' if is_grouped else ''} "
-            f"(attention={entry.name}); only what is in one softmax can be made sparse"
+            f"model {folder}: has {entry.title} (attention={entry.name}); only what is in one "
+            "softmax can be made sparse"
         )
     try:
         changes = {"attention": pattern, "attention_options": options}

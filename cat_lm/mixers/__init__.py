@@ -23,7 +23,7 @@ __all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
 
 _BUILT_IN = (
-    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "h3", "hyena", "landmark"),
+    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "landmark"),
     *("lincat", "linear-attention", "mamba", "multi-token", "none"),
 )
 

@@ -30,9 +30,8 @@ class Options(cat.Options):
         sink: whether the first block is always read too.
         landmark_filter: box, exponential or learned.
         share: who chooses: each head, or the whole layer.
-        combine: flat, one softmax over all keys that are read; grouped, blocks weighed as wholes.
         training: guided, all keys and a loss for the landmarks; dense, all keys; hard, chosen
-            blocks, as afterwards; grouped, all blocks as wholes.
+            blocks, as afterwards.
     """
 
     block: int = 16
@@ -41,7 +40,6 @@ class Options(cat.Options):
     sink: bool = False
     landmark_filter: str = "box"
     share: str = "head"
-    combine: str = "flat"
     training: str = "guided"
 
     def __post_init__(self) -> None:
@@ -52,10 +50,7 @@ class Options(cat.Options):
             raise ValueError(problem.replace("filter=", "landmark_filter=", 1))
         if self.mixes_maps:
             raise ValueError("conv_mixing=maps: cannot be combined with landmark attention")
-        if self.training == "grouped" and not self.is_grouped:
-            raise ValueError("training=grouped: needs combine=grouped")
-        taught = self.training == "guided" or (self.is_grouped and self.training != "dense")
-        if self.is_sharp and not taught:
+        if self.is_sharp and self.training != "guided":
             raise ValueError(
                 f"training={self.training}: gives the landmarks' parameters no gradient; choose "
                 "guided"
@@ -64,18 +59,13 @@ class Options(cat.Options):
     @property
     def of_landmarks(self) -> dict[str, Any]:
         """The options that the pattern of attention has too, by its names."""
-        names = ("block", "top_k", "local", "sink", "share", "combine")
+        names = ("block", "top_k", "local", "sink", "share")
         return {name: getattr(self, name) for name in names} | {"filter": self.landmark_filter}
-
-    @property
-    def is_grouped(self) -> bool:
-        """Tell whether chosen blocks are weighed as wholes."""
-        return self.combine == "grouped"
 
     @property
     def is_sharp(self) -> bool:
         """Tell whether heads have a θ."""
-        return landmark.is_sharp(self.landmark_filter, self.combine)
+        return landmark.is_sharp(self.landmark_filter)
 
 
 class LandmarkAttention(cat.ConvolvedAttention):
@@ -98,10 +88,8 @@ class LandmarkAttention(cat.ConvolvedAttention):
         return attention_flops(read, width) + landmarks * width + options.filter_flops(width)
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
-        # Masks where blocks are chosen; a second softmax and its index where they are wholes.
-        chosen = options.training in ("hard", "grouped")
-        wholes = 2 * options.heads * (chosen and options.is_grouped)
-        return attention_maps(options.heads, options.dropout) + options.heads * chosen + wholes
+        masks = options.heads * (options.training == "hard")
+        return attention_maps(options.heads, options.dropout) + masks
 
 
 MIXER = LandmarkAttention()

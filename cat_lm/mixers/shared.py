@@ -248,12 +248,3 @@ def attention_maps(heads: int, dropout: float) -> float:
 def attention_flops(length: int, width: int) -> float:
     """Count a token's FLOPs of scores and sums over `length` positions, forward and backward."""
     return 12 * length * width
-
-
-def fft_flops(length: int, channels: int) -> float:
-    """Count a token's FLOPs of one convolution by FFT over twice its length, both ways.
-
-    Three transforms of 5/2 N log₂ N (real numbers) forward, and twice as many backward.
-    """
-    size = 2 * length
-    return 9 * 2.5 * size * math.log2(size) / length * channels

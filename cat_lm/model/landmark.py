@@ -6,17 +6,15 @@ j (`cat_lm.ops.landmark.keys`):
     S_t = the `top_k` blocks j ≤ c(t) − local with the highest q_t·K̄_j, and those after
           c(t) − local, and with `sink` the first block.
 
-Query t attends to {m ≤ t : m is in a block of S_t}, with `flat` in one softmax, which is the
-paper's definition (CAT, section 5) with two corrections: the blocks to choose from lie before the
-query, and the keys attended to are not the filtered ones. MoBA with k blocks is `filter: box`,
-`local: 1`, `top_k: k − 1`. With `grouped`, a chosen block is weighed as a whole by
-exp(θ_h) q·K̄_j / (t sqrt(D)), and its keys share that: the landmarks then get a gradient.
+Query t attends to {m ≤ t : m is in a block of S_t} in one softmax, which is the paper's definition
+(CAT, section 5) with two corrections: the blocks to choose from lie before the query, and the keys
+attended to are not the filtered ones. MoBA with k blocks is `filter: box`, `local: 1`,
+`top_k: k − 1`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,8 +53,8 @@ class LandmarkCore(NothingDecays):
     """Attends to the blocks that landmarks find.
 
     Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
-    the numbers of filters as long as the text; `sharpness` θ [H] if there is a filter or blocks are
-    weighed as wholes; else θ is ln(D) / 2.
+    the numbers of filters as long as the text; `sharpness` θ [H] if there is a filter; else θ is
+    ln(D) / 2.
 
     Attributes:
         training_by: what is computed in training, see `train_landmarks`.
@@ -71,7 +69,6 @@ class LandmarkCore(NothingDecays):
         self.block = options["block"]
         self.filter_name, self.filter_state = options["filter"], options["filter_state"]
         self.long_filter = filters.get(self.filter_name) if self.filter_state else None
-        self.is_grouped = options["combine"] == "grouped"
         self.training_by, self.rows = "hard", 0
         self.choice = Choice(options["top_k"], options["local"], options["sink"], options["share"])
         for name, values in self.initial_values().items():
@@ -83,16 +80,13 @@ class LandmarkCore(NothingDecays):
         The filter starts as the box, one that is as long as the text as the fixed exponential one.
         """
         config, heads = self.config, self.config.stream_heads("k")
-        sharp = is_sharp(
-            self.filter_name, "grouped" if self.is_grouped else "flat", self.filter_state
-        )
         values = initial_parameters(
             self.filter_name,
             self.block,
             heads,
             config.num_attention_heads,
             config.head_width,
-            sharp,
+            is_sharp(self.filter_name, self.filter_state),
         )
         if self.long_filter is not None:
             values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
@@ -145,8 +139,7 @@ class LandmarkCore(NothingDecays):
             call.losses.append(self._guided_loss(*own, landmarks, layout, call.scaling))
         if way in DENSE:
             return self._attend_densely(query, key, value, layout, call), None
-        choice = replace(self.choice, top_k=key.shape[2]) if way == "grouped" else self.choice
-        output, maps = self._attend(query, key, value, landmarks, layout, choice, call)
+        output, maps = self._attend(query, key, value, landmarks, layout, call)
         return output.transpose(1, 2).contiguous(), maps
 
     def _attend_densely(
@@ -169,20 +162,13 @@ class LandmarkCore(NothingDecays):
         value: Tensor,
         landmarks: Tensor,
         layout: BlockLayout,
-        choice: Choice,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor | None]:
         """Choose blocks and attend to them: [B, H, T, D], and maybe the maps."""
-        # Of what is one softmax, scores get no gradient, and autograd need not keep their parts.
-        with torch.set_grad_enabled(self.is_grouped and torch.is_grad_enabled()):
-            selected, scores = choose_blocks(query, landmarks, layout, choice)
-        logits = None
-        if self.is_grouped:
-            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
-            logits = scores * (sharpness[:, None, None] * call.scaling)
+        selected = choose_blocks(query, landmarks, layout, self.choice)
         return attend_blocks(
             self.config._attn_implementation, query, key, value, selected, layout,
-            choice.local, call.scaling, call.dropout, logits,
+            self.choice.local, call.scaling, call.dropout,
         )  # fmt: skip
 
     def _continue(
@@ -197,13 +183,11 @@ class LandmarkCore(NothingDecays):
         by = self.config._attn_implementation
         name = choose_backend(by, time, key.shape[2], call.dropout)
         if name == "gather" and can_decode(query, key, value):
-            sharpness = self.sharpness.exp() if self.is_grouped else None
             output = decode(
-                query, key, value, landmarks, past, padding, self.block, self.choice, call.scaling,
-                sharpness,
-            )  # fmt: skip
+                query, key, value, landmarks, past, padding, self.block, self.choice, call.scaling
+            )
             return output, None
-        if name == "gather" and time == 1 and len(padding) == 1 and not self.is_grouped:
+        if name == "gather" and time == 1 and len(padding) == 1:
             begins = int(padding[0])
             if begins <= past:
                 output = attend_one(
@@ -215,7 +199,7 @@ class LandmarkCore(NothingDecays):
         least = int(padding.min())  # the cache has no landmarks of blocks that no row has
         layout = cached_blocks(past, time, self.block, padding.to(key.device), least)
         landmarks = landmarks[:, :, : layout.numbers.shape[1]]
-        return self._attend(query, key, value, landmarks, layout, self.choice, call)
+        return self._attend(query, key, value, landmarks, layout, call)
 
     def _guided_loss(
         self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
@@ -234,8 +218,7 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
     Args:
         way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the
             loss of `cat_lm.ops.landmark.teaching`, which the model's outputs then have as
-            `auxiliary_loss`; "calibrate", the same, of which queries and keys learn nothing;
-            "grouped", weighing all blocks as wholes.
+            `auxiliary_loss`; "calibrate", the same, of which queries and keys learn nothing.
         rows: for how many queries of each row the loss is computed.
     """
     cores = [module for module in model.modules() if isinstance(module, LandmarkCore)]

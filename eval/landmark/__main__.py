@@ -121,7 +121,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     _add_choice(parser, "16,32,64", "1,2,4,8")
     parser.add_argument(
         "--select",
-        type=listed(_selector, "box,quest"),
+        type=listed(_selector, "box,local"),
         default=USUAL,
         metavar="LIST",
         help=f"of {', '.join(SELECTORS)} (default: those that are not learned)",

@@ -5,16 +5,14 @@ from __future__ import annotations
 # See `eval.landmark.selectors`; in the order of tables and colours.
 SELECTORS = (
     "oracle",
-    "indexer",
     "ssm",
     "learned",
-    "quest",
     "box",
     "exponential",
     "local",
     "random",
 )
 # Learned afterwards, from data.
-LEARNED = ("indexer", "ssm", "learned")
+LEARNED = ("ssm", "learned")
 STATE = 16  # of ssm, where no number is given
 USUAL = tuple(name for name in SELECTORS if name not in LEARNED)

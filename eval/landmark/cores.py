@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cat_lm.landmark_calibration import QUERIES
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.rules import key_heads
 from cat_lm.ops.landmark.dispatch import attend_blocks
 from cat_lm.ops.landmark.layout import sequence_blocks
-from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, candidates_of, select_blocks
-from cat_lm.ops.landmark.teaching import block_mass, divergence
-from eval.landmark.selectors import Streams, prepared_scores
-
-# Of each row, on which learned selectors are taught.
-QUERIES = 64
+from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, select_blocks
+from cat_lm.ops.landmark.teaching import guided_loss
+from eval.landmark.selectors import LearnedFilter, Streams, prepared_scores
 
 
 @dataclass(frozen=True)
@@ -54,23 +52,16 @@ class Chooser(nn.Module):
         super().__init__()
         self.config, self.dense, self.layer = config, dense, layer
         self.selection: Selection | None = None
-        self.learners: Mapping[tuple[str, int], nn.Module] = {}
+        self.learners: Mapping[tuple[str, int], LearnedFilter] = {}
         self.local: int | None = None
         self.taught: dict[tuple[str, int], list[float]] = {}
         self.watch: Callable[[Streams], None] | None = None
-        self.hidden: Tensor | None = None
-        self.rotary: tuple[Tensor, Tensor] | None = None
-
-    def remember(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Keep what the layer's projections are about to read; a hook of its attention."""
-        self.hidden = given[0] if given else named["hidden_states"]
-        self.rotary = named.get("position_embeddings")
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: query [B, H, T, D], key and value [B, H or fewer, T, D] to [B, T, H, D]."""
-        streams = Streams(query, key, self.hidden, self.rotary, call.scaling, self.layer)
+        streams = Streams(query, key, call.scaling, self.layer)
         if self.watch is not None:
             self.watch(streams)
         if self.local is not None and call.losses is not None:
@@ -91,27 +82,22 @@ class Chooser(nn.Module):
             parts.append(select_blocks(scores(rows, own), own, choice, groups))
         output, _ = attend_blocks(
             "sdpa", query, key, value, torch.cat(parts, dim=2), layout, chosen.local,
-            call.scaling, 0.0, None,
+            call.scaling, 0.0,
         )  # fmt: skip
         return output.transpose(1, 2).contiguous(), None
 
     def _teach(self, streams: Streams, call: AttentionCall) -> None:
-        """Add the guided loss of every learner, on the same queries."""
-        time = streams.query.shape[2]
-        drawn = torch.randperm(time, device=streams.query.device)[:QUERIES]
-        for (name, block), module in self.learners.items():
-            layout = sequence_blocks(time, block, call.documents, call.padding, drawn.device)
-            if layout.numbers.shape[1] == 0:
-                continue
-            own = layout.of_queries(drawn)
-            query = streams.query[:, :, drawn]
-            mass = block_mass(query, streams.key, own, self.local, streams.scaling)
-            scores = prepared_scores(name, streams, layout, self.local, module)(drawn, own)
-            logits = module.logits(scores, streams.scaling)
-            # A choice of heads that share keys is taught by their weights together.
-            mass = mass.unflatten(1, (logits.shape[1], -1)).sum(dim=2)
-            loss = divergence(logits, mass, candidates_of(own, self.local))
-            self.taught.setdefault((name, block), []).append(loss.item())
+        """Add the guided loss of every learner."""
+        query, key = streams.query, streams.key
+        for name, module in self.learners.items():
+            layout = sequence_blocks(
+                query.shape[2], name[1], call.documents, call.padding, query.device
+            )
+            landmarks, sharpness = module.landmarks(key, layout), module.sharpness.exp()
+            loss = guided_loss(
+                query, key, landmarks, layout, self.local, streams.scaling, sharpness, QUERIES
+            )
+            self.taught.setdefault(name, []).append(loss.item())
             call.losses.append(loss)
 
 
@@ -121,6 +107,5 @@ def add_choosers(model: nn.Module) -> list[Chooser]:
     for module in model.modules():
         if isinstance(module, AttentionMixin):
             module.core = Chooser(model.config, module.core, len(found))
-            module.register_forward_pre_hook(module.core.remember, with_kwargs=True)
             found.append(module.core)
     return found

@@ -15,6 +15,8 @@ from eval.landmark.choices import SELECTORS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Records also have two selectors that are gone.
+_DRAWN = (*SELECTORS, "quest", "indexer")
 PANEL = (3.6, 3.0)  # inches
 LONG_LABEL = 24  # characters: two columns of longer ones are wider than a panel
 # Names of the columns for people.
@@ -32,7 +34,7 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     length = max(row["length"] for row in rows)
     shown = [row for row in rows if row["length"] == length and row["block"] is not None]
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    present = [name for name in SELECTORS if any(row["select"] == name for row in shown)]
+    present = [name for name in _DRAWN if any(row["select"] == name for row in shown)]
     with matplotlib.rc_context(STYLE):
         size = (2 * PANEL[0], PANEL[1] * len(labels) + 0.4)
         figure = Figure(size, layout="constrained")
@@ -42,7 +44,7 @@ def sweep_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
             for axes, kind in zip(of_label, AXES, strict=True):
                 _panel(axes, own, kind)
             of_label[0].set_title(plain_label(f"{label}, {length:,} tokens"), loc="left")
-        keys = [legend_key(name, SELECTORS.index(name)) for name in present]
+        keys = [legend_key(name, _DRAWN.index(name)) for name in present]
         figure.legend(handles=keys, loc="outside lower center", ncols=4)
         return figure
 
@@ -51,7 +53,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     for name, block in dict.fromkeys((row["select"], row["block"]) for row in rows):
         line = [row for row in rows if (row["select"], row["block"]) == (name, block)]
         line.sort(key=lambda row: row["top_k"])
-        index = SELECTORS.index(name)
+        index = _DRAWN.index(name)
         axes.plot(
             [_read(row, kind) for row in line],
             [100 * row["over_dense"] for row in line],
@@ -163,7 +165,7 @@ def _perplexity_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     for series, select in dict.fromkeys((p["series"], p["select"]) for p in points):
         own = [p for p in points if (p["series"], p["select"]) == (series, select)]
         own.sort(key=lambda point: point["top_k"])
-        index, number = SELECTORS.index(select), all_series.index(series)
+        index, number = _DRAWN.index(select), all_series.index(series)
         values = [100 * point["over_dense"] for point in own]
         axes.errorbar(
             [point["share"] for point in own],

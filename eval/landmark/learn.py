@@ -22,10 +22,10 @@ from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write
 from cat_lm.io.readers import read_bytes, read_object
 from cat_lm.io.seals import opened, write_sealed
-from cat_lm.landmark_calibration import drawn_windows, teach
+from cat_lm.landmark_calibration import calibrate, ends_of
 from eval.common.cell_store import key_hash
 from eval.landmark.choices import STATE
-from eval.landmark.selectors import learner
+from eval.landmark.selectors import LearnedFilter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from eval.landmark.cores import Chooser
 
 # Of how selectors are learned; another number where that changes.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ def learn(
         The name under which they are kept, which tells them from all others.
 
     Raises:
-        UserError: data that do not serve; see `drawn_windows`.
+        UserError: data that do not serve; see `calibrate`.
     """
     for chooser in choosers:
         chooser.learners = {
-            (name, block): learner(name, model.config, block, lessons.state).to(model.device)
+            (name, block): LearnedFilter(
+                model.config, block, lessons.state if name == "ssm" else 0
+            ).to(model.device)
             for block in blocks
             for name in names
         }
@@ -86,24 +88,17 @@ def learn(
     if "ssm" in names:
         key["state"] = lessons.state
     name = key_hash(key)
-    every = nn.ModuleList(
-        nn.ModuleList(chooser.learners.values()) for chooser in choosers
-    ).requires_grad_(True)
+    every = nn.ModuleList(nn.ModuleList(chooser.learners.values()) for chooser in choosers)
     path = folder / f"{name}.pt"
     if path.is_file():
         _read(every, path)
         return name
-    windows, numbers = drawn_windows(model.config, lessons.data, lessons.tokens, lessons.length)
-    model.requires_grad_(False)
-    rates: dict[float, list[nn.Parameter]] = {}
-    for module in (m for of_layer in every for m in of_layer):
-        rates.setdefault(module.learning_rate, []).extend(module.parameters())
     for chooser in choosers:
         chooser.local = local
-    teach(model, windows, numbers, [{"params": p, "lr": rate} for rate, p in rates.items()])
+    calibrate(model, every.parameters(), lessons.data, lessons.tokens, lessons.length)
     for chooser in choosers:
         chooser.local = None
-    _say(choosers, len(numbers))
+    _say(choosers)
     folder.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     torch.save(every.state_dict(), content)
@@ -134,10 +129,9 @@ def _read(every: nn.Module, path: Path) -> None:
         ) from None
 
 
-def _say(choosers: Sequence[Chooser], steps: int) -> None:
-    """The mean loss over the layers at the first tenth of the steps and at the last."""
-    tenth = max(1, steps // 10)
+def _say(choosers: Sequence[Chooser]) -> None:
+    """Print the mean loss over the layers at the first tenth of the steps and at the last."""
     for name, block in choosers[0].taught:
         losses = torch.tensor([chooser.taught[name, block] for chooser in choosers]).mean(dim=0)
-        first, last = float(losses[:tenth].mean()), float(losses[-tenth:].mean())
+        first, last = ends_of(losses.tolist())
         print(f"{name}, block {block}: loss {first:.4f} at first, {last:.4f}", file=sys.stderr)

@@ -170,11 +170,8 @@ def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
     assert started(box, {"block": 8, "top_k": 2, "local": 1, "sink": True}) == ([], False)
     assert started(box, learned) == (both, True)
     assert started(learned, learned | {"top_k": 3, "share": "layer"}) == ([], True)
-    assert started(learned, learned | {"combine": "grouped"}) == ([], True)
     assert started(learned, learned | {"block": 8}) == (both, True)
     assert started(learned, box) == ([], False)
-    assert started(box | {"combine": "grouped"}, box) == ([], False)
-    assert started(box | {"combine": "grouped"}, learned) == (both, True)
     ssm = box | {"filter": "ssm", "filter_state": 4}
     assert started(ssm, box | {"filter": "ssm", "filter_state": 8}) == (both, True)
     assert started(ssm, ssm | {"block": 8}) == (both, True)

@@ -10,7 +10,7 @@ from cat_lm.model.landmark import train_landmarks
 from cat_lm.ops.landmark import dispatch, segments
 from cat_lm.training.engine import build_model
 from tests.runs import run_values, write_config
-from tests.unit.test_model_landmark import KINDS, each_family, landmark_model
+from tests.unit.test_model_landmark import each_family, landmark_model
 from tests.unit.tiny_models import cat_model, random_ids
 
 
@@ -94,15 +94,6 @@ def test_learned_filters_learn_when_guided_and_checkpointed(family):
     assert sum(".core." in name for name in found[0]) == 4
 
 
-def test_all_blocks_are_weighed_in_grouped_training():
-    ids = random_ids(2, 40)
-    few, every = (landmark_model(**KINDS["grouped"], top_k=k).train() for k in (1, 99))
-    train_landmarks(few, "grouped", rows=0)
-    torch.testing.assert_close(few(ids, labels=ids).loss, every(ids, labels=ids).loss)
-    train_landmarks(few, "hard", rows=0)
-    assert not few(ids, labels=ids).loss.isclose(every(ids, labels=ids).loss, rtol=1e-4)
-
-
 def test_rows_without_a_block_to_choose_give_no_loss():
     model = landmark_model(filter="learned").train()
     train_landmarks(model, "guided", rows=16)
@@ -135,15 +126,13 @@ def test_calibration_has_the_guided_loss_and_teaches_landmarks_alone(family):
 
 
 LEARNED = {"filter": "learned"}
-GROUPED = {"combine": "grouped"}
 # Changes of `train:`, the options of attention (None for softmax attention), and what is said.
 SAID = [
     ({"landmark_loss": "guided"}, None, "landmark_loss=guided: needs model.attention=landmark"),
     ({"landmark_rows": 8}, {}, "landmark_rows=8: says nothing with train.landmark_loss=hard"),
     ({"landmark_weight": 0.1}, None, "landmark_weight=0.1: says nothing"),
     ({}, LEARNED, "landmark_loss=hard: gives the landmarks' parameters no gradient"),
-    ({"landmark_loss": "dense"}, GROUPED, "landmark_loss=dense: gives the landmarks' parameters"),
-    ({"landmark_loss": "grouped"}, {}, "landmark_loss=grouped: needs model.attention_options"),
+    ({"landmark_loss": "dense"}, LEARNED, "landmark_loss=dense: gives the landmarks' parameters"),
     ({"landmark_loss": "guided"}, {"top_k": 0}, "landmark_loss=guided: says nothing with"),
     ({"landmark_loss": "calibrate"}, None, "landmark_loss=calibrate: needs model.attention"),
     (
@@ -175,11 +164,8 @@ def test_keys_that_say_nothing_or_teach_nothing(train, options, said, tmp_path):
     ("train", "options"),
     [
         ({}, {"top_k": 0}),
-        ({}, GROUPED),
         ({"landmark_loss": "guided", "landmark_weight": 1.0}, LEARNED),
-        ({"landmark_loss": "grouped"}, GROUPED | LEARNED),
         ({"landmark_loss": "calibrate", "landmark_rows": 9, "init_from": "m"}, LEARNED),
-        ({"landmark_loss": "calibrate", "init_from": "m"}, GROUPED),
     ],
 )
 def test_keys_that_go_together(train, options, tmp_path):
@@ -195,7 +181,6 @@ def test_keys_that_go_together(train, options, tmp_path):
         ("guided", {"block": 8, "local": 1}, 16, "two blocks to choose from with model.attention_"),
         ("guided", {}, 192, "data.context_length=192 tokens has two blocks"),
         ("calibrate", {"block": 5} | LEARNED, 15, "options.block=5 and local=2; 3 x block must"),
-        ("grouped", {"block": 8} | GROUPED, 16, "has a block to choose from"),
     ],
 )
 def test_rows_must_have_blocks_to_choose(way, options, length, said, tmp_path):
@@ -214,12 +199,7 @@ def test_rows_must_have_blocks_to_choose(way, options, length, said, tmp_path):
     for tokens in (length, length + 1):
         ids = random_ids(2, tokens)
         output = model(ids, shift_labels=ids)
-        if way == "grouped":
-            sharpness = model.gpt_neox.layers[0].attention.core.sharpness
-            (learned,) = torch.autograd.grad(output.loss, [sharpness])
-        else:
-            learned = output.auxiliary_loss
-        assert bool(learned.any()) == (tokens > length)
+        assert bool(output.auxiliary_loss) == (tokens > length)
 
 
 def test_calibration_refuses_what_would_shrink_the_other_weights(tmp_path):
@@ -230,35 +210,31 @@ def test_calibration_refuses_what_would_shrink_the_other_weights(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", ["hard", "grouped"])
 @pytest.mark.parametrize(("block", "local", "top_k"), [(16, 1, 4), (32, 2, 2), (64, 4, 4)])
 def test_what_is_kept_of_chosen_blocks_is_counted(
-    block, local, top_k, way, precision, tmp_path, monkeypatch
+    block, local, top_k, precision, tmp_path, monkeypatch
 ):
     """Where blocks meet their queries: not a mask of [B, H, T, T], and no map of scores."""
     monkeypatch.setattr(dispatch, "MANY_KEYS", 1000)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
     options = {"block": block, "local": local, "top_k": top_k}
-    options["combine"] = "grouped" if way == "grouped" else "flat"
     landmarks = {"attention": "landmark", "attention_options": options}
-    taken = [kept_bytes(sizes | changed, way, precision) for changed in ({}, landmarks)]
-    values = run_values(tmp_path, tmp_path / "out", landmark_loss=way)
+    taken = [kept_bytes(sizes | changed, precision) for changed in ({}, landmarks)]
+    values = run_values(tmp_path, tmp_path / "out")
     values["model"] |= sizes | landmarks
     values["data"]["context_length"] = 2048
     config = load_config(write_config(tmp_path, values))
-    section, known = config.as_trained(config.model), config.architecture
+    section, known = config.model, config.architecture
     counted = known.saved_maps(section, 2048, False, precision)
     a_map = (6 if precision == "bf16" else 8) * 2048**2
     assert 0.75 < a_map * counted / (taken[1] - taken[0]) < 1.3
-    masks = known.saved_maps(section, 900, False, precision)
-    assert masks == (12 if way == "grouped" else 4)
+    assert known.saved_maps(section, 900, False, precision) == 4  # masks
 
 
-def kept_bytes(fields: dict, way: str, precision: str) -> int:
+def kept_bytes(fields: dict, precision: str) -> int:
     """Bytes that a layer keeps of a row of 2,048 tokens beside its weights."""
     model, kept = cat_model(**fields, max_position_embeddings=2048).train(), {}
     model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    train_landmarks(model, way, rows=8)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def keep(tensor):
@@ -271,21 +247,20 @@ def kept_bytes(fields: dict, way: str, precision: str) -> int:
     return sum(s.nbytes() for at, s in kept.items() if at not in own)
 
 
-@pytest.mark.parametrize(("combine", "kept"), [("flat", 0.04), ("grouped", 0.23)])
-def test_the_kernel_keeps_no_masks(combine, kept, monkeypatch):
-    """Of 6 blocks read: weights, logarithms and places; of what is grouped, outputs too."""
+def test_the_kernel_keeps_no_masks(monkeypatch):
+    """Of 6 blocks read: weights, logarithms and places."""
     monkeypatch.setattr(segments, "INSTALLED", True)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 2048}
-    options = {"block": 32, "local": 2, "top_k": 4, "combine": combine}
+    options = {"block": 32, "local": 2, "top_k": 4}
     fields = {"attention": "landmark", "attention_options": options}
     model = cat_model(**sizes, **fields)
     known = architectures.of_config(model.config)
     section = known.section(model.config)
-    assert known.saved_maps(section, 2048, True, "bf16") == pytest.approx(kept, abs=0.01)
+    assert known.saved_maps(section, 2048, True, "bf16") == pytest.approx(0.04, abs=0.01)
     # What the kernel does not serve has its masks.
     monkeypatch.setattr(segments, "INSTALLED", False)
-    assert known.saved_maps(section, 2048, True, "bf16") == (12 if combine == "grouped" else 4)
+    assert known.saved_maps(section, 2048, True, "bf16") == 4
     monkeypatch.setattr(segments, "INSTALLED", True)
     wide = section.model_copy(update={"attention_options": options | {"block": 256}})
     assert known.saved_maps(wide, 2048, True, "fp32") >= 4
-    assert known.saved_maps(section, 2048, True, "fp32") == pytest.approx(kept, abs=0.01)
+    assert known.saved_maps(section, 2048, True, "fp32") == pytest.approx(0.04, abs=0.01)

@@ -32,7 +32,6 @@ MODELS = {
     "attention with rope": {"dropout": 0.0, "position": "rope", "heads": 2},
     "cat with rope": {"dropout": 0.0, "position": "rope"},
 }
-STATELESS = {"h3", "hyena"}
 
 
 def config_of(name: str, **changes) -> CatMixerConfig:
@@ -83,7 +82,7 @@ def test_learns_and_starts_from_even_odds(name):
     assert losses[-1] < losses[0] - 0.7
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - STATELESS))
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_packed_documents_are_documents_alone(name):
     model, row = model_of(name), tokens(1, 30)
@@ -117,7 +116,7 @@ def test_padding_is_as_if_it_were_not_there(name, side):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_cached_generation_is_the_uncached(name, beams):
-    """Of a batch of prompts padded on the left; mixers without state have no cache to use."""
+    """Of a batch of prompts padded on the left."""
     model, rows = model_of(name), tokens(2, 9)
     mask = torch.ones_like(rows)
     mask[1, :4] = rows[1, :4] = 0
@@ -128,13 +127,13 @@ def test_cached_generation_is_the_uncached(name, beams):
         with_kwargs=True,
     )
     cached = model.generate(rows, **how)
-    assert lengths == ([9, *range(10, 17)] if name in STATELESS else [9, *[1] * 7])
+    assert lengths == [9, *[1] * 7]
     assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
     alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
     assert torch.equal(cached[1, 4:], alone[0])
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - STATELESS))
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_prompt_padded_on_the_right_goes_on_as_without(name):
     model, rows = model_of(name), tokens(2, 12)
@@ -169,7 +168,7 @@ def test_rows_of_a_cache_are_chosen_copied_and_cleared():
     assert cache.get_seq_length() == 0 and not cache.layers[0].state
 
 
-@pytest.mark.parametrize("name", ["gla", "cat", "based", "hyena"])
+@pytest.mark.parametrize("name", ["gla", "cat", "based"])
 def test_checkpointed_layers_give_the_same_gradients(name):
     model, rows = model_of(name).train(), tokens(2, 20)
     found = []
@@ -231,11 +230,10 @@ def test_counts_are_those_of_the_model(name):
     decayed, exempt = parameters_by_decay(model)
     assert len(decayed) + len(exempt) == len(list(model.parameters()))
     cache = MixerCache(model.config)
-    if name not in STATELESS:
-        with torch.no_grad():
-            model(tokens(1, 40), past_key_values=cache)
-        held = [x for layer in cache.layers for n, x in layer.state.items() if n != "seen"]
-        assert ARCHITECTURE.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
+    with torch.no_grad():
+        model(tokens(1, 40), past_key_values=cache)
+    held = [x for layer in cache.layers for n, x in layer.state.items() if n != "seen"]
+    assert ARCHITECTURE.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
     assert ARCHITECTURE.flops_per_token(section, every, 64) > 0
     assert model.config.mixer in ARCHITECTURE.describe(section)
     assert ARCHITECTURE.problems(section, 64) == []
@@ -274,8 +272,6 @@ def test_published_shapes_have_the_published_parameters(mixer, options, paramete
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_training_keeps_is_estimated(name, precision, documents):
-    if documents and name in STATELESS:
-        return  # they keep no documents apart
     rows = 256 if name == "attention" else None
     config = config_of(name, hidden_size=64, intermediate_size=160, learned_positions=rows)
     model = CatMixerForCausalLM(config).model.train().to(precision)
@@ -304,7 +300,9 @@ def test_a_narrowed_model_is_one(name):
 def test_a_mixer_from_outside_is_a_language_model(outside):  # noqa: F811
     """It knows neither documents nor padding nor a state: what needs them is refused."""
     model, rows = model_of("running-mean", mixer_options={"gain": 0.5}), tokens(2, 9)
-    assert model.generate(rows, max_new_tokens=3, do_sample=False).shape == (2, 12)
+    generated = model.generate(rows, max_new_tokens=3, do_sample=False)
+    # Without a state each token is computed from the whole text before it.
+    assert torch.equal(model(generated[:, :-1]).logits[:, 8:].argmax(-1), generated[:, 9:])
     right = (torch.arange(9) < torch.tensor([[9], [5]])).long()
     same(model(rows, attention_mask=right).logits[1:, :5], model(rows[1:, :5]).logits)
     with pytest.raises(ValueError, match="the mixer running-mean knows no padding"):
@@ -323,8 +321,6 @@ def test_what_a_call_cannot_have():
         model(rows, document_ids=rows, past_key_values=MixerCache(model.config))
     with pytest.raises(ValueError, match="cache_implementation='static'"):
         model.generate(rows, max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="the mixer hyena cannot keep documents apart"):
-        model_of("hyena")(rows, document_ids=rows)
     with pytest.raises(UserError, match=r"a sequence of 65 tokens: .* learned_positions=64 rows"):
         model_of("attention")(tokens(1, 65))
 
@@ -347,10 +343,13 @@ train: {max_steps: 4, global_batch_size: 4, micro_batch_size: 4, output_dir: out
         ("model.mixer=attention", "model.learned_positions: mixer attention needs a table"),
         ("model.learned_positions=64", "learned_positions=64: has no effect with mixer gla"),
         ("model.num_attention_heads=4", "num_attention_heads"),
-        ("data.mask_documents=true model.mixer=hyena", "cannot keep documents apart (hyena)"),
+        (
+            "data.mask_documents=true model.mixer=running-mean",
+            "cannot keep documents apart (running-mean)",
+        ),
     ],
 )
-def test_wrong_keys_are_one_clear_line(override, said, tmp_path):
+def test_wrong_keys_are_one_clear_line(override, said, tmp_path, outside):  # noqa: F811
     path = tmp_path / "run.yaml"
     path.write_text(CONFIG)
     with pytest.raises(UserError) as error:

@@ -6,18 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cat_lm.errors import UserError
-from cat_lm.ops.landmark import blocks, flex, reference, segments, select
+from cat_lm.ops.landmark import blocks, reference, segments, select
 from cat_lm.ops.landmark import decode as kernel
 from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import (
-    cached_blocks,
     interior_padding,
     sequence_blocks,
     take_slots,
@@ -40,21 +37,12 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(reference, "QUERY_CHUNK", 6)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Flex attention by tiles smaller than rows, and by torch's own definition of it."""
-    monkeypatch.setattr(flex, "TILE", 8)
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+SPARSE = {"gather": attend_gathered, "blocks": attend_block_major}
 
 
-SPARSE = {"gather": attend_gathered, "blocks": attend_block_major, "flex": flex.attend_flex}
-
-
-def backend(name, query, key, value, selected, layout, local, logits=None):
-    if name in SPARSE:
-        return SPARSE[name](query, key, value, selected, layout, local, SCALING, logits)
-    rest = (query, key, value, selected, layout, local, SCALING, 0.0, logits)
-    return attend_blocks(name, *rest)[0]
+def backend(name, query, key, value, selected, layout, local):
+    given = (query, key, value, selected, layout, local, SCALING)
+    return SPARSE[name](*given) if name in SPARSE else attend_blocks(name, *given, 0.0)[0]
 
 
 def drawn(time, heads=4, kv_heads=2, batch=2, seed=0):
@@ -91,8 +79,8 @@ def naive_landmarks(keys, name):
     return landmarks
 
 
-def naive(query, key, value, name, choice, documents=None, padding=None, grouped=None):
-    """The definition, a token and a head at a time; `grouped` is the blocks' factor."""
+def naive(query, key, value, name, choice, documents=None, padding=None):
+    """The definition, a token and a head at a time."""
     batch, heads, time, _ = query.shape
     groups = heads // key.shape[1]
     output = torch.zeros_like(query)
@@ -135,16 +123,8 @@ def naive(query, key, value, name, choice, documents=None, padding=None, grouped
                         return float(query[row, head, slot] @ key[row, kv, s]) * SCALING
 
                     far = [slots[j * BLOCK : (j + 1) * BLOCK] for j in best]
-                    if grouped is None:
-                        seen = near + [s for block in far for s in block]
-                        weight = [math.exp(logit(s)) for s in seen]
-                    else:
-                        seen, weight = list(near), [math.exp(logit(s)) for s in near]
-                        for j, block in zip(best, far, strict=True):
-                            inner = [math.exp(logit(s)) for s in block]
-                            whole = math.exp(score(head, j) * grouped) / sum(inner)
-                            seen += block
-                            weight += [whole * part for part in inner]
+                    seen = near + [s for block in far for s in block]
+                    weight = [math.exp(logit(s)) for s in seen]
                     total = sum(weight)
                     for s, part in zip(seen, weight, strict=True):
                         output[row, head, slot] += part / total * value[row, kv, s]
@@ -161,29 +141,27 @@ ROWS = {
     "documents and padding": (DOCUMENTS, LEFT & ENDS),
 }
 CHOICES = {
-    "head": (Choice(2, 2), "box", None),
-    "the paper": (Choice(1, 1), "exponential", None),
-    "layer, sink": (Choice(2, 1, sink=True, share="layer"), "box", None),
-    "local only": (Choice(0, 2), "box", None),
-    "grouped": (Choice(2, 1), "box", 0.7),
-    "grouped, layer": (Choice(1, 2, sink=True, share="layer"), "exponential", 0.7),
+    "head": (Choice(2, 2), "box"),
+    "the paper": (Choice(1, 1), "exponential"),
+    "layer, sink": (Choice(2, 1, sink=True, share="layer"), "box"),
+    "local only": (Choice(0, 2), "box"),
+    "layer": (Choice(1, 2, sink=True, share="layer"), "exponential"),
 }
 
 
 @pytest.mark.parametrize("case", CHOICES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_backends_equal_loops_over_the_definition(rows, case, small_tiles):
-    (documents, padding), (choice, name, grouped) = ROWS[rows], CHOICES[case]
+def test_backends_equal_loops_over_the_definition(rows, case):
+    (documents, padding), (choice, name) = ROWS[rows], CHOICES[case]
     heads = (4, 4) if case == "head" else (4, 2)  # MoBA's case: no sharing at all
     query, key, value = drawn(26, *heads)
     layout = sequence_blocks(26, BLOCK, documents, padding, query.device)
     marks = landmark_keys(key, block_weights(name, BLOCK), layout, name == "exponential")
-    selected, scores = choose_blocks(query, marks, layout, choice)
-    expected = naive(query, key, value, name, choice, documents, padding, grouped)
+    selected = choose_blocks(query, marks, layout, choice)
+    expected = naive(query, key, value, name, choice, documents, padding)
     real = slice(None) if padding is None else padding
-    logits = None if grouped is None else scores * grouped
-    for one in ("eager", "sdpa", "gather", "blocks", *["flex"] * (grouped is None)):
-        found = backend(one, query, key, value, selected, layout, choice.local, logits)
+    for one in ("eager", "sdpa", "gather", "blocks"):
+        found = backend(one, query, key, value, selected, layout, choice.local)
         assert found.isfinite().all()
         found, wanted = (x.transpose(1, 2)[real] for x in (found, expected))
         torch.testing.assert_close(found, wanted, msg=lambda text, one=one: f"{one}: {text}")
@@ -196,7 +174,7 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
     query, key, value = inputs
     layout = sequence_blocks(time, BLOCK, None, None, query.device)
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
+    selected = choose_blocks(query, marks, layout, Choice(99, 1))
     ours = backend(one, query, key, value, selected, layout, 1)
     keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
     dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
@@ -210,42 +188,6 @@ def test_all_blocks_are_dense_attention_with_its_gradients(one, time):
         torch.testing.assert_close(found, wanted)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["the paper", "layer, sink"])
-@pytest.mark.parametrize("rows", [*ROWS, "cache"])
-def test_flex_attention_is_the_masks_in_exactly_their_tiles(rows, case, small_tiles):
-    choice, heads = CHOICES[case][0], 4
-    query, key, value = (x.float() for x in drawn(26, heads, 2))
-    if rows == "cache":
-        layout, query = cached_blocks(5, 21, BLOCK, torch.tensor([0, 7])), query[:, :, 5:]
-    else:
-        layout = sequence_blocks(26, BLOCK, *ROWS[rows], query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, _ = choose_blocks(query, marks, layout, choice)
-    given = (query, key, value, selected, layout, choice.local, SCALING, 0.0, None)
-    wanted, maps = attend_blocks("eager", *given)
-    torch.testing.assert_close(attend_blocks("flex_attention", *given)[0], wanted)
-    # Uncompiled, it looks every pair up, and its tiles are not read.
-    mask = flex.block_mask(heads, 26, selected, layout, choice.local).to_dense()
-    size = flex.TILE
-    short = -maps.shape[2] % size, -maps.shape[3] % size
-    seen = F.pad(maps > 0, (0, short[1], 0, short[0])).unfold(2, size, size).unfold(3, size, size)
-    assert torch.equal(mask.bool().expand(2, heads, -1, -1), seen.flatten(4).any(dim=4))
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_compiled_flex_attention_on_a_cpu():
-    """Takes a C++ compiler half a minute."""
-    query, key, value = (x.float() for x in drawn(300))
-    layout = sequence_blocks(300, BLOCK, None, None, query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, _ = choose_blocks(query, marks, layout, Choice(2, 1))
-    given = (query, key, value, selected, layout, 1, SCALING, 0.0, None)
-    found, wanted = (attend_blocks(by, *given)[0] for by in ("flex_attention", "eager"))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_which_backend_computes():
     many, few = 5000, 16
     for by, queries, keys, dropout, triton, name in (
@@ -253,11 +195,9 @@ def test_which_backend_computes():
         ("sdpa", few, many, 0.0, True, "gather"),
         ("sdpa", few, few, 0.0, True, "triton"),
         ("sdpa", many, many, 0.0, True, "triton"),
-        ("sdpa", many, many, 0.1, True, "sdpa-mask"),
+        ("sdpa", many, many, 0.1, True, "reference"),
         ("sdpa", many, many, 0.0, False, "blocks"),
-        ("sdpa", few, few, 0.0, False, "sdpa-mask"),
-        ("flex_attention", few, many, 0.0, True, "gather"),
-        ("flex_attention", many, many, 0.0, True, "flex"),
+        ("sdpa", few, few, 0.0, False, "reference"),
     ):
         assert choose_backend(by, queries, keys, dropout, triton) == name
 
@@ -277,25 +217,6 @@ def test_why_the_triton_kernel_does_not_serve(monkeypatch):
     assert segments.why_not(gpu, half, 64, 64) == "triton is not installed"
 
 
-@pytest.mark.parametrize("time", [1, BLOCK - 1, 5 * BLOCK + 3])
-def test_flex_attention_of_all_blocks_is_dense_and_has_no_gradient_here(time, small_tiles):
-    query, key, value = drawn(time)
-    layout = sequence_blocks(time, BLOCK, None, None, query.device)
-    marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected = choose_blocks(query, marks, layout, Choice(99, 1))[0]
-    given = (selected, layout, 1, SCALING, 0.0, None)
-    found = attend_blocks("flex_attention", query, key, value, *given)[0]
-    keys, values = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    dense = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=SCALING)
-    torch.testing.assert_close(found, dense)
-    with pytest.raises(UserError, match=r"flex_attention: has no backward pass on a CPU; use sdpa"):
-        attend_blocks("flex_attention", query.requires_grad_(), key, value, *given)
-    with pytest.raises(
-        UserError, match=r"flex_attention: has no dropout \(attention_dropout=0.1\)"
-    ):
-        attend_blocks("flex_attention", query, key, value, *given[:4], 0.1, None)
-
-
 def moba(query, key, value, block, top_k):
     """MoBA (arXiv:2502.13189, equations 2 to 5): own block first, then the best earlier means."""
     time = query.shape[0]
@@ -313,7 +234,7 @@ def test_moba_is_box_with_one_local_block():
     query, key, value = drawn(27, 3, 3)
     layout = sequence_blocks(27, BLOCK, None, None, query.device)
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected = choose_blocks(query, marks, layout, Choice(3 - 1, 1))[0]
+    selected = choose_blocks(query, marks, layout, Choice(3 - 1, 1))
     ours = backend("sdpa", query, key, value, selected, layout, 1)
     for row in range(2):
         for head in range(3):
@@ -405,7 +326,7 @@ def test_no_token_changes_what_comes_before_it():
     def attended(query, key, value):
         layout = sequence_blocks(22, BLOCK, None, None, query.device)
         marks = landmark_keys(key, block_weights("exponential", BLOCK), layout, True)
-        selected = choose_blocks(query, marks, layout, Choice(1, 2))[0]
+        selected = choose_blocks(query, marks, layout, Choice(1, 2))
         return backend("eager", query, key, value, selected, layout, 2)
 
     before = attended(query, key, value)
@@ -428,29 +349,28 @@ def test_where_padding_stands_between_tokens():
 @pytest.mark.parametrize("case", CHOICES)
 def test_the_kernel_equals_loops_over_the_definition(case):
     """Of one query and of several after a cache, beside padding, and of padding itself."""
-    choice, name, grouped = CHOICES[case]
+    choice, name = CHOICES[case]
     query, key, value = (x.float() for x in drawn(26, 4, 4 if case == "head" else 2))
     # As a cache has them: a part of a longer buffer, and more room than landmarks.
     key, value = (F.pad(x, (0, 0, 0, 6))[:, :, :26] for x in (key, value))
-    sharpness = None if grouped is None else torch.full((4,), grouped / SCALING)
     for padding in (None, LEFT):
         layout = sequence_blocks(26, BLOCK, None, padding, query.device)
         marks = landmark_keys(key, block_weights(name, BLOCK), layout, name == "exponential")
         marks = F.pad(marks, (0, 0, 0, 2), value=torch.nan)
-        wanted = naive(query, key, value, name, choice, None, padding, grouped)
+        wanted = naive(query, key, value, name, choice, None, padding)
         pads = torch.tensor([0] if padding is None else [0, 5])
         for past, time in ((25, 1), (20, 6), (0, 16)):
             new = slice(past, past + time)
             seen = (x[:, :, : past + time] for x in (key, value))
-            call = (marks, past, pads, BLOCK, choice, SCALING, sharpness)
+            call = (marks, past, pads, BLOCK, choice, SCALING)
             found = kernel.decode(query[:, :, new], *seen, *call)
             real = slice(None) if padding is None else padding[:, new]
             found_real, wanted_real = (
                 x.transpose(1, 2)[real] for x in (found, wanted[:, :, new].float())
             )
             assert found.isfinite().all() and found_real.shape[0]
-            if time == 1 and padding is None and grouped is None:
-                one = (query[:, :, new], key, value, marks[:, :, :-2], past, 0, *call[3:6])
+            if time == 1 and padding is None:
+                one = (query[:, :, new], key, value, marks[:, :, :-2], past, 0, *call[3:])
                 torch.testing.assert_close(attend_one(*one), found, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(found_real, wanted_real, rtol=1e-4, atol=1e-5)
 
@@ -458,7 +378,7 @@ def test_the_kernel_equals_loops_over_the_definition(case):
 def test_the_kernel_in_half_precision_and_on_equal_scores():
     query, key, value = (x.float() for x in drawn(24, 2, 2))
     marks, choice = torch.zeros(2, 2, 6, 8), Choice(2, 1)
-    call = (marks, 23, torch.tensor([0]), BLOCK, choice, SCALING, None)
+    call = (marks, 23, torch.tensor([0]), BLOCK, choice, SCALING)
     found = kernel.decode(query[:, :, -1:], key, value, *call)
     seen = [*range(8), *range(20, 24)]  # the first two blocks, and its own; no other is read
     for x in (key, value):
@@ -482,9 +402,8 @@ def test_the_kernel_reads_nothing_that_is_not_there():
     marks, pad = torch.zeros(2, 2, 6, 8), torch.tensor([0])
 
     def call(query=query[:, :, -1:], key=key, value=value, marks=marks, past=23, local=2):
-        return kernel.decode(
-            query, key, value, marks, past, pad, BLOCK, Choice(2, local), SCALING, None
-        )
+        choice = Choice(2, local)
+        return kernel.decode(query, key, value, marks, past, pad, BLOCK, choice, SCALING)
 
     assert call().isfinite().all()
     for wrong in (

@@ -25,7 +25,7 @@ from eval.recall.train.cell import Cell
 from eval.recall.train.trial import Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
-OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet", "h3", "hyena")
+OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet")
 INSIDE = ("attention", "cat", "landmark", "multi-token")  # drop parts of their maps
 
 

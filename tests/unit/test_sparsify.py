@@ -65,10 +65,6 @@ def test_refusals_leave_nothing_behind(tiny_corpus, tmp_path):
         sparsify(folder, out, OPTIONS | {"filter": "box"}, Calibration("data", 10))
     with pytest.raises(UserError, match=r"--tokens 100: a step reads 4 windows of 128 tokens"):
         sparsify(folder, out, learned, Calibration(tiny_corpus, 100))
-    grouped = OPTIONS | {"combine": "grouped"}
-    cat_model(attention="landmark", attention_options=grouped).save_pretrained(tmp_path / "own")
-    with pytest.raises(UserError, match="has landmark attention of blocks as wholes"):
-        sparsify(tmp_path / "own", out, OPTIONS)
     with pytest.raises(UserError, match="nowhere"):
         sparsify(tmp_path / "nowhere", out, OPTIONS)
     assert not out.exists()

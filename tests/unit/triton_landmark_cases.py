@@ -34,29 +34,28 @@ def drawn(heads: int = 4, shared: int = 2, time: int = 25, width: int = 12):
 
 
 CASES = {
-    "plain": (None, None, Choice(2, 1), False),
-    "sink, documents": (DOCUMENTS, None, Choice(1, 2, sink=True), False),
-    "layer, padding": (None, REAL, Choice(2, 2, share="layer"), False),
-    "wholes, documents and padding": (DOCUMENTS, REAL, Choice(2, 1), True),
+    "plain": (None, None, Choice(2, 1)),
+    "sink, documents": (DOCUMENTS, None, Choice(1, 2, sink=True)),
+    "layer, padding": (None, REAL, Choice(2, 2, share="layer")),
+    "documents and padding": (DOCUMENTS, REAL, Choice(2, 1)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_are_the_masks(case):
-    documents, padding, choice, grouped = CASES[case]
+    documents, padding, choice = CASES[case]
     query, key, value = (x.requires_grad_() for x in drawn())
     layout = sequence_blocks(25, BLOCK, documents, padding, query.device)
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, scores = choose_blocks(query, marks, layout, choice)
-    logits = scores * 0.7 if grouped else None
-    ours = attend_segments(query, key, value, selected, layout, choice.local, SCALING, logits)
-    given = (query, key, value, selected, layout, choice.local, SCALING, 0.0, logits)
+    selected = choose_blocks(query, marks, layout, choice)
+    ours = attend_segments(query, key, value, selected, layout, choice.local, SCALING)
+    given = (query, key, value, selected, layout, choice.local, SCALING, 0.0)
     wanted, _ = attend_blocks("eager", *given)
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
     weights = torch.randn_like(wanted)
     inputs = (query, key, value)
     for one, other in zip(
-        torch.autograd.grad((ours * weights).sum(), inputs, retain_graph=True),
+        torch.autograd.grad((ours * weights).sum(), inputs),
         torch.autograd.grad((wanted * weights).sum(), inputs),
         strict=True,
     ):
@@ -68,8 +67,8 @@ def test_all_blocks_are_dense_attention(time):
     query, key, value = drawn(3, 3, time)
     layout = sequence_blocks(time, BLOCK, None, None, query.device)
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
-    selected, _ = choose_blocks(query, marks, layout, Choice(99, 1))
-    ours = attend_segments(query, key, value, selected, layout, 1, SCALING, None)
+    selected = choose_blocks(query, marks, layout, Choice(99, 1))
+    ours = attend_segments(query, key, value, selected, layout, 1, SCALING)
     wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALING)
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
@@ -79,9 +78,9 @@ def test_the_newest_queries_after_a_cache_in_half_precision():
     layout = cached_blocks(8, 17, BLOCK, torch.tensor([0, 3]))
     marks = landmark_keys(key, block_weights("box", BLOCK), layout, False)
     query = query[:, :, 8:]
-    selected, _ = choose_blocks(query, marks, layout, Choice(1, 2))
+    selected = choose_blocks(query, marks, layout, Choice(1, 2))
     assert why_not(query.device, query.dtype, BLOCK, 12) is None
-    given = (query, key, value, selected, layout, 2, SCALING, 0.0, None)
+    given = (query, key, value, selected, layout, 2, SCALING, 0.0)
     ours, _ = attend_blocks("sdpa", *given)  # more than gather takes
     wanted, _ = attend_blocks("eager", *(x.float() for x in given[:3]), *given[3:])
     assert ours.dtype == torch.bfloat16 and not ours.isnan().any()

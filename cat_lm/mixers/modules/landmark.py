@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,10 +115,8 @@ class LandmarkMixer(NothingDecays):
             losses.append(guided_loss(*given))
         if way in DENSE:
             return attend_densely(q, k, v, layout, scaling, dropout, layout.documents is None)
-        choice = replace(self.choice, top_k=k.shape[2]) if way == "grouped" else self.choice
-        selected, scores = choose_blocks(q, landmarks, layout, choice)
-        logits = scores * (sharpness[:, None, None] * scaling) if options.is_grouped else None
-        given = (q, k, v, selected, layout, options.local, scaling, dropout, logits)
+        selected = choose_blocks(q, landmarks, layout, self.choice)
+        given = (q, k, v, selected, layout, options.local, scaling, dropout)
         return attend_blocks("sdpa", *given)[0]
 
     def _weights(self, k: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
     """Say which parts of a model's attention `attn_implementation` cannot compute."""
     found = []
     for key, entry in (("attention", pattern(model)), ("score_transform", score_transform(model))):
-        able = None if entry is None else entry.serving(model)
+        able = None if entry is None else entry.implementations
         if able is not None and implementation not in (None, *able):
             found.append(
                 f"attn_implementation={implementation}: cannot compute {entry.title} "
@@ -157,7 +157,7 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
 def usual_implementation(model: Any) -> str | None:
     """Give what computes a model's attention where nothing is asked for; None for the usual one."""
     chosen = (entry for entry in (pattern(model), score_transform(model)) if entry is not None)
-    served = [set(able) for entry in chosen if (able := entry.serving(model)) is not None]
+    served = [set(able) for entry in chosen if (able := entry.implementations) is not None]
     able = set.intersection(*served) if served else {"sdpa"}
     return None if "sdpa" in able else min(able, default=None)  # eager is the first by its name
 

@@ -70,10 +70,6 @@ class Entry:
         """Say why rows of `length` tokens cannot be read, in lines that begin with a key."""
         return []
 
-    def serving(self, model: Any) -> tuple[str, ...] | None:
-        """Give the `implementations` that can compute it with a model's options; None for all."""
-        return self.implementations
-
     def parameters(self, model: Any) -> int:
         """Count the parameters that a layer gets, none of which is in a matrix product."""
         return 0

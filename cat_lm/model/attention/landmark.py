@@ -31,7 +31,7 @@ class Landmark(Pattern):
     name = "landmark"
     title = "landmark attention"
     words = "landmark attention"
-    implementations = ("eager", "sdpa", "flex_attention")
+    implementations = ("eager", "sdpa")
     takes_transforms = False
     keeps_mask = False
     masks_keys = True
@@ -44,7 +44,6 @@ class Landmark(Pattern):
         "filter": "box",
         "filter_state": 0,
         "share": "head",
-        "combine": "flat",
     }
     free_options = frozenset(options)
 
@@ -62,18 +61,13 @@ class Landmark(Pattern):
         if found:
             return found
         if options["top_k"] == 0:
-            for key, usual in (("filter", "box"), ("share", "head"), ("combine", "flat")):
-                if options[key] != usual and not (key == "combine" and options["sink"]):
+            for key, usual in (("filter", "box"), ("share", "head")):
+                if options[key] != usual:
                     found.append(
                         f"attention_options.{key}={options[key]}: says nothing with top_k=0, which "
                         f"chooses no blocks; leave it {usual}"
                     )
         return found
-
-    def serving(self, model: Any) -> tuple[str, ...]:
-        """Leave flex attention out where blocks are weighed as wholes: it has one softmax."""
-        is_grouped = self.resolved(model.attention_options)["combine"] == "grouped"
-        return self.implementations[: 2 if is_grouped else 3]
 
     def parameters(self, model: Any) -> int:
         """Count the filters of the heads of keys and the blocks' sharpness [H]."""
@@ -82,11 +76,11 @@ class Landmark(Pattern):
         numbers = options["block"] if name == "learned" else 0
         if state:
             numbers = filters.get(name).numbers(state)
-        sharp = is_sharp(name, options["combine"], state)
-        return key_heads(model) * numbers + (model.num_attention_heads if sharp else 0)
+        sharp = model.num_attention_heads if is_sharp(name, state) else 0
+        return key_heads(model) * numbers + sharp
 
     def flops(self, model: Any, context_length: int) -> float:
-        """Count 12·C for each key read, as softmax, and 2·C for each landmark, 6·C if grouped.
+        """Count 12·C for each key read, as softmax, and 2·C for each landmark.
 
         Without a gradient, a landmark's product is computed once, and its sum once; a sum by N
         decays counts 2·N for each channel of the keys.
@@ -94,8 +88,7 @@ class Landmark(Pattern):
         options = self.resolved(model.attention_options)
         blocks = options["top_k"] + options["local"] + options["sink"]
         read = min(context_length, blocks * options["block"])
-        passes = 6 if options["combine"] == "grouped" else 2
-        landmarks = passes * (context_length // options["block"] + 1) if options["top_k"] else 0
+        landmarks = 2 * (context_length // options["block"] + 1) if options["top_k"] else 0
         decays = 2 * options["filter_state"] * key_heads(model) * head_width(model)
         return (12 * read + landmarks) * attention_channels(model) + decays
 
@@ -118,7 +111,7 @@ class Landmark(Pattern):
         options = self.resolved(model.attention_options)
         block, chooses = options["block"], options["top_k"] > 0
         blocks = options["top_k"] + options["local"] + options["sink"]
-        landmarks = length // block if chooses or options["combine"] == "grouped" else 0
+        landmarks = length // block if chooses else 0
         read = min(length, blocks * block)
         return (landmarks + 2 * read) * key_heads(model) * head_width(model) * itemsize
 
@@ -127,10 +120,9 @@ class Landmark(Pattern):
         return True
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Name what computes whole rows, decoding and the landmarks' loss."""
+        """Name what computes whole rows and decoding."""
         from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
         from cat_lm.ops.landmark.segments import why_not
-        from cat_lm.ops.landmark.teaching_cpu import has_kernel
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
         block = self.resolved(config.attention_options)["block"]
@@ -139,8 +131,7 @@ class Landmark(Pattern):
         step = choose_decoder(by, 1, length, device, dtype)
         return (
             f"landmark attention: rows of {length} tokens by {row} ({MEANINGS[row]}), decoding by "
-            f"{step} ({MEANINGS[step]}), the guided loss by "
-            f"{'a C++ kernel, if not compiled' if has_kernel(device, dtype) else 'torch'}"
+            f"{step} ({MEANINGS[step]})"
         )
 
     def cache_layers(self) -> tuple[type, type]:
@@ -150,22 +141,20 @@ class Landmark(Pattern):
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
     def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count SDPA's mask, a map for each head, and those of the two softmaxes if grouped.
+        """Count SDPA's mask, a map for each head.
 
         Where a block meets the queries that chose it, what is kept of each block that a query
-        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel, and taken
-        for the same by flex attention.
+        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel.
         """
         from cat_lm.ops.landmark.blocks import LOCAL_CHUNK, TILE
 
         options, width = self.resolved(model.attention_options), head_width(model)
-        block, is_grouped = options["block"], options["combine"] == "grouped"
+        block = options["block"]
         by = _row_backend(model, context_length, on_gpu, precision, block)
-        kept: float = 3 if is_grouped else 1
-        if by in ("triton", "flex"):
+        kept = 1.0
+        if by == "triton":
             read = options["top_k"] + options["local"] + options["sink"]
-            # A logarithm, a weight, its place in a tile; of what is grouped, also what came out.
-            kept = read * (3 + is_grouped * width / 2) / context_length
+            kept = read * 3 / context_length  # a logarithm, a weight, its place in a tile
         elif by == "blocks":
             # Half of all blocks are earlier ones; of each one's tiles of queries the last is half
             # empty. And the local keys' logits.
@@ -191,7 +180,7 @@ class Landmark(Pattern):
 def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
     """Give what the landmarks' parameters depend on."""
     name, state = options["filter"], options["filter_state"]
-    return name, state, options["block"], is_sharp(name, options["combine"], state)
+    return name, state, options["block"], is_sharp(name, state)
 
 
 def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: int) -> str:
@@ -204,8 +193,7 @@ def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: i
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     has_triton = why_not(device, dtype, block, head_width(model)) is None
-    by = model.attn_implementation
-    dropout = 0.0 if by == "flex_attention" else model.attention_dropout
+    by, dropout = model.attn_implementation, model.attention_dropout
     return choose_backend(by, length, length, dropout, has_triton)
 
 

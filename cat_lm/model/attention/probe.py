@@ -84,7 +84,7 @@ def try_entries(body: nn.Module) -> None:
 
 def _on_cpu(entry: Entry, config: Any) -> str | None:
     """Choose what computes it here: what computes the model, if that needs no GPU."""
-    able = entry.serving(config)
+    able = entry.implementations
     choices = (config._attn_implementation, "sdpa", "eager")
     fit = (c for c in choices if c in ("sdpa", "eager") and (able is None or c in able))
     return next(fit, None)

@@ -28,12 +28,10 @@ def attend_block_major(
     layout: BlockLayout,
     local: int,
     scaling: float,
-    block_logits: Tensor | None,
 ) -> Tensor:
     """Attend as `attend_gathered`, one head of keys of one row after another."""
     shared = key.shape[1]
     query_groups = query.unflatten(1, (shared, -1))  # [B, G, H / G, T, D]
-    logit_groups = None if block_logits is None else block_logits.unflatten(1, (shared, -1))
     rows = []
     for row in range(query.shape[0]):
         own = _row_of(layout, row)
@@ -46,8 +44,6 @@ def attend_block_major(
             far, far_weights = _attend_chosen(
                 query_groups[row, head], key[row, head], value[row, head], chosen, own, scaling
             )
-            if logit_groups is not None:
-                far_weights = logit_groups[row, head].to(far_weights.dtype)
             far_weights = far_weights.masked_fill(chosen < 0, -torch.inf)
             parts = torch.cat([weights[..., None], far_weights], dim=-1).softmax(dim=-1)
             parts = parts.to(value.dtype)

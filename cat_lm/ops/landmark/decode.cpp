@@ -25,7 +25,6 @@ struct DecodeCall {
   float scaling;
   const void *query, *key, *value, *landmarks;    // [B,H,T,D], [B,shared,S,D] twice, [B,shared,n,D]
   const int64_t* padding;                         // [B], slots of padding that rows begin with
-  const float* sharpness;                         // [H], where blocks are weighed as wholes; or null
   float* scores;                                  // [B, H, T, most]
   int32_t* places;                                // [B, choices, T, room], -1 behind the last
   void* out;                                      // [B, H, T, D]
@@ -63,9 +62,7 @@ template <class E> class Decode {
     return position < 0 ? 0 : std::max<int64_t>(0, position / c.block - c.local + 1);
   }
   bool takes_all(int64_t count) const { return count - (c.sink && count) <= c.top_k; }
-  bool wants_scores(int64_t count) const {
-    return c.sharpness || (c.top_k > 0 && !takes_all(count));
-  }
+  bool wants_scores(int64_t count) const { return c.top_k > 0 && !takes_all(count); }
 
  public:
   explicit Decode(const DecodeCall& call) : c(call) {}
@@ -142,15 +139,13 @@ template <class E> class Decode {
           read(i * c.block + j, pad + place[i] * c.block + j);
       for (int64_t s = near; s <= slot; ++s) read(chosen * c.block + s - near, s);
     };
-    std::vector<float> query(c.width), weights(keys), sum(c.width), whole;
+    std::vector<float> query(c.width), weights(keys), sum(c.width);
     for (int64_t head = h * group; head < (h + 1) * group; ++head) {
       take_query(b, head, t, query.data());
       each([&](int64_t i, int64_t s) {
         weights[i] = dot(query.data(), key(b, h, s), c.width) * c.scaling;
       });
-      float total = 1;
-      if (c.sharpness) weigh_blocks(b, head, t, place, chosen, weights, whole);
-      else total = exponentials(weights.data(), keys);
+      const float total = exponentials(weights.data(), keys);
       std::fill(sum.begin(), sum.end(), 0.0f);
       each([&](int64_t i, int64_t s) { add_row(weights[i], value(b, h, s), sum.data(), c.width); });
       for (float& x : sum) x /= total;
@@ -173,24 +168,6 @@ template <class E> class Decode {
       for (int64_t j = first; j < count; ++j) sums[j] += own[j] / total;
     }
     return sums.data();
-  }
-
-  // Logits of keys, `chosen` blocks first, become weights: a block's are a share of its own.
-  void weigh_blocks(int64_t b, int64_t head, int64_t t, const int32_t* place, int64_t chosen,
-                    std::vector<float>& keys, std::vector<float>& whole) const {
-    const float* score = scores(b, head, t);
-    const int64_t near = int64_t(keys.size()) - chosen * c.block;
-    whole.resize(chosen + near);
-    for (int64_t i = 0; i < chosen; ++i)
-      whole[i] = score[place[i]] * c.sharpness[head] * c.scaling;
-    std::copy(keys.end() - near, keys.end(), whole.begin() + chosen);
-    const float total = exponentials(whole.data(), chosen + near);
-    for (int64_t i = 0; i < chosen; ++i) {
-      float* own = &keys[i * c.block];
-      const float share = whole[i] / total / exponentials(own, c.block);
-      for (int64_t j = 0; j < c.block; ++j) own[j] *= share;
-    }
-    for (int64_t i = 0; i < near; ++i) keys[chosen * c.block + i] = whole[chosen + i] / total;
   }
 };
 

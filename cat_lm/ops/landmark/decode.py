@@ -24,7 +24,7 @@ _INTEGERS = (
     *("block", "top_k", "local", "sink", "most", "room"),
 )
 _STRIDED = ("query", "key", "value", "landmarks")
-_POINTERS = ("padding", "sharpness", "scores", "places", "out")
+_POINTERS = ("padding", "scores", "places", "out")
 
 
 class _Call(calls.Call):
@@ -54,7 +54,6 @@ def decode(
     block: int,
     choice: Choice,
     scaling: float,
-    sharpness: Tensor | None,
 ) -> Tensor:
     """Attend with the newest T tokens to local keys and chosen blocks, where `can_decode`.
 
@@ -64,7 +63,6 @@ def decode(
         landmarks: [B, H or fewer, n, D] of all complete blocks, and maybe more.
         past: the slot of the first query among the keys.
         padding: the slots of padding that rows begin with, [1 or B] on the host.
-        sharpness: exp(θ) [H], where chosen blocks are weighed as wholes.
 
     Returns:
         [B, H, T, D].
@@ -91,8 +89,6 @@ def decode(
         "places": torch.empty(batch * choices * time * room, dtype=torch.int32),
         "out": torch.empty(query.shape, dtype=query.dtype),
     }
-    if sharpness is not None:
-        others["sharpness"] = sharpness.float().contiguous()
     kept = call.hand_over(dict(zip(_STRIDED, (query, key, value, landmarks), strict=True)), others)
     calls.load(*KERNEL)(ctypes.byref(call))
     del kept

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.errors import UserError
 from cat_lm.ops.landmark.blocks import attend_block_major
 from cat_lm.ops.landmark.decode import has_kernel
-from cat_lm.ops.landmark.flex import attend_flex
 from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.reference import attend_flat, attend_grouped
+from cat_lm.ops.landmark.reference import attend_by_masks
 from cat_lm.ops.landmark.segments import attend_segments, why_not
 
 # Queries whose blocks are copied together; of more, the copies are the greater part of the work.
@@ -20,19 +18,16 @@ FEW_QUERIES = 16
 MANY_KEYS = 4096
 
 MEANINGS = {
-    "reference": "masks of [B, H, T, S], and the maps",
-    "sdpa-mask": "masks of [B, H, T, S], in parts",
+    "reference": "masks of [B, H, T, S]",
     "cpu": "a C++ kernel, for decoding",
     "gather": "copies of the chosen blocks, for decoding",
     "triton": "a Triton kernel, a block and the queries that chose it at a time",
-    "flex": "flex attention, by masks of tiles",
     "blocks": "a block and the queries that chose it at a time, for long rows",
 }
 
 _SPARSE = {
     "gather": attend_gathered,
     "triton": attend_segments,
-    "flex": attend_flex,
     "blocks": attend_block_major,
 }
 
@@ -43,27 +38,16 @@ def choose_backend(
     """Name the backend of a whole row, one of MEANINGS, for T queries and S keys.
 
     Args:
-        implementation: `attn_implementation`: eager, sdpa or flex_attention.
+        implementation: `attn_implementation`: eager or sdpa.
         has_triton: whether the Triton kernel serves, see `cat_lm.ops.landmark.segments.why_not`.
-
-    Raises:
-        UserError: flex attention with dropout, which it does not have.
     """
-    if implementation == "eager":
+    if implementation == "eager" or dropout > 0:  # the others drop no weights
         return "reference"
-    is_flex = implementation == "flex_attention"
-    if dropout > 0:
-        if is_flex:
-            raise UserError(
-                f"attn_implementation=flex_attention: has no dropout (attention_dropout="
-                f"{dropout:g}); use sdpa"
-            )
-        return "sdpa-mask"
     if queries <= FEW_QUERIES and queries < keys:
         return "gather"
-    if is_flex or has_triton:
-        return "flex" if is_flex else "triton"
-    return "blocks" if keys > MANY_KEYS else "sdpa-mask"
+    if has_triton:
+        return "triton"
+    return "blocks" if keys > MANY_KEYS else "reference"
 
 
 def choose_decoder(
@@ -84,7 +68,6 @@ def attend_blocks(
     local: int,
     scaling: float,
     dropout: float,
-    block_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend to local keys and chosen blocks, by the backend that `choose_backend` names.
 
@@ -92,23 +75,18 @@ def attend_blocks(
         query: [B, H, T, D].
         key, value: [B, H or fewer, S, D].
         selected: places of blocks [B, G, T, m], see `cat_lm.ops.landmark.select`.
-        block_logits: [B, H, T, m], by which those blocks are weighed as wholes; None where all
-            keys are in one softmax.
 
     Returns:
-        [B, H, T, D], and from the reference the maps [B, H, T, S].
+        [B, H, T, D], and with eager the maps [B, H, T, S].
     """
     has_triton = why_not(query.device, query.dtype, layout.block, query.shape[3]) is None
     name = choose_backend(implementation, query.shape[2], key.shape[2], dropout, has_triton)
     if name in _SPARSE and _is_stacked(query):
-        name = "sdpa-mask"
+        name = "reference"
     if name in _SPARSE:
-        given = (query, key, value, selected, layout, local, scaling, block_logits)
-        return _SPARSE[name](*given), None
-    rest = (selected, layout, local, scaling, dropout, name == "reference")
-    if block_logits is not None:
-        return attend_grouped(query, key, value, block_logits, *rest)
-    return attend_flat(query, key, value, *rest)
+        return _SPARSE[name](query, key, value, selected, layout, local, scaling), None
+    keeps_maps = implementation == "eager"
+    return attend_by_masks(query, key, value, selected, layout, local, scaling, dropout, keeps_maps)
 
 
 def _is_stacked(x: Tensor) -> bool:

@@ -20,9 +20,8 @@ def attend_gathered(
     layout: BlockLayout,
     local: int,
     scaling: float,
-    block_logits: Tensor | None,
 ) -> Tensor:
-    """Attend as `attend_flat`, or with `block_logits` [B, H, T, m] as `attend_grouped`.
+    """Attend as `attend_by_masks`.
 
     Args:
         query: [B, H, T, D].
@@ -42,15 +41,9 @@ def attend_gathered(
     far_keys, far_values = _take_own(key, far), _take_own(value, far)
     near_logits = (query @ near_keys.mT * scaling).masked_fill(~sees_near, -torch.inf)
     far_logits = (query @ far_keys.mT * scaling).masked_fill(~sees_far, -torch.inf)
-    dtype = precise(near_logits)
-    if block_logits is None:
-        weights = torch.cat([near_logits, far_logits], dim=-1).softmax(dim=-1, dtype=dtype)
-        of_near, of_far = weights.to(value.dtype).split([near.shape[2], far.shape[3]], dim=-1)
-    else:
-        by_group = block_logits.unflatten(1, (shared, -1)).transpose(2, 3)
-        by_group = by_group.masked_fill((selected < 0)[:, :, :, None], -torch.inf)
-        of_near, of_far = _weigh_blocks(near_logits, far_logits, by_group)
-        of_near, of_far = of_near.to(value.dtype), of_far.to(value.dtype)
+    logits = torch.cat([near_logits, far_logits], dim=-1)
+    weights = logits.softmax(dim=-1, dtype=precise(logits))
+    of_near, of_far = weights.to(value.dtype).split([near.shape[2], far.shape[3]], dim=-1)
     output = of_near @ near_values + of_far @ far_values
     return output.transpose(2, 3).reshape(batch, heads, time, width)
 
@@ -81,20 +74,3 @@ def _take_own(x: Tensor, slots: Tensor) -> Tensor:
     batch, heads = x.shape[:2]
     rows = torch.arange(batch, device=x.device)[:, None, None, None]
     return x[rows, torch.arange(heads, device=x.device)[:, None, None], slots]
-
-
-def _weigh_blocks(
-    near_logits: Tensor, far_logits: Tensor, block_logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The weights of local keys [..., L] and, through their blocks [..., m], of [..., m b] keys."""
-    dtype, blocks = precise(near_logits), block_logits.shape[-1]
-    weights = torch.cat([near_logits.to(dtype), block_logits.to(dtype)], dim=-1).softmax(dim=-1)
-    of_near, of_blocks = weights.split([near_logits.shape[-1], blocks], dim=-1)
-    if blocks == 0:
-        return of_near, far_logits.to(dtype)
-    inner = (
-        far_logits.unflatten(4, (blocks, far_logits.shape[4] // blocks))
-        .softmax(dim=-1, dtype=dtype)
-        .nan_to_num(0.0)
-    )
-    return of_near, (inner * of_blocks[..., None]).flatten(4)

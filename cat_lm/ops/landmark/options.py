@@ -9,9 +9,8 @@ from cat_lm.io.readers import short
 
 FILTERS = ("box", "exponential", "learned")
 SHARES = ("head", "layer")
-COMBINES = ("flat", "grouped")
 # What is computed in training, see `cat_lm.model.landmark.train_landmarks`.
-WAYS = ("hard", "dense", "guided", "grouped")
+WAYS = ("hard", "dense", "guided")
 # Beside them, of language models: `guided`, of which filters and θ alone learn.
 CALIBRATE = "calibrate"
 # Those that add a loss for the landmarks, and those whose forward attends to all keys.
@@ -36,12 +35,12 @@ def value_problems(
             found.append(f"{where}{key}={short(value)}: {least_said}")
     if not isinstance(options["sink"], bool):
         found.append(f"{where}sink={short(options['sink'])}: must be true or false")
-    for key, known in (("filter", filters), ("share", SHARES), ("combine", COMBINES)):
+    for key, known in (("filter", filters), ("share", SHARES)):
         if options[key] not in known:
             found.append(f"{where}{key}={short(options[key])}: must be one of {', '.join(known)}")
     return found
 
 
-def is_sharp(filter_name: str, combine: str, state: int = 0) -> bool:
+def is_sharp(filter_name: str, state: int = 0) -> bool:
     """Tell whether there is a parameter θ of each head of queries, of filters with N states."""
-    return filter_name == "learned" or state > 0 or combine == "grouped"
+    return filter_name == "learned" or state > 0

@@ -36,12 +36,8 @@ def local_keys(layout: BlockLayout, keys: int, local: int) -> Tensor:
 def chosen_blocks(selected: Tensor, blocks: int) -> Tensor:
     """Turn places [B, G, T, m], −1 for none, into a mask [B, G, T, n]."""
     mask = selected.new_zeros((*selected.shape[:3], blocks + 1), dtype=torch.bool)
-    return mask.scatter(3, _or_last(selected, blocks), True)[..., :blocks]
-
-
-def _or_last(selected: Tensor, blocks: int) -> Tensor:
-    """Places [B, G, T, m] as an index, n for none."""
-    return torch.where(selected < 0, blocks, selected).long()
+    index = torch.where(selected < 0, blocks, selected).long()
+    return mask.scatter(3, index, True)[..., :blocks]
 
 
 def _keys_of_chosen(chosen: Tensor, layout: BlockLayout, keys: int) -> Tensor:
@@ -50,7 +46,7 @@ def _keys_of_chosen(chosen: Tensor, layout: BlockLayout, keys: int) -> Tensor:
     return F.pad(chosen, (0, 1)).gather(3, index)
 
 
-def attend_flat(
+def attend_by_masks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -93,57 +89,6 @@ def attend_flat(
             )
         )
     return torch.cat(parts, dim=2), None
-
-
-def attend_grouped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_logits: Tensor,
-    selected: Tensor,
-    layout: BlockLayout,
-    local: int,
-    scaling: float,
-    dropout: float,
-    keeps_maps: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend to the local keys and to chosen blocks as wholes, whose weight their keys share.
-
-    One softmax over local keys' logits and chosen blocks' `block_logits` [B, H, T, m] weighs both;
-    a second one, over the keys of a block, shares out its weight (Mohtashami and Jaggi, 2023).
-    Else as `attend_flat`.
-    """
-    heads, keys, blocks = query.shape[1], key.shape[2], layout.numbers.shape[1]
-    key, value = (for_heads(x, heads) for x in (key, value))
-    slots = layout.block_slots().clamp(0, keys - 1).flatten(1)[:, None, None]  # [R, 1, 1, n b]
-    outputs, maps = [], None
-    size = query.shape[2] if keeps_maps else QUERY_CHUNK
-    for start in range(0, query.shape[2], size):
-        rows = slice(start, start + size)
-        own = layout.of_queries(rows)
-        scores = query[:, :, rows] @ key.mT * scaling
-        dtype = precise(scores)
-        own_selected = for_heads(selected[:, :, rows], heads).expand(-1, heads, -1, -1)
-        weights = torch.cat(
-            [
-                scores.masked_fill(~local_keys(own, keys, local), -torch.inf).to(dtype),
-                block_logits[:, :, rows].masked_fill(own_selected < 0, -torch.inf).to(dtype),
-            ],
-            dim=-1,
-        ).softmax(dim=-1)
-        of_keys, of_chosen = weights.split([keys, selected.shape[3]], dim=-1)
-        of_blocks = weights.new_zeros(*scores.shape[:3], blocks + 1)
-        of_blocks = of_blocks.scatter(3, _or_last(own_selected, blocks), of_chosen)[..., :blocks]
-        index = slots.expand(*scores.shape[:3], -1)
-        inner = (
-            scores.gather(3, index)
-            .unflatten(3, (blocks, layout.block))
-            .softmax(dim=-1, dtype=dtype)
-        )
-        maps = of_keys.scatter_add(3, index, (inner * of_blocks[..., None]).flatten(3))
-        maps = F.dropout(maps.to(query.dtype), dropout, training=dropout > 0)
-        outputs.append(maps @ value)
-    return torch.cat(outputs, dim=2), maps if keeps_maps else None
 
 
 def precise(scores: Tensor) -> torch.dtype:

@@ -6,10 +6,9 @@ of each, o_s with the logarithm of its weight l_s, waits in a place of its own:
 
     y = sum_s w_s o_s,     w = softmax(l),
 
-or softmax of the blocks' own logits for those that are weighed as wholes. Backward, with δ_s the
-part of w_s dy·y that is the segment's, p the softmax within it and dl_s = w_s (dy·o_s − dy·y):
+Backward, with δ_s = w_s dy·y and p the softmax within a segment:
 
-    dv = w p dy,     d(q·k) = p (w dy·v − δ),     δ = w dy·o − dl,
+    dv = w p dy,     d(q·k) = p (w dy·v − δ),
 
 a block's keys by one program, in the order of the tiles: no atomics, the same bits every time.
 """
@@ -56,7 +55,6 @@ def attend_segments(
     layout: BlockLayout,
     local: int,
     scaling: float,
-    block_logits: Tensor | None,
 ) -> Tensor:
     """Attend as `attend_gathered`, where `why_not` says nothing."""
     from cat_lm.ops.landmark import segments_triton as kernels
@@ -64,15 +62,11 @@ def attend_segments(
     firsts, lengths = segments_of(selected, layout, local)
     tile = kernels.options(layout.block, query.shape[3], query.dtype, False)["TILE"]
     tiles = tile_segments(firsts, lengths, key.shape[2], tile)
-    if block_logits is not None:
-        block_logits = block_logits.float().masked_fill(
-            (selected < 0).repeat_interleave(query.shape[1] // selected.shape[1], dim=1), -torch.inf
-        )
-    return _Attention.apply(query, key, value, block_logits, tiles, layout.block, scaling)
+    return _Attention.apply(query, key, value, tiles, layout.block, scaling)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by segments; gradients of queries, keys, values and blocks' logits."""
+    """Attention by segments; gradients of queries, keys and values."""
 
     @staticmethod
     def forward(
@@ -80,7 +74,6 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        block_logits: Tensor | None,
         tiles: Tiles,
         block: int,
         scaling: float,
@@ -88,13 +81,10 @@ class _Attention(torch.autograd.Function):
         from cat_lm.ops.landmark import segments_triton as kernels
 
         parts, logs = kernels.forward(query, key, value, tiles, block, scaling)
-        chosen = 0 if block_logits is None else block_logits.shape[3]
-        logits = logs if not chosen else torch.cat([block_logits, logs[..., chosen:]], dim=3)
-        weights = logits.softmax(dim=3)
+        weights = logs.softmax(dim=3)
         output = (weights.to(parts.dtype)[..., None, :] @ parts).squeeze(3)
-        # Of what is one softmax, the output says enough of the parts.
-        ctx.save_for_backward(query, key, value, weights, logs, parts if chosen else output)
-        ctx.tiles, ctx.block, ctx.scaling, ctx.chosen = tiles, block, scaling, chosen
+        ctx.save_for_backward(query, key, value, weights, logs, output)
+        ctx.tiles, ctx.block, ctx.scaling = tiles, block, scaling
         return output
 
     @staticmethod
@@ -102,18 +92,9 @@ class _Attention(torch.autograd.Function):
         from cat_lm.ops.landmark import segments_triton as kernels
 
         refuse_second_derivative("landmark attention by its Triton kernel")
-        query, key, value, weights, logs, kept = ctx.saved_tensors
-        exact, of_logits = gradient.float(), None
-        if ctx.chosen:
-            dots = (exact[..., None, :] @ kept.float().mT).squeeze(3)
-            whole = (weights * dots).sum(dim=3, keepdim=True)
-            deltas = weights * whole
-            far = weights[..., : ctx.chosen]
-            deltas[..., : ctx.chosen] = far * dots[..., : ctx.chosen]
-            of_logits = far * (dots[..., : ctx.chosen] - whole)
-        else:
-            deltas = weights * (exact * kept.float()).sum(dim=3, keepdim=True)
+        query, key, value, weights, logs, output = ctx.saved_tensors
+        deltas = weights * (gradient.float() * output.float()).sum(dim=3, keepdim=True)
         found = kernels.backward(
             gradient, query, key, value, weights, logs, deltas, ctx.tiles, ctx.block, ctx.scaling
         )
-        return *found, of_logits, None, None, None
+        return *found, None, None, None

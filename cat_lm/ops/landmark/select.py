@@ -41,25 +41,20 @@ def landmark_scores(query: Tensor, landmarks: Tensor) -> Tensor:
     return scores.unflatten(2, (-1, time)).flatten(1, 2)
 
 
-def choose_blocks(
-    query: Tensor, landmarks: Tensor, layout: BlockLayout, choice: Choice
-) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def choose_blocks(query: Tensor, landmarks: Tensor, layout: BlockLayout, choice: Choice) -> Tensor:
     """Choose blocks for queries [B, H, T, D] by landmarks [B, H or fewer, n, D], in parts.
 
     Returns:
-        `select_blocks`' places [B, G, T, m], and of these the scores q·K̄ [B, H, T, m], to which
-        gradients reach; those of places that are −1 are none's.
+        `select_blocks`' places [B, G, T, m].
     """
-    places, found = [], []
+    places = []
     groups = 1 if choice.share == "layer" else landmarks.shape[1]
     for start in range(0, query.shape[2], QUERY_CHUNK):
         part = slice(start, start + QUERY_CHUNK)
         scores = landmark_scores(query[:, :, part], landmarks)
-        selected = select_blocks(scores.detach(), layout.of_queries(part), choice, groups)
-        places.append(selected)
-        own = selected.clamp(min=0).long().repeat_interleave(scores.shape[1] // groups, dim=1)
-        found.append(scores.gather(3, own))
-    return torch.cat(places, dim=2), torch.cat(found, dim=2)
+        places.append(select_blocks(scores, layout.of_queries(part), choice, groups))
+    return torch.cat(places, dim=2)
 
 
 def select_blocks(scores: Tensor, layout: BlockLayout, choice: Choice, groups: int) -> Tensor:

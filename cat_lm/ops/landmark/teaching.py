@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from cat_lm.ops.landmark.layout import BlockLayout, take_slots
 from cat_lm.ops.landmark.reference import for_heads, local_keys, precise
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
-from cat_lm.ops.landmark.teaching_cpu import can_teach, teach
 from cat_lm.ops.runtime.precision import without_autocast
 
 # Of the loss beside the tokens', where nothing else is said.
@@ -49,9 +48,6 @@ def guided_loss(
         sharpness: exp(θ), [H] or one for all.
     """
     drawn = torch.randperm(query.shape[2], device=query.device)[:rows]
-    if can_teach(query, key, landmarks):
-        given = query, key, landmarks, layout, local, scaling, sharpness
-        return teach(*given, drawn)
     own, query = layout.of_queries(drawn), take_slots(query, drawn[None])
     mass = block_mass(query, key, own, local, scaling)
     if isinstance(sharpness, Tensor):

@@ -41,8 +41,7 @@ def drawn(heads=4, shared=2, time=18, width=8):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, time, width, generator=generator)
     key = torch.randn(2, shared, time, width, generator=generator)
-    hidden = torch.randn(2, time, 32, generator=generator)
-    return selectors.Streams(query, key, hidden, None, 0.3)
+    return selectors.Streams(query, key, 0.3)
 
 
 class Sizes:
@@ -53,7 +52,8 @@ class Sizes:
 def test_scores_are_the_definition(name):
     streams = drawn()
     layout = sequence_blocks(18, BLOCK, None, None, streams.key.device)
-    module = selectors.learner(name, Sizes, BLOCK, 4) if name in LEARNED else None
+    state = 4 if name == "ssm" else 0
+    module = selectors.LearnedFilter(Sizes, BLOCK, state) if name in LEARNED else None
     if module is not None:
         with torch.no_grad():
             for parameter in module.parameters():
@@ -62,14 +62,14 @@ def test_scores_are_the_definition(name):
     scores = selectors.prepared_scores(name, streams, layout, 1, module)(
         rows, layout.of_queries(rows)
     ).detach()
-    assert scores.shape[2:] == (5, 4) and scores.shape[1] == (2 if name == "indexer" else 4)
+    assert scores.shape[1:] == (4, 5, 4)
     again = selectors.prepared_scores(name, streams, layout, 1, module)(
         rows, layout.of_queries(rows)
     )
     assert torch.equal(scores, again.detach())
     for head, t, j in ((0, 13, 0), (3, 15, 2), (1, 17, 3)):
         query, keys = streams.query[1, head, t], streams.key[1, head // 2]
-        own, found = keys[j * BLOCK : (j + 1) * BLOCK], scores[1, head % scores.shape[1], t - 13, j]
+        own, found = keys[j * BLOCK : (j + 1) * BLOCK], scores[1, head, t - 13, j]
         if name == "box":
             expected = query @ own.mean(dim=0)
         elif name == "exponential":
@@ -79,21 +79,10 @@ def test_scores_are_the_definition(name):
         elif name == "learned":
             landmark = (own.flip(0) * module.filter[head // 2][:, None]).sum(dim=0)
             expected = query @ landmark
-            logit = module.logits(scores, 0.3)[1, head, t - 13, j]
-            torch.testing.assert_close(logit, found * module.sharpness[head].exp() * 0.3)
         elif name == "ssm":
             modes = filters.get("ssm").modes_of(module.filter, 4)
             taps = taps_of(modes, (j + 1) * BLOCK)[head // 2]
             expected = query @ (keys[: (j + 1) * BLOCK].flip(0) * taps[:, None]).sum(dim=0)
-        elif name == "quest":
-            ends = zip(query, own.amin(dim=0), own.amax(dim=0), strict=True)
-            expected = sum(max(q * least, q * most) for q, least, most in ends)
-            assert found >= (own @ query).max() - 1e-5
-        elif name == "indexer":
-            group = head % 2
-            mine = module.q_norm(module.q_proj(streams.hidden[1, t]).view(2, 8)[group])
-            theirs = module.k_norm(module.k_proj(streams.hidden[1, j * BLOCK : (j + 1) * BLOCK]))
-            expected = (theirs @ mine).max() * 8**-0.5
         elif name == "oracle":
             if j > t // BLOCK - 1:
                 continue
@@ -115,7 +104,7 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
     choosers = cores.add_choosers(model)
     generator = torch.Generator().manual_seed(0)
     for chooser in choosers:
-        learned = selectors.learner(name, model.config, BLOCK, state)
+        learned = selectors.LearnedFilter(model.config, BLOCK, state)
         with torch.no_grad():
             learned.filter += 0.3 * torch.randn(learned.filter.shape, generator=generator)
             learned.sharpness += 2 * torch.randn(learned.sharpness.shape, generator=generator)
@@ -161,8 +150,8 @@ def test_what_is_read_is_counted():
         assert sweeping.keys_read(length, block, top_k, local) == (read, length * (length + 1) / 2)
     count = selectors.selector_bytes
     assert count("box", Sizes, 64, 4, 4) == 16 * 2 * 8 * 4
-    assert count("quest", Sizes, 64, 4, 4) == 2 * count("box", Sizes, 64, 4, 4)
-    assert count("indexer", Sizes, 64, 4, 4) == 64 * 8 * 4 and count("local", Sizes, 64, 4, 4) == 0
+    assert count("oracle", Sizes, 64, 4, 4) == 4 * count("box", Sizes, 64, 4, 4)
+    assert count("local", Sizes, 64, 4, 4) == 0
 
 
 def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):
@@ -199,7 +188,7 @@ def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):
         assert (out / name).stat().st_size > 100
     # Nothing is computed or learned twice; a damaged cell is computed again.
     monkeypatch.setattr(sweeping.Cells, "_compute", lambda *_: pytest.fail("computed"))
-    monkeypatch.setattr("eval.landmark.learn.teach", lambda *_: pytest.fail("learned"))
+    monkeypatch.setattr("eval.landmark.learn.calibrate", lambda *_: pytest.fail("learned"))
     monkeypatch.setattr(sweeping, "_draw", lambda *_: None)
     assert command(*words)[0] == 0
     for file in (out / "learned").iterdir():
@@ -225,10 +214,10 @@ def test_learned_selectors_learn_alone(tiny_corpus, tmp_path):
         assert len(losses) == 30 and losses[-6:].mean() < losses[:6].mean()
     after = {name.replace("core.dense.", "core."): x for name, x in model.state_dict().items()}
     assert all(torch.equal(after[key], value) for key, value in before.items())
-    learned = [x.clone() for x in choosers[0].learners["indexer", 4].parameters()]
+    learned = [x.clone() for x in choosers[0].learners["ssm", 4].parameters()]
     again = learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
     assert again == name
-    for one, other in zip(learned, choosers[0].learners["indexer", 4].parameters(), strict=True):
+    for one, other in zip(learned, choosers[0].learners["ssm", 4].parameters(), strict=True):
         assert torch.equal(one, other)
     path = tmp_path / "learned" / f"{name}.pt"
     changed = {key: value + 1 for key, value in torch.load(path, weights_only=True).items()}
@@ -251,7 +240,7 @@ def test_diagnosis_of_drawn_products():
         key[0, :, :, 0] = products
         query = torch.zeros_like(key)
         query[..., 0] = 1
-        streams = selectors.Streams(query, key, key, None, 1.0)
+        streams = selectors.Streams(query, key, 1.0)
         sums = diagnosing.Sums(questions)
         sums.add(streams, torch.tensor([time - 1, 3]))  # the second has no choice
         return sums.rows()
@@ -298,7 +287,7 @@ def test_diagnose(family, command, tiny_corpus, tmp_path):
 
 
 WRONG = {
-    "learned": (("--select", "indexer"), "--select indexer: is learned; give --calibrate"),
+    "learned": (("--select", "ssm"), "--select ssm: is learned; give --calibrate"),
     "nothing learned": (("--select", "box", "--calibrate", "x"), "--calibrate x: says nothing"),
     "tokens": (("--tokens", "5"), "--tokens 5: says nothing"),
     "state": (("--state", "8"), "--state 8: says nothing without --select ssm"),

@@ -29,7 +29,6 @@ import torch
         (("decode", "--contexts", "8", "--uncached-tokens", "2"), "--uncached-tokens: says"),
         (("decode", "--contexts", "8", "--models", "mamba"), "has no landmark attention"),
         (("decode", "--contexts", str(2**24), "--models", "cat"), "a cache of --contexts"),
-        (("decode", "--models", "mixer-hyena"), "'mixer-hyena' is not one of"),
         (("train", "--models", "all,cat"), "'all' is not one of"),
         (("checkpoint", "--model", "llama-stock"), "invalid choice: 'llama-stock'"),
         (
