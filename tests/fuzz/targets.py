@@ -79,8 +79,6 @@ _SUBMIT = ("config.yaml", "--nodes", "2", "--tasks-per-node", "1", "--site", "si
 _SUBMIT += ("train.global_batch_size=4",)
 _TINY = ("--models", "cat", "--layers", "1", "--hidden-size", "16", "--heads", "2", "--vocab-size")
 _TINY += ("64", "--repeats", "1", "--batch-size", "1", "--device", "cpu")
-_LENGTHS = ("--lengths", "8,9", "--heads", "2", "--head-dim", "4", "--window", "3", "--state", "2")
-_LENGTHS += ("--repeats", "1", "--device", "cpu", "--json", "out/lengths.json")
 
 # Tasks of eval.long_range and the files that they read.
 _LONG = {
@@ -429,11 +427,6 @@ TARGETS = (
             ),
             *("--kernels", "cpu", "--json", "out/conv.json"),
         ),
-        codes=(0, 1, 2),
-        line_weight=0.2,
-    ),
-    Target(
-        *("speed-lengths", "eval.speed", "torch", ("lengths", *_LENGTHS)),
         codes=(0, 1, 2),
         line_weight=0.2,
     ),

@@ -33,7 +33,7 @@ _TORCH = (
     *("cat_lm.data.loader",),
     *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
     *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
-    *("eval.speed.conv.measure", "eval.speed.conv.lengths", "eval.speed.model.decode"),
+    *("eval.speed.conv.measure", "eval.speed.model.decode"),
     *("eval.speed.model.train", "eval.speed.tables"),
     *("eval.recall.__main__", "eval.recall.show.filter_plots"),
     *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.plan"),
