@@ -19,9 +19,9 @@ _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
     *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.pipeline"),
     *("data_prep.check.findings", "data_prep.megatron.convert", "data_prep.adopt"),
-    *("data_prep.inspect", "launch.plan.__main__", "launch.plan.text"),
-    *("launch.plan.measured", "launch.slurm.__main__"),
-    *("launch.slurm.local", "launch.slurm.prepare", "launch.slurm.status", "launch.slurm.submit"),
+    *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.scale"),
+    *("launch.slurm.__main__", "launch.slurm.local", "launch.slurm.prepare"),
+    *("launch.slurm.status", "launch.slurm.submit"),
     *("eval.small_study.__main__", "eval.small_study.execute", "torch", "transformers"),
 )
 _TORCH = (
