@@ -1,7 +1,6 @@
 """`python -m launch.doctor CONFIG --ranks 64 --device h100`: a large run looked at from here.
 
-No rank is started. The model is built without its weights, samples are assigned to all ranks, and
-DeepSpeed's engine is started on a process group that only says how large it is.
+No rank is started. The model is counted without its weights, and samples are assigned to all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from launch.doctor.findings import Finding
 
 # As many ranks' samples are drawn, so that a million ranks take no longer.
 MOST_RANKS = 256
-# DeepSpeed makes lists of all ranks, which of a million take minutes and gigabytes.
-MOST_STARTED = 4096
 
 
 @dataclass(frozen=True)
@@ -172,16 +169,11 @@ def run_of(config: RunConfig) -> Run:
 
 def memory(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """What a rank keeps of the model, and the memory of a step."""
-    from cat_lm.training.estimate import memory_per_rank, meta_model
-    from launch.doctor.fake_group import group_sizes, partitions
+    from cat_lm.training.estimate import memory_per_rank
     from launch.doctor.run_config import vocabulary
 
-    vocab_size, stage = vocabulary(config)[0], config.train.zero_stage
+    vocab_size = vocabulary(config)[0]
     parameters = config.num_parameters(vocab_size)
-    sizes = group_sizes(meta_model(config, vocab_size), config.optimizer.weight_decay)
-    parts = partitions(sizes, stage, asked.ranks)
-    text = f"ZeRO-{stage}: {sum(parts):,} of the optimizer's elements on a rank"
-    yield Finding("partitions", text, "partitions", parts)
     needed = memory_per_rank(config, parameters, asked.ranks, vocab_size)
     text, problem, broken = f"about {needed.total / GIB:.1f} GiB a rank ({needed})", None, False
     if asked.device is not None:
@@ -210,35 +202,6 @@ def _host_memory(config: RunConfig, parameters: int) -> Finding:
         "all"
     )
     return Finding("host memory", text, "host_memory", needed)
-
-
-def started_ranks(ranks: int, parts: int = 1) -> int:
-    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once.
-
-    `parts` of them share a sequence, and so divide them too.
-    """
-    counts = range(parts, min(ranks, max(parts, MOST_STARTED)) + 1, parts)
-    return max(n for n in counts if ranks % n == 0)
-
-
-def engine(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
-    from cat_lm.training.estimate import meta_model
-    from launch.doctor.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
-
-    try:
-        config.accumulation_steps(asked.ranks)
-    except UserError:
-        return  # said already, and more clearly than DeepSpeed would
-    small, ranks = narrowed(config), started_ranks(asked.ranks, config.train.sequence_parallel)
-    kind, found = deepspeed_partitions(small, ranks)
-    sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
-    expected = partitions(sizes, config.train.zero_stage, ranks)
-    problem = None
-    if found != expected:
-        problem = f"DeepSpeed partitions otherwise than computed here: {found}, not {expected}"
-    text = f"DeepSpeed's {kind} starts with {ranks} ranks (fake group, narrowed model)"
-    yield Finding("engine", text, "engine", found, problem, problem is not None)
 
 
 def schedule(config: RunConfig, asked: Scale) -> Iterator[Finding]:
@@ -283,7 +246,7 @@ def costs(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     yield from cost_lines(costs_of(run_of(config), cluster, asked.ranks))
 
 
-ALL = (batch, model, memory, engine, data, schedule, checkpoints, costs)
+ALL = (batch, model, memory, data, schedule, checkpoints, costs)
 
 
 def examine(config: RunConfig, asked: Scale) -> list[Finding]:

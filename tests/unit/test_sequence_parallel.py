@@ -196,4 +196,3 @@ def test_ranks_that_are_not_there():
     assert "in the same order among 2, 8, 16, 32 groups of ranks" in samples.text
     (_, wrong) = scale.batch(config, Scale(8 * 3 + 2))
     assert wrong.broken and "must divide the number of ranks, 26" in wrong.problem
-    assert scale.started_ranks(2**20, 8192) == 8192 and scale.started_ranks(24, 4) == 24
