@@ -6,7 +6,7 @@ long before the model is. Of a model that is there, `Architecture.section` makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -223,14 +223,6 @@ class Architecture:
         """Give the same model, computed by what every machine has."""
         return section
 
-    def narrowed(self, section: Any) -> Any:
-        """Give a model of the same parts that any machine can hold, of at most two layers.
-
-        By default as wide as it is; a family says here what else can be smaller.
-        """
-        layers = min(2, section.num_hidden_layers)
-        return section.model_copy(update={"num_hidden_layers": layers, "vocab_size": 512})
-
     # Counts
 
     def num_parameters(self, section: Any, vocab_size: int) -> int:
@@ -416,15 +408,6 @@ def halo_problems(parts: int, context_length: int, windows: Mapping[str, int]) -
         for key, window in windows.items()
         if window - 1 > share
     ]
-
-
-def narrowest(section: Any, problems: Callable[[Any], list[str]]) -> Any:
-    """Give a section the smallest usual width, below its own, in which there are no problems."""
-    for width in (32, 64, 128, 256, 512, 1024):
-        narrow = section.model_copy(update={"hidden_size": width})
-        if width < section.hidden_size and not problems(narrow):
-            return narrow
-    return section
 
 
 def layer_channels(model: Any) -> int:

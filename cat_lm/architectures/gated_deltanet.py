@@ -44,10 +44,5 @@ class GatedDeltaNet(DeltaNet):
         fields = super().fields(section, vocab_size, context_length)
         return fields | {"head_dim": section.head_channels}
 
-    def narrowed(self, section: GatedDeltaNetSection) -> GatedDeltaNetSection:
-        """Give at most two layers of the narrowest width that the heads fit, or narrower heads."""
-        narrow = super().narrowed(section.model_copy(update={"head_dim": None}))
-        return super().narrowed(section) if narrow.shape_problems() else narrow
-
 
 ARCHITECTURE = GatedDeltaNet()

@@ -111,13 +111,6 @@ class GPTNeoX(Transformer):
         found = super().problems(section, context_length)
         return [*found, *rules.rotation_problems(section)]
 
-    def narrowed(self, section: GPTNeoXSection) -> GPTNeoXSection:
-        """Give two narrow layers."""
-        small = super().narrowed(section)
-        # Rotation has no parameters; of a narrower head, the same share of channels may be odd.
-        narrower = self.head_channels(small) < self.head_channels(section)
-        return small.model_copy(update={"rotary_pct": 1.0}) if narrower else small
-
     def num_parameters(self, section: GPTNeoXSection, vocab_size: int) -> int:
         """Count the parameters; the default of the MLP's width is 4·C."""
         width, inner = section.hidden_size, section.inner_size

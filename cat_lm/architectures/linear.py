@@ -13,7 +13,6 @@ from cat_lm.architectures.base import (
     ModelSection,
     halo_problems,
     head_division_problems,
-    narrowest,
 )
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers.shared import LOW_RANK, convolution_flops
@@ -132,11 +131,6 @@ class LinearArchitecture(Architecture):
         keys = 3 if section.decays == "keys" else 2
         numbers = keys * section.key_channels + 2 * section.value_channels
         return numbers * (parts - 1) / parts
-
-    def narrowed(self, section: Any) -> Any:
-        """Give at most two layers of the narrowest width that the heads fit."""
-        small = super().narrowed(section).model_copy(update={"intermediate_size": None})
-        return narrowest(small, lambda narrow: narrow.shape_problems())
 
     # Counts
 

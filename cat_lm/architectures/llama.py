@@ -116,15 +116,6 @@ class Llama(Transformer):
             *rules.part_rotation_problems(section),
         ]
 
-    def narrowed(self, section: LlamaSection) -> LlamaSection:
-        """Give two narrow layers, with one head of keys and values where they are shared."""
-        grouped = self.heads_of(section, "k") < section.num_attention_heads
-        return (
-            super()
-            .narrowed(section)
-            .model_copy(update={"num_key_value_heads": 1 if grouped else None, "head_dim": None})
-        )
-
     def num_parameters(self, section: LlamaSection, vocab_size: int) -> int:
         """Count the parameters."""
         width, inner = section.hidden_size, section.inner_size

@@ -14,7 +14,6 @@ from cat_lm.architectures.base import (
     ModelSection,
     halo_problems,
     head_division_problems,
-    narrowest,
 )
 from cat_lm.config_sections import number, parse_count, whole
 from cat_lm.mixers.shared import convolution_flops
@@ -118,10 +117,6 @@ class StateSpace(Architecture):
         numbers = 2 * inner_size(section) + 2 * self._rates(section)
         states = self.convolved_channels(section) - inner_size(section) or 2 * section.state_size
         return numbers * (parts - 1) / parts + states * (parts - 1)
-
-    def narrowed(self, section: Any) -> Any:
-        """Give at most two layers of the narrowest width that there can be."""
-        return narrowest(super().narrowed(section), lambda narrow: self.problems(narrow, 1))
 
     def num_parameters(self, section: Any, vocab_size: int) -> int:
         """Count the parameters."""

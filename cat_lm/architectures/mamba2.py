@@ -116,10 +116,6 @@ class Mamba2(StateSpace):
     def _rates(self, section: Mamba2Section) -> int:
         return section.heads
 
-    def narrowed(self, section: Mamba2Section) -> Mamba2Section:
-        """Give at most two narrow layers, of as many heads as fit."""
-        return super().narrowed(section.model_copy(update={"num_heads": None}))
-
     def _states(self, section: Mamba2Section) -> int:
         """Count the channels that all groups write and read by, each."""
         return section.n_groups * section.state_size

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cat_lm import limits, mixers
-from cat_lm.architectures.base import Architecture, Classes, ModelSection, narrowest
+from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.config_sections import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
@@ -127,18 +127,6 @@ class MixerArchitecture(Architecture):
             return section
         options = section.mixer_options | {"operator": "torch"}
         return section.model_copy(update={"mixer_options": options})
-
-    def narrowed(self, section: MixerSection) -> MixerSection:
-        """Give at most two layers of the narrowest width that suits the mixer's options."""
-        small = self.portable(section)
-        small = small.model_copy(
-            update={
-                "num_hidden_layers": min(2, section.num_hidden_layers),
-                "intermediate_size": None,
-                "vocab_size": 512,
-            }
-        )
-        return narrowest(small, mixer_problems)
 
     # Counts
 

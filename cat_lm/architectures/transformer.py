@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 # In the names of the parameters of patterns of attention, and of no others.
 PATTERNS_OWN = ".core."
-# A narrowed model's; wider heads and longer filters show nothing more.
-_MOST_HEAD_CHANNELS = 256
-_MOST_TAPS = 64
 
 
 def _known_kind(name: str) -> str:
@@ -278,21 +275,6 @@ class Transformer(Architecture):
     def portable(self, section: Any) -> Any:
         """Give the same model with attention that needs nothing installed."""
         return section.model_copy(update={"attn_implementation": "eager"})
-
-    def narrowed(self, section: Any) -> Any:
-        """Give two layers of two heads and a small vocabulary."""
-        width = min(_MOST_HEAD_CHANNELS, self.head_channels(section))
-        changes = {
-            "hidden_size": 2 * width,
-            "conv_window": min(section.conv_window, _MOST_TAPS),
-            "conv_rank": min(section.conv_rank, _MOST_TAPS),
-            "canon_window": min(section.canon_window, _MOST_TAPS),
-            "num_attention_heads": 2,
-            "num_hidden_layers": min(2, section.num_hidden_layers),
-            "intermediate_size": None,
-            "vocab_size": 512,
-        }
-        return self.portable(section).model_copy(update=changes)
 
     # Counts
 

@@ -1,4 +1,4 @@
-"""`python -m eval.speed conv|lengths|train|decode|engine|stacks|data|checkpoint`: speed.
+"""`python -m eval.speed conv|train|decode`: speed.
 
 Exit codes: 0 everything asked for was measured, 1 something was wrong and is refused, 2 bad input.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, output_path, path, whole, whole_numbers
+from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.errors import command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
@@ -22,9 +22,7 @@ from eval.speed.choices import (
     decoding_models,
     default_models,
     models,
-    own_models,
 )
-from eval.speed.data import command as data
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,22 +31,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True)
     _add_conv(benchmarks.add_parser("conv", help="the convolutions, beside torch's and others'"))
-    _add_lengths(benchmarks.add_parser("lengths", help="long filters by the length of the text"))
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
-    _add_checkpoint(benchmarks.add_parser("checkpoint", help="saving and loading checkpoints"))
-    _add_stacks(benchmarks.add_parser("stacks", help="small models of recall trained as one"))
-    models = list(benchmarks.choices.values())
-    _add_engine(benchmarks.add_parser("engine", help="a run's own step, and its peak memory"))
-    data.add_arguments(
-        benchmarks.add_parser("data", help="tokenization, preparation, loader, opening")
-    )
-    for parser_ in models:
+    for parser_ in benchmarks.choices.values():
         parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
         parser_.add_argument(
             "--threads", type=whole(limits.CORES), metavar="N", help="of a CPU; default: all"
         )
-    for parser_ in benchmarks.choices.values():
         parser_.add_argument(
             "--json", type=output_file, metavar="FILE", help="where to write the record"
         )
@@ -105,52 +94,6 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
     )
-    _add_processes(parser)
-
-
-def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    usual = (1024, 4096, 16384)
-    parser.add_argument(
-        "--lengths",
-        type=whole_numbers(limits.CONTEXT, "1024,4096", distinct=True),
-        default=usual,
-        metavar="LIST",
-        help=f"T (default: {','.join(map(str, usual))})",
-    )
-    for name, allowed, default in (
-        ("batch-size", limits.BATCH, 1),
-        ("heads", limits.HEADS, 8),
-        ("head-dim", limits.HIDDEN_SIZE, 64),
-        ("window", limits.WINDOW, 21),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=whole(allowed),
-            default=default,
-            metavar="N",
-            help=f"default: {default}",
-        )
-    parser.add_argument(
-        "--state",
-        type=whole(limits.CONV_STATE.at_least(2)),
-        default=16,
-        metavar="N",
-        help="of the long filters, even (default: 16)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    _add_repeats(parser, 5)
-    _add_processes(parser)
-
-
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    """Of what stands beside rivals: their ratios are worth quoting over several processes only."""
-    parser.add_argument(
-        "--processes",
-        type=whole(limits.Range(1, 100)),
-        metavar="N",
-        help="measure in N processes of their own, on a CPU under each of OpenMP's policies, and "
-        "keep for every row its fastest: 5 for what is quoted (default: in this process, once)",
-    )
 
 
 def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats: int) -> None:
@@ -169,7 +112,6 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
     parser.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
     )
-    _add_processes(parser)
 
 
 def _add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
@@ -192,7 +134,7 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(models()), repeats=5)
-    parser.set_defaults(batch_size=4, peak_memory=True)
+    parser.set_defaults(batch_size=4)
     parser.add_argument(
         "--context-length", type=whole(limits.CONTEXT), metavar="N", help="default: the size's"
     )
@@ -253,99 +195,23 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    known = own_models()
-    usual = known[1]  # after the one without convolutions
-    parser.add_argument(
-        "--model",
-        choices=known,
-        default=usual,
-        help=f"of {', '.join(known)} (default: {usual})",
-        metavar="NAME",
-    )
-    _add_size(parser)
-    _add_repeats(parser, 5)
-    parser.add_argument(
-        "--zero-stage", type=whole(limits.Range(0, 3)), default=0, help="default: 0"
-    )
-    parser.add_argument(
-        "--scratch", type=output_path, metavar="DIR", help="where to save (default: the system's)"
-    )
-    parser.set_defaults(dtype="float32", attention="sdpa")
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """One rank on the device that training takes: there is nothing to choose."""
-    parser.add_argument(
-        "config",
-        type=path,
-        metavar="CONFIG.yaml",
-        help="its data must be there if it leaves model.vocab_size to them",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    _add_repeats(parser, 5)
-    parser.set_defaults(device="auto", threads=None)
-
-
-def _add_stacks(parser: argparse.ArgumentParser) -> None:
-    from cat_lm import mixers
-    from eval.recall.ranges import RANGES
-
-    parser.add_argument("--task", default="mqar", help="of eval.recall (default: mqar)")
-    known = tuple(mixers.names())
-    parser.add_argument(
-        "--mixers",
-        type=names(known),
-        default=known,
-        metavar="LIST",
-        help=f"of {', '.join(known)} (default: all)",
-    )
-    parser.add_argument(
-        "--models",
-        type=whole_numbers(limits.SAMPLES, "1,4,16"),
-        default=(1, 4, 16),
-        metavar="LIST",
-        help="how many are trained as one (default: 1,4,16)",
-    )
-    for name, default in (("d_model", 64), ("seq_len", 64), ("batch_size", 512)):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=whole(RANGES[name]),
-            default=default,
-            metavar="N",
-            help=f"default: {default}",
-        )
-    _add_repeats(parser, 5)
-
-
 @command
 def main() -> None:
     options = _parser().parse_args()
     from cat_lm.io.files import write_json
     from cat_lm.io.outputs import claim_file
-    from cat_lm.training.launcher import join_launcher
     from eval.speed.run import measure
     from eval.speed.tables import table
 
-    # Of an engine's ranks the first one tells what they did.
-    tells = options.benchmark != "engine" or join_launcher()[0] == 0
-    if options.json and tells:
+    if options.json:
         claim_file(options.json, "--json")
-    if getattr(options, "processes", None) is None:
-        record = measure(options)
-    else:
-        from eval.speed.processes import measure_in_processes
-
-        record = measure_in_processes(options)
-    if not tells:
-        return
+    record = measure(options)
     print(table(record))
     if options.json:
         write_json(options.json, record)
         print(f"wrote {options.json}", file=sys.stderr)
     if refused := record.get("refused"):
-        what = {"data": "tokenizers", "stacks": "stacks"}.get(options.benchmark, "kernels")
-        print(f"error: {len(refused)} {what} are wrong and refused", file=sys.stderr)
+        print(f"error: {len(refused)} kernels are wrong and refused", file=sys.stderr)
         raise SystemExit(1)
 
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from cat_lm import architectures
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
-from cat_lm.io.folders import check_scratch
 from eval.speed.choices import SHAPES, SIZES, models
-
-# In these a rival's time counts, and a policy that slows its threads is not set for it.
-CONTESTS = ("conv", "lengths", "train", "decode")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -28,25 +22,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     # Before torch loads: it may bind this thread to one core.
     _check_threads(options.threads)
-    if options.benchmark not in CONTESTS:
-        # A thread that waits by spinning slows those that work on shared cores; `train.py` does so.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from cat_lm.pretrained import quiet_transformers
     from eval.common.provenance import provenance
-    from eval.speed.data import command as data
     from eval.speed.machine import describe, open_device
 
     quiet_transformers()
     device = open_device(_device_name(options), options.threads)
     started = provenance()
-    runs = {
-        "conv": run_conv,
-        "lengths": run_lengths,
-        "train": run_train,
-        "decode": run_decode,
-        "data": data.run,
-    }
-    runs |= {"checkpoint": run_checkpoint, "engine": run_engine, "stacks": run_stacks}
+    runs = {"conv": run_conv, "train": run_train, "decode": run_decode}
     measured = runs[options.benchmark](options, device)
     return {
         "benchmark": options.benchmark,
@@ -89,26 +72,6 @@ def run_conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     return conv_speed(asked, device)
 
 
-def run_lengths(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.conv.lengths import LengthOptions, length_speed
-
-    if options.state % 2:
-        raise UserError(f"--state {options.state}: must be even: a turning decay has two numbers")
-    numbers = options.batch_size * max(options.lengths) * options.heads * options.head_dim
-    _check_room(f"--lengths {max(options.lengths)}", 4 * numbers, device)
-    asked = LengthOptions(
-        lengths=options.lengths,
-        batch=options.batch_size,
-        heads=options.heads,
-        head_dim=options.head_dim,
-        window=options.window,
-        state=options.state,
-        dtype=options.dtype,
-        repeats=options.repeats,
-    )
-    return length_speed(asked, device)
-
-
 def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from eval.speed.model.train import TrainCase, train_speed
 
@@ -120,9 +83,7 @@ def run_train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         options.optimizer,
         options.compile,
     )
-    return train_speed(
-        case, options.models, options.repeats, options.peak_tflops, options.peak_memory
-    )
+    return train_speed(case, options.models, options.repeats, options.peak_tflops)
 
 
 def run_decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
@@ -171,27 +132,6 @@ def _run_contexts(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     return contexts_speed(cases, options.models, options.repeats)
 
 
-def run_engine(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.engine import engine_speed
-
-    return engine_speed(options.config, options.overrides, options.repeats)
-
-
-def run_stacks(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.stacks import StackOptions, stacks_speed
-
-    asked = StackOptions(
-        task=options.task,
-        mixers=options.mixers,
-        sizes=options.models,
-        d_model=options.d_model,
-        seq_len=options.seq_len,
-        batch_size=options.batch_size,
-        repeats=options.repeats,
-    )
-    return stacks_speed(asked, device)
-
-
 def _check_room(what: str, size: int, device: Any) -> None:
     """Raise UserError where not even the numbers themselves have room, before they are made."""
     from cat_lm.training.preflight.facts import free_memory
@@ -200,16 +140,6 @@ def _check_room(what: str, size: int, device: Any) -> None:
         raise UserError(
             f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
         )
-
-
-def run_checkpoint(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.model.checkpoint import CONTEXT_LENGTH, checkpoint_speed
-
-    check_scratch(options.scratch)
-    with tempfile.TemporaryDirectory(prefix="cat-lm-speed-", dir=options.scratch) as scratch:
-        size = _model_size(options, device, (options.model,), CONTEXT_LENGTH)
-        zero_stage, folder = options.zero_stage, Path(scratch)
-        return checkpoint_speed(size, options.model, zero_stage, options.repeats, folder)
 
 
 def _model_size(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from eval.common.text_table import aligned
-from eval.speed.run import CONTESTS
-
-# Benchmarks whose own modules have their lines.
-_LINES = {
-    "data": ("data.tables", "data_lines"),
-    "checkpoint": ("model.checkpoint", "checkpoint_lines"),
-    "engine": ("model.engine", "engine_lines"),
-    "lengths": ("conv.lengths", "length_lines"),
-    "stacks": ("model.stacks", "stack_lines"),
-}
 
 
 def table(record: dict[str, Any]) -> str:
     """Show a record."""
-    name = record["benchmark"]
-    if name not in _LINES:
-        return {"conv": conv_table, "train": train_table, "decode": decode_table}[name](record)
-    module, function = _LINES[name]
-    lines = getattr(importlib.import_module(f"eval.speed.{module}"), function)(record)
-    return "\n".join([_where(record), *lines])
+    tables = {"conv": conv_table, "train": train_table, "decode": decode_table}
+    return tables[record["benchmark"]](record)
 
 
 def conv_table(record: dict[str, Any]) -> str:
@@ -126,8 +111,6 @@ def decode_table(record: dict[str, Any]) -> str:
         for row in record["results"]
     ]
     how = "of shortest: cached tokens/s in parts of those after the model's shortest prompt"
-    if "processes" in record:
-        how += ", both under the policy that suits the shortest"
     return "\n".join([title, aligned(header, rows), how])
 
 
@@ -150,11 +133,7 @@ def _size(size: dict[str, Any]) -> str:
 def _where(record: dict[str, Any]) -> str:
     device = record["device"]
     name = device["name"] if device["type"] == "cuda" else record["machine"]
-    where = f"{name}, {device['threads']} threads, {record['repeats']} repeats"
-    processes = record.get("processes")
-    if processes is None:
-        return f"{where}; ranges within this process" if record["benchmark"] in CONTESTS else where
     return (
-        f"{where} in each of {processes['of_each_policy']} processes, as fast as under any of "
-        f"{', '.join(processes['policies'])}; ranges over processes"
+        f"{name}, {device['threads']} threads, {record['repeats']} repeats; ranges within this "
+        "process"
     )

@@ -1,6 +1,7 @@
 """`python -m launch.doctor [CONFIG.yaml]`: what this machine has, and whether training runs here.
 
-`--dry-run ranks=64,device=h100` looks at the configuration on so many ranks instead.
+`--ranks 64 --device h100` looks at the configuration on so many ranks instead, and at its cost.
+README.md has the equations.
 
 Versions beside the supported ranges, devices, compiler, optional packages, attention
 implementations, DeepSpeed, space, and the backend that computes each convolution with the reason.
@@ -12,6 +13,7 @@ Exit codes: 0 training can run here, 1 something it needs is broken, 2 bad input
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import textwrap
@@ -19,10 +21,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.cli import Parser, output_file
+from cat_lm import limits
+from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError, command
 from cat_lm.io.outputs import write_result
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, device_by_option
+from launch.doctor.costs import ASSUMED_MFU
 
 if TYPE_CHECKING:
     from launch.doctor.findings import Finding
@@ -51,11 +56,11 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
     return findings
 
 
-def render(findings: Sequence[Finding], what: str = "training can run here") -> str:
+def render(findings: Sequence[Finding], what: str | None = "training can run here") -> str:
     """One screen: what was found by topic, then what is wrong and what to do about it.
 
     Args:
-        what: the sentence that is true if nothing is broken.
+        what: the sentence that is true if nothing is broken; None: there is no such question.
     """
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):
@@ -63,8 +68,8 @@ def render(findings: Sequence[Finding], what: str = "training can run here") -> 
         # Short facts share a line; each longer one has its own.
         parts = [finding.text for finding in of_topic if finding.text]
         paragraphs = ["; ".join(parts)] if all(len(p) < 45 for p in parts) else parts
-        for number, paragraph in enumerate(paragraphs):
-            label = topic if number == 0 else ""
+        for place, paragraph in enumerate(paragraphs):
+            label = topic if place == 0 else ""
             lines += textwrap.wrap(
                 paragraph,
                 WIDTH,
@@ -87,19 +92,32 @@ def render(findings: Sequence[Finding], what: str = "training can run here") -> 
             break_on_hyphens=False,
         )
     broken = sum(finding.broken for finding in wrong)
-    lines.append(f"{broken} broken: {what.replace(' can ', ' cannot ', 1)}" if broken else what)
+    if what is not None:
+        lines.append(f"{broken} broken: {what.replace(' can ', ' cannot ', 1)}" if broken else what)
     return "\n".join(lines)
 
 
-def dry_run(config: RunConfig | None, text: str) -> tuple[list[Finding], str]:
-    """The findings about `config` on the ranks that `text` names, and what they would mean."""
+def look_ahead(
+    config: RunConfig | None, arguments: argparse.Namespace
+) -> tuple[list[Finding], str]:
+    """Look at `config` on the ranks that are asked for: the findings, and what is printed."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from launch.doctor import scale
 
     if config is None:
-        raise UserError(f"--dry-run {text}: needs a run's configuration: CONFIG --dry-run …")
-    asked = scale.DryRun.parse(text)
-    return scale.examine(config, asked), f"this run can start on {asked.ranks} ranks"
+        raise UserError("--ranks: needs a run's configuration: CONFIG.yaml --ranks …")
+    if arguments.device is None and len(arguments.ranks) > 1:
+        raise UserError("--ranks: several numbers are a table of costs: give --device NAME")
+    device = None if arguments.device is None else device_by_option(arguments.device)
+    given = {"gpus_per_node": arguments.gpus_per_node, "device": device, "mfu": arguments.mfu}
+    given["interconnect"] = arguments.interconnect
+    given = {name: value for name, value in given.items() if value is not None}
+    asked = [scale.Scale(ranks, **given) for ranks in arguments.ranks]
+    if len(asked) > 1:
+        findings, lines = scale.compare(config, asked)
+        return findings, "\n".join([render(findings, None), *lines])
+    findings = scale.examine(config, asked[0])
+    return findings, render(findings, f"this run can start on {asked[0].ranks} ranks")
 
 
 def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
@@ -111,32 +129,57 @@ def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:
     }
 
 
-@command
-def main() -> None:
-    parser = Parser(
+def parser() -> Parser:
+    """Return the command's parser."""
+    result = Parser(
         prog="python -m launch.doctor",
         description="What this machine has, which backends serve, and whether training runs here.",
-        epilog="Exit codes: 0 training can run, here or on the ranks of --dry-run, 1 something it "
-        "needs is broken, 2 bad input.",
+        epilog="Exit codes: 0 training can run, here or on --ranks, 1 something it needs is "
+        "broken, 2 bad input.",
     )
-    parser.add_argument("config", nargs="?", help="a run's YAML file, to look at that very run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="where to write the findings"
-    )
-    parser.add_argument(
-        "--dry-run",
-        metavar="ranks=N[,gpus-per-node=G][,device=NAME]",
+    add = result.add_argument
+    add("config", nargs="?", help="a run's YAML file, to look at that very run")
+    add("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    add("--json", type=output_file, metavar="FILE", help="where to write the findings")
+    add(
+        "--ranks",
+        type=whole_numbers(limits.RANKS, "8,16,32", distinct=True),
+        metavar="N[,N…]",
         help="look at the run on so many ranks, of which none is started, instead of at this "
-        "machine: batch, samples, memory, partitions, schedule, checkpoints",
+        "machine: batch, samples, memory, schedule, checkpoints; several: a table of "
+        "what they cost",
     )
-    arguments = parser.parse_intermixed_args()
+    add("--device", metavar="NAME", help="that the ranks have, for costs: h100, h200, a100, …")
+    add("--gpus-per-node", type=whole(limits.PER_NODE), metavar="G", help="default: 8")
+    add(
+        "--mfu",
+        type=number(limits.FRACTION, above=0),
+        metavar="X",
+        help=f"share of the peak that a GPU reaches (default: {ASSUMED_MFU}, an assumption)",
+    )
+    add(
+        "--interconnect",
+        type=number(limits.BANDWIDTH),
+        metavar="GB/s",
+        help=f"that a GPU sends to other nodes (default: {ASSUMED_INTERCONNECT:g})",
+    )
+    return result
+
+
+@command
+def main() -> None:
+    arguments = parser().parse_intermixed_args()
+    for name in ("device", "gpus_per_node", "mfu", "interconnect"):
+        needed = "ranks" if name in ("device", "gpus_per_node") else "device"
+        if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
+            raise UserError(f"--{name.replace('_', '-')}: says nothing without --{needed}")
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
-    if arguments.dry_run is None:
-        findings, what = examine(config), "training can run here"
+    if arguments.ranks is None:
+        findings = examine(config)
+        text = render(findings)
     else:
-        findings, what = dry_run(config, arguments.dry_run)
-    print(render(findings, what))
+        findings, text = look_ahead(config, arguments)
+    print(text)
     if arguments.json:
         values = record(findings, arguments.config)
         write_result(arguments.json, "--json", "python -m launch.doctor", values)

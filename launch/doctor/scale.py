@@ -1,66 +1,49 @@
-"""`python -m launch.doctor CONFIG --dry-run ranks=64,device=h100`: a large run looked at from here.
+"""`python -m launch.doctor CONFIG --ranks 64 --device h100`: a large run looked at from here.
 
-No rank is started. The model is built without its weights, samples are assigned to all ranks, and
-DeepSpeed's engine is started on a process group that only says how large it is.
+No rank is started. The model is counted without its weights, and samples are assigned to all ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cat_lm import limits
-from cat_lm.cli import whole
 from cat_lm.config import RunConfig
 from cat_lm.errors import UserError
 from cat_lm.host import GIB
-from cat_lm.training.devices import Device, device_by_option
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
+from launch.doctor.cost_table import TIGHT, assumptions, cost_lines, facts_of, table
+from launch.doctor.costs import ASSUMED_MFU, Cluster, Run, achieved_flops
+from launch.doctor.costs import costs as costs_of
 from launch.doctor.findings import Finding
 
-KEYS = ("ranks", "gpus-per-node", "device")
 # As many ranks' samples are drawn, so that a million ranks take no longer.
 MOST_RANKS = 256
-# DeepSpeed makes lists of all ranks, which of a million take minutes and gigabytes.
-MOST_STARTED = 4096
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """The machine that `--dry-run` names."""
+class Scale:
+    """The ranks and the machine that are asked for.
+
+    Attributes:
+        mfu: the share of its peak that a GPU reaches.
+        interconnect: GB/s that a GPU sends to other nodes.
+    """
 
     ranks: int
     gpus_per_node: int = 8
     device: Device | None = None
+    mfu: float = ASSUMED_MFU
+    interconnect: float = ASSUMED_INTERCONNECT
 
-    @classmethod
-    def parse(cls, text: str) -> DryRun:
-        """Reads `ranks=64,gpus-per-node=8,device=h100`; only ranks must be there.
+    def cluster(self, config: RunConfig) -> Cluster:
+        """Return the machine as the costs see it; it has a device.
 
         Raises:
-            UserError: with all that is wrong.
+            UserError: the device's peak in the run's precision is not known.
         """
-        values: dict[str, str] = {}
-        errors = []
-        for part in text.split(","):
-            key, equals, value = (piece.strip() for piece in part.partition("="))
-            if key not in KEYS or not equals or key in values:
-                errors.append(f"{part.strip()!r}: must be one each of {'=…, '.join(KEYS)}=…")
-            values[key] = value
-        numbers = {"ranks": 0, "gpus-per-node": 8}
-        for key, allowed in (("ranks", limits.RANKS), ("gpus-per-node", limits.PER_NODE)):
-            try:
-                numbers[key] = whole(allowed)(values.get(key, str(numbers[key] or "")))
-            except argparse.ArgumentTypeError as error:
-                errors.append(f"{key}: {error}")
-        device = None
-        try:
-            device = device_by_option(values["device"]) if "device" in values else None
-        except UserError as error:
-            errors.append(str(error))
-        if errors:
-            raise UserError(f"--dry-run {text}: {'; '.join(errors)}")
-        return cls(numbers["ranks"], numbers["gpus-per-node"], device)
+        flops = achieved_flops(config, self.device, self.mfu)
+        return Cluster(self.device, self.gpus_per_node, flops, self.interconnect)
 
 
 class SyntheticCorpus:
@@ -71,14 +54,14 @@ class SyntheticCorpus:
         self.num_tokens, self.fingerprint = num_tokens, "synthetic"
 
 
-def batch(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """Tell whether nodes and global batch divide, and what a rank computes."""
     from cat_lm.training.preflight.rules import batch_advice
 
     ranks, per_node = asked.ranks, asked.gpus_per_node
     nodes, problem = max(1, ranks // per_node), None
     if ranks > per_node and ranks % per_node:
-        problem = f"ranks={ranks}: is not a multiple of gpus-per-node={per_node}"
+        problem = f"--ranks {ranks}: is not a multiple of --gpus-per-node {per_node}"
     device = f" of {per_node} {asked.device.name}" if asked.device else ""
     text = f"{ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}{device}"
     yield Finding("ranks", text, "nodes", nodes, problem, problem is not None)
@@ -100,7 +83,7 @@ def batch(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     yield Finding("batch", text, "accumulation", steps)
 
 
-def data(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+def data(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """The data, or that they are not there; and how all ranks' samples make up the batches."""
     from cat_lm.data.loader import TrainLoader
     from cat_lm.data.opening import open_data
@@ -160,32 +143,51 @@ def _samples(config: RunConfig, loader, ranks: int, named: str = "ranks") -> Fin
     return Finding("samples", "" if wrong else text, "samples", steps, problem, bool(wrong))
 
 
-def model(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
-    """The model without its weights, what a rank keeps of it, and the memory of a step."""
-    from cat_lm.training.estimate import memory_per_rank, meta_model
-    from launch.doctor.fake_group import group_sizes, partitions
+def model(config: RunConfig, asked: Scale) -> Iterator[Finding]:
+    """The model's parameters and operations, without its weights."""
     from launch.doctor.run_config import vocabulary
 
+    run, train = run_of(config), config.train
     vocab_size, assumed = vocabulary(config)
-    built = meta_model(config, vocab_size)
-    parameters, stage = config.num_parameters(vocab_size), config.train.zero_stage
-    text = f"{parameters:,} parameters"
+    text = (
+        f"{config.model.architecture} ({config.architecture.words(config.model)}), "
+        f"{run.parameters:,} parameters, {run.flops_per_token / 1e9:.2f} GFLOPs a token (forward "
+        f"and backward), {train.precision}, ZeRO-{train.zero_stage}"
+    )
+    text += ", activation checkpointing" if train.activation_checkpointing else ""
     text += f", vocabulary taken to be {vocab_size}" if assumed else ""
-    yield Finding("model", text, "parameters", parameters)
-    sizes = group_sizes(built, config.optimizer.weight_decay)
-    parts = partitions(sizes, stage, asked.ranks)
-    text = f"ZeRO-{stage}: {sum(parts):,} of the optimizer's elements on a rank"
-    yield Finding("partitions", text, "partitions", parts)
-    memory = memory_per_rank(config, parameters, asked.ranks, vocab_size)
-    text, problem = f"about {memory.total / GIB:.1f} GiB a rank ({memory})", None
+    yield Finding("model", text, "parameters", run.parameters)
+    yield Finding("model", "", "flops_per_token", run.flops_per_token)
+
+
+def run_of(config: RunConfig) -> Run:
+    """Count a configuration's model."""
+    from launch.doctor.run_config import vocabulary
+
+    return Run.of(config, vocabulary(config)[0])
+
+
+def memory(config: RunConfig, asked: Scale) -> Iterator[Finding]:
+    """What a rank keeps of the model, and the memory of a step."""
+    from cat_lm.training.estimate import memory_per_rank
+    from launch.doctor.run_config import vocabulary
+
+    vocab_size = vocabulary(config)[0]
+    parameters = config.num_parameters(vocab_size)
+    needed = memory_per_rank(config, parameters, asked.ranks, vocab_size)
+    text, problem, broken = f"about {needed.total / GIB:.1f} GiB a rank ({needed})", None, False
     if asked.device is not None:
-        text += f" of {asked.device.memory:g} GiB"
-        if memory.total > asked.device.memory * GIB:
+        there = asked.device.memory
+        text += f" of {there:g} GiB"
+        broken = needed.total > there * GIB
+        if broken:
             problem = (
-                f"about {memory.total / GIB:.1f} GiB a rank do not fit into the "
-                f"{asked.device.memory:g} GiB of {asked.device.name}; {memory.advice}"
+                f"about {needed.total / GIB:.1f} GiB a rank do not fit into the "
+                f"{there:g} GiB of {asked.device.name}; {needed.advice}"
             )
-    yield Finding("memory", text, "memory", memory.total, problem, problem is not None)
+        elif needed.total > TIGHT * there * GIB:
+            problem = f"above {TIGHT:.0%} of the {there:g} GiB of {asked.device.name}: tight"
+    yield Finding("memory", text, "memory", needed.total, problem, broken)
     yield _host_memory(config, parameters)
 
 
@@ -202,36 +204,7 @@ def _host_memory(config: RunConfig, parameters: int) -> Finding:
     return Finding("host memory", text, "host_memory", needed)
 
 
-def started_ranks(ranks: int, parts: int = 1) -> int:
-    """As many ranks as DeepSpeed is told of: all, or the largest divisor that it lists at once.
-
-    `parts` of them share a sequence, and so divide them too.
-    """
-    counts = range(parts, min(ranks, max(parts, MOST_STARTED)) + 1, parts)
-    return max(n for n in counts if ranks % n == 0)
-
-
-def engine(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
-    """DeepSpeed's own checks and partitions for so many ranks, of a narrowed model."""
-    from cat_lm.training.estimate import meta_model
-    from launch.doctor.fake_group import deepspeed_partitions, group_sizes, narrowed, partitions
-
-    try:
-        config.accumulation_steps(asked.ranks)
-    except UserError:
-        return  # said already, and more clearly than DeepSpeed would
-    small, ranks = narrowed(config), started_ranks(asked.ranks, config.train.sequence_parallel)
-    kind, found = deepspeed_partitions(small, ranks)
-    sizes = group_sizes(meta_model(small, 0), config.optimizer.weight_decay)
-    expected = partitions(sizes, config.train.zero_stage, ranks)
-    problem = None
-    if found != expected:
-        problem = f"DeepSpeed partitions otherwise than computed here: {found}, not {expected}"
-    text = f"DeepSpeed's {kind} starts with {ranks} ranks (fake group, narrowed model)"
-    yield Finding("engine", text, "engine", found, problem, problem is not None)
-
-
-def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+def schedule(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     from cat_lm.training.schedule import learning_rate
 
     steps, warmup = config.total_steps, config.steps_of("warmup")
@@ -243,7 +216,7 @@ def schedule(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     yield Finding("schedule", text, "steps", steps)
 
 
-def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
+def checkpoints(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """The size of one, of one rank's file, and of all that the run keeps."""
     from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
     from launch.doctor.run_config import vocabulary
@@ -257,15 +230,62 @@ def checkpoints(config: RunConfig, asked: DryRun) -> Iterator[Finding]:
     yield Finding("checkpoints", text, "checkpoint", one)
 
 
-ALL = (batch, model, engine, data, schedule, checkpoints)
+def costs(config: RunConfig, asked: Scale) -> Iterator[Finding]:
+    """What a step and the whole run take of the device that was asked for."""
+    if asked.device is None:
+        return
+    try:
+        config.accumulation_steps(asked.ranks)
+        asked.cluster(config).nodes(asked.ranks)
+    except UserError as error:
+        if config.train.precision == "fp32":
+            yield Finding("speed", "", "flops", None, str(error))
+        return  # said already, and more clearly
+    cluster = asked.cluster(config)
+    yield from assumptions(config, cluster, asked.mfu)
+    yield from cost_lines(costs_of(run_of(config), cluster, asked.ranks))
 
 
-def examine(config: RunConfig, asked: DryRun) -> list[Finding]:
+ALL = (batch, model, memory, data, schedule, checkpoints, costs)
+
+
+def examine(config: RunConfig, asked: Scale) -> list[Finding]:
     """All findings; no check raises, so that all that is wrong is known at once."""
     from launch.doctor.findings import guarded
 
-    if config.train.precision == "auto":
-        from launch.doctor.run_config import precision_here
-
-        config = config.with_precision("bf16" if asked.device else precision_here(config))
+    config = with_precision(config, asked)
     return [finding for check in ALL for finding in guarded(check, config, asked)]
+
+
+def with_precision(config: RunConfig, asked: Scale) -> RunConfig:
+    """Decide an `auto` precision: bf16 on a GPU, else as on this machine."""
+    from launch.doctor.run_config import precision_here
+
+    if config.train.precision != "auto":
+        return config
+    return config.with_precision("bf16" if asked.device else precision_here(config))
+
+
+def compare(config: RunConfig, asked: Sequence[Scale]) -> tuple[list[Finding], list[str]]:
+    """Compare the costs of several numbers of ranks.
+
+    Returns:
+        The findings that hold for all, and the lines of a table.
+
+    Raises:
+        UserError: with all numbers that are wrong.
+    """
+    first = asked[0]
+    config = with_precision(config, first)
+    run, cluster = run_of(config), first.cluster(config)
+    found, errors = [], []
+    for one in asked:
+        try:
+            found.append(costs_of(run, cluster, one.ranks))
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError(errors[0] if len(errors) == 1 else "".join(f"\n  {e}" for e in errors))
+    shared = [f for check in (model, schedule, checkpoints) for f in check(config, first)]
+    shared += [*assumptions(config, cluster, first.mfu), facts_of(found)]
+    return shared, table(run, cluster, found)

@@ -102,8 +102,9 @@ def test_a_row_of_it_is_planned(family, command, tmp_path):
 
 def check_plan(command, config: Path, record: Path) -> None:
     """Numbers of the family's own, and of every number of GPUs what it costs."""
-    said = command("launch.plan", config, "--gpus", "1,4", "--device", "h100", "--json", record)
-    plan, run = json.loads(record.read_text(encoding="utf-8")), load_config(config)
+    said = command("launch.doctor", config, "--ranks", "1,4", "--device", "h100", "--json", record)
+    findings, run = json.loads(record.read_text(encoding="utf-8"))["findings"], load_config(config)
+    plan = {finding["name"]: finding["value"] for finding in findings}
     assert plan["parameters"] == run.num_parameters(0)
     per_token = run.architecture.flops_per_token(
         run.model, plan["parameters"], run.data.context_length

@@ -69,7 +69,7 @@ _PREPARE = ("--source", "files", "--path", "text", "--tokenizer", "bytes", "--wo
 _SPLIT = ("--document-separator", r"\n\n", "--validation-fraction", "0.2")
 _UNFINISHED = (*_PREPARE, "--validation-fraction", "0.2", "--out", "unfinished")
 _EXPORT = ("run", "out")
-_PLAN = ("config.yaml", "--gpus", "1,2", "--device", "h100", "train.peak_tflops=100")
+_COSTS = ("config.yaml", "--ranks", "1,2", "--device", "h100", "train.peak_tflops=100")
 _SWEEP = ("--lengths", "16,32", "--max-tokens", "200", "--methods", "none,yarn", "--out", "out")
 _LANDMARK = ("--blocks", "4", "--top-k", "1", "--local", "1", "--out", "out")
 _ZERO_SHOT = ("--tasks", "piqa", "--data-dir", "tasks", "--out", "out", "--limit", "3")
@@ -79,8 +79,6 @@ _SUBMIT = ("config.yaml", "--nodes", "2", "--tasks-per-node", "1", "--site", "si
 _SUBMIT += ("train.global_batch_size=4",)
 _TINY = ("--models", "cat", "--layers", "1", "--hidden-size", "16", "--heads", "2", "--vocab-size")
 _TINY += ("64", "--repeats", "1", "--batch-size", "1", "--device", "cpu")
-_LENGTHS = ("--lengths", "8,9", "--heads", "2", "--head-dim", "4", "--window", "3", "--state", "2")
-_LENGTHS += ("--repeats", "1", "--device", "cpu", "--json", "out/lengths.json")
 
 # Tasks of eval.long_range and the files that they read.
 _LONG = {
@@ -94,7 +92,7 @@ _LONG = {
 
 TARGETS = (
     Target(
-        *("config", "launch.plan", "plain", _PLAN),
+        *("config", "launch.doctor", "plain", _COSTS),
         needs=(*_CONFIG, *DATA),
         files=(*_CONFIG, "data/manifest.json"),
         keys=True,
@@ -102,15 +100,8 @@ TARGETS = (
         line_weight=6,
     ),
     Target(
-        *("measured", "launch.plan", "plain"),
-        (*_PLAN, "--measured", "measured.json", "--json", "out/plan.json"),
-        needs=(*_CONFIG, *DATA, "measured.json"),
-        files=("measured.json",),
-        file_weight=2,
-    ),
-    Target(
         *("doctor", "launch.doctor", "torch"),
-        ("config.yaml", "--dry-run", "ranks=2", "--json", "out/found.json"),
+        ("config.yaml", "--ranks", "2", "--json", "out/found.json"),
         needs=(*_CONFIG, *DATA),
         files=(*_CONFIG, *_RECORDS, *_SHARDS),
         codes=(0, 1, 2),
@@ -429,11 +420,6 @@ TARGETS = (
             ),
             *("--kernels", "cpu", "--json", "out/conv.json"),
         ),
-        codes=(0, 1, 2),
-        line_weight=0.2,
-    ),
-    Target(
-        *("speed-lengths", "eval.speed", "torch", ("lengths", *_LENGTHS)),
         codes=(0, 1, 2),
         line_weight=0.2,
     ),

@@ -19,9 +19,9 @@ _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
     *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.pipeline"),
     *("data_prep.check.findings", "data_prep.megatron.convert", "data_prep.adopt"),
-    *("data_prep.inspect", "launch.plan.__main__", "launch.plan.text"),
-    *("launch.plan.measured", "launch.slurm.__main__"),
-    *("launch.slurm.local", "launch.slurm.prepare", "launch.slurm.status", "launch.slurm.submit"),
+    *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.scale"),
+    *("launch.slurm.__main__", "launch.slurm.local", "launch.slurm.prepare"),
+    *("launch.slurm.status", "launch.slurm.submit"),
     *("eval.small_study.__main__", "eval.small_study.execute", "torch", "transformers"),
 )
 _TORCH = (
@@ -33,7 +33,7 @@ _TORCH = (
     *("cat_lm.data.loader",),
     *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
     *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
-    *("eval.speed.conv.measure", "eval.speed.conv.lengths", "eval.speed.model.decode"),
+    *("eval.speed.conv.measure", "eval.speed.model.decode"),
     *("eval.speed.model.train", "eval.speed.tables"),
     *("eval.recall.__main__", "eval.recall.show.filter_plots"),
     *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.plan"),

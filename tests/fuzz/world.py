@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -73,7 +72,6 @@ def _write_inputs(folder: Path) -> None:
     site = {"partition": "p", "time": "1:00:00", "cpus_per_task": 2, "sbatch": ["--hint=x"]}
     site |= {"srun": ["--cpu-bind=none"], "setup": ["true"], "env": {"A": "b"}}
     (folder / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
-    (folder / "measured.json").write_text(json.dumps(_measured()), encoding="utf-8")
 
 
 def _write_long_range(folder: Path) -> None:
@@ -102,20 +100,6 @@ def _write_packed(folder: Path, texts: list[str]) -> None:
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
     (folder / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "e.parquet")
-
-
-def _measured() -> dict[str, Any]:
-    """What `eval.speed train --json` writes on a GPU, as far as it is read."""
-    size = {"layers": 2, "hidden_size": 32, "heads": 2, "vocab_size": 257, "window": 4}
-    case = {"size": size | {"dtype": "float32"}, "batch_size": 2, "context_length": 32}
-    row = {"model": "CAT", "tokens_per_second": 5e4, "flops_per_step": 1e9}
-    return {
-        "benchmark": "train",
-        "date": "2026-01-01",
-        "device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"},
-        "case": case | {"optimizer": True, "compile": False},
-        "results": {"pythia": row | {"model": "Pythia"}, "cat": row},
-    }
 
 
 class World:

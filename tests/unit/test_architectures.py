@@ -523,7 +523,7 @@ assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForC
 )
 def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
     environment = install(tmp_path / "site", code)
-    done = python(environment, "-m", "launch.plan", QUICKSTART, "--gpus", "1", "--device", "h100")
+    done = python(environment, "-m", "launch.doctor", QUICKSTART, "--ranks", "1")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: plugin mine of toy 1.5: toy_plugin cannot be imported: ")
     assert said in done.stderr

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [ROOT / "train.py"]
 for _folder in ("cat_lm", "data_prep", "eval", "launch"):
     SOURCES += sorted((ROOT / _folder).rglob("*.py"))
-COMMANDS = ("train", "launch.plan.__main__", "launch.doctor.__main__", "launch.slurm.__main__")
+COMMANDS = ("train", "launch.doctor.__main__", "launch.slurm.__main__")
 COMMANDS += (
     "eval.speed.__main__",
     "eval.recall.__main__",

@@ -74,12 +74,12 @@ def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):
 def test_result_replaces_its_own_file_and_no_other(tmp_path):
     path, target = tmp_path / "plan.json", tmp_path / "mine.json"
     for days in (1, 2):
-        write_result(path, "--json", "python -m launch.plan", {"days": days})
+        write_result(path, "--json", "python -m launch.doctor", {"days": days})
     assert json.loads(path.read_text())["days"] == 2
     target.write_text("{}")
     path.unlink()
     path.symlink_to(target)
     for kept in (target, path):
         with pytest.raises(UserError, match=r"--json .*holds no earlier result"):
-            write_result(kept, "--json", "python -m launch.plan", {})
+            write_result(kept, "--json", "python -m launch.doctor", {})
     assert path.is_symlink() and target.read_text() == "{}"

@@ -286,17 +286,6 @@ def test_what_training_keeps_is_estimated(name, precision, documents):
     assert 0.8 < counted / taken < 1.25
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_narrowed_model_is_one(name):
-    options = MODELS[name] | ({"heads": 6} if "rope" in name else {})
-    config = config_of(name, hidden_size=384, num_hidden_layers=3, mixer_options=options)
-    small = ARCHITECTURE.narrowed(ARCHITECTURE.section(config))
-    assert (small.num_hidden_layers == 2 and small.hidden_size < 384) or "rope" in name
-    fields = ARCHITECTURE.fields(small, 512, 32)
-    model = CatMixerForCausalLM(CatMixerConfig(**fields))
-    assert model(tokens(1, 9)).logits.shape == (1, 9, 512)
-
-
 def test_a_mixer_from_outside_is_a_language_model(outside):  # noqa: F811
     """It knows neither documents nor padding nor a state: what needs them is refused."""
     model, rows = model_of("running-mean", mixer_options={"gain": 0.5}), tokens(2, 9)

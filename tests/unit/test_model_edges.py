@@ -156,7 +156,7 @@ def test_what_cannot_be_isolated_is_refused():
         model(ids, document_ids=torch.arange(10)[None] // 6, use_cache=True)
     for positions in (None, torch.tensor([[*range(6), *range(4)]])):
         for lengths in ([0, 4, 10], [0, 4]):
-            with pytest.raises(ValueError, match="cu_seq_lens_q: .* document_ids"):
+            with pytest.raises(ValueError, match=r"cu_seq_lens_q: .* document_ids"):
                 model(ids, position_ids=positions, cu_seq_lens_q=torch.tensor(lengths))
     assert model(ids, position_ids=positions).past_key_values is None
 

@@ -334,7 +334,6 @@ def test_the_family_says_what_its_model_has(ideas):
     assert family.section(model.config).model_dump() == section.model_dump()
     assert family.words(section) == "expansion=2"
     assert family.describe(section) == "n-gram language model (expansion=2)"
-    assert family.narrowed(section).num_hidden_layers == 2
     assert family.state_bytes(section, 7, 4) == 3 * 8 * 7 * 4
 
 

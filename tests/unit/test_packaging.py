@@ -28,7 +28,7 @@ DISTRIBUTIONS = {"fla": "fla-core"}
 PROMISED = {
     *("train", "data_prep.prepare", "data_prep.inspect", "cat_lm.export", "cat_lm.generate"),
     *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed", "eval.zero_shot"),
-    *("launch.doctor", "launch.plan", "launch.slurm", "data_prep.adopt", "eval.recall"),
+    *("launch.doctor", "launch.slurm", "data_prep.adopt", "eval.recall"),
     "eval.long_range",
 }
 
@@ -338,7 +338,7 @@ PREPARE = "--source files --path text --tokenizer bytes --out out --workers 2"
         ("-m cat_lm.export --help", "{}"),
         ("-mcat_lm.export --help", ":{}"),
         ("-m eval.recall run --help", ".:{}"),  # which loads plugins
-        ("-um launch.plan --help", "{}:"),
+        ("-um launch.doctor --help", "{}:"),
         ("{}/train.py --keys", ":{}"),
         ("-P {}/train.py --keys", "{}:."),
         (f"-m data_prep.prepare {PREPARE}", "{}"),

@@ -17,11 +17,11 @@ from cat_lm.model.sequence import SequenceGroup
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.preflight.rules import batch_advice
+from launch.doctor import costs as plan
 from launch.doctor import scale
-from launch.doctor.scale import DryRun
-from launch.plan import costs as plan
-from launch.plan.text import render
-from tests.unit.test_plan import cluster
+from launch.doctor.cost_table import table
+from launch.doctor.scale import Scale
+from tests.unit.test_costs import cluster
 from tests.unit.tiny_models import cat_model, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,10 +131,10 @@ def test_memory_of_activations_is_divided():
     assert 3 < whole.activations / parts.activations <= 4  # the head's gradient is whole
 
 
-# Planning
+# Costs and ranks that are not there
 
 
-def test_plan():
+def test_costs():
     overrides = ["train.precision=bf16", "train.global_batch_size=64", "train.micro_batch_size=8"]
     run = plan.Run.of(config_of("cat_rope", 4, *overrides), 0)
     found = plan.costs(run, cluster(), 32)
@@ -149,10 +149,8 @@ def test_plan():
     assert found.communication_seconds == pytest.approx(seconds)
     again = config_of("cat_rope", 4, *overrides, "train.activation_checkpointing=true")
     assert plan.sequence_bytes(again, 32) == 1.5 * sent
-    speed = plan.Speed(4e14, 0.0, ("",))
-    lines = " ".join(render(run, cluster(), [found], speed, None).split())
-    assert "256 GPUs, with a sequence for 4 together (train.sequence_parallel); 32 with" in lines
-    assert "8 sequences for 4 GPUs and step: 8 at once" in lines
+    lines = " ".join(table(run, cluster(), [found]))
+    assert "256 ranks, with a sequence for 4 together (train.sequence_parallel); 32 with" in lines
     for gpus, near in ((6, "4 or 8"), (512, "256")):
         with pytest.raises(UserError, match=rf"groups of 4 .*; {near} GPUs can"):
             plan.with_fitting_micro_batch(run.config, gpus)
@@ -175,7 +173,7 @@ def test_what_crosses_nodes_goes_through_a_gpus_own_way_out(parts, gpus, seconds
     assert found == pytest.approx(seconds)
 
 
-def test_groups_on_several_nodes_have_a_plan():
+def test_groups_on_several_nodes_have_costs():
     overrides = [
         "model.hidden_size=768",
         "model.num_attention_heads=12",
@@ -190,12 +188,11 @@ def test_groups_on_several_nodes_have_a_plan():
     assert found.communication_seconds == pytest.approx(ring + waited)
 
 
-def test_dry_run():
+def test_ranks_that_are_not_there():
     config = config_of("cat_rope", 4, "train.micro_batch_size=2")
-    (_, batch) = scale.batch(config, DryRun(64))
+    (_, batch) = scale.batch(config, Scale(64))
     assert "16 a group of 4 ranks (512 tokens each), 2 at once, 8 micro-batches" in batch.text
-    *_, samples = scale.data(config, DryRun(64))
+    *_, samples = scale.data(config, Scale(64))
     assert "in the same order among 2, 8, 16, 32 groups of ranks" in samples.text
-    (_, wrong) = scale.batch(config, DryRun(8 * 3 + 2))
+    (_, wrong) = scale.batch(config, Scale(8 * 3 + 2))
     assert wrong.broken and "must divide the number of ranks, 26" in wrong.problem
-    assert scale.started_ranks(2**20, 8192) == 8192 and scale.started_ranks(24, 4) == 24

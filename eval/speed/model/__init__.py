@@ -1,1 +1,1 @@
-"""Time whole models: training steps, decoding, checkpoints."""
+"""Time whole models: training steps and decoding."""

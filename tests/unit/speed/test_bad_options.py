@@ -30,13 +30,10 @@ import torch
         (("decode", "--contexts", "8", "--models", "mamba"), "has no landmark attention"),
         (("decode", "--contexts", str(2**24), "--models", "cat"), "a cache of --contexts"),
         (("train", "--models", "all,cat"), "'all' is not one of"),
-        (("checkpoint", "--model", "llama-stock"), "invalid choice: 'llama-stock'"),
         (
             ("train", "--models", "mixer-gla", "--hidden-size", "36", "--heads", "12"),
             "model mixer-gla: mixer_options: mixer gla:heads=12: heads=12 do not divide 18 keys",
         ),
-        (("stacks", "--mixers", "none,rnn"), "'rnn' is not one of"),
-        (("stacks", "--task", "sing"), "sing"),
         (("sing",), "invalid choice: 'sing'"),
     ],
 )

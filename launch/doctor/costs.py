@@ -1,4 +1,4 @@
-"""Costs of a run on a number of GPUs: the equations of `launch.plan`, and what they assume.
+"""Costs of a run on a number of GPUs: the equations of `--ranks`, and what they assume.
 
 Each is written out in README.md, beside tables that these functions computed.
 """
@@ -6,7 +6,7 @@ Each is written out in README.md, beside tables that these functions computed.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The share of a GPU's peak that a training step is taken to reach where nothing was measured.
 # Published runs of dense models of 1 to 70 billion parameters on A100 and H100 report 0.35 to 0.55
 # of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
-# this project: `eval.speed train --json` makes one, which `--measured` takes instead.
+# this project: `eval.speed train` makes one, which `--mfu` takes instead.
 ASSUMED_MFU = 0.40
 # An assumption: 38 microseconds for each of the 39 kernels that the tests count in a layer with a
 # convolution per head (tests/unit/test_gpu_counts.py), Python and autograd included.
@@ -32,38 +32,25 @@ HOST_SECONDS_A_LAYER = 1.5e-3
 # The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
 LINK_EFFICIENCY = 0.7
 # GB/s that all nodes together write to the file system of the run's folder.
-ASSUMED_STORAGE = 2.0
+STORAGE = 2.0
 # The share of the communication that can hide behind computing, where DeepSpeed overlaps it
 # (overlap_comm): gradients are reduced, and in ZeRO-3 weights gathered, while other layers compute.
 OVERLAP = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
 
 
-def assumed_host_seconds(config: RunConfig) -> float:
-    """Of a layer and micro-batch; 0 for compiled graphs, whose fewer launches were not counted."""
-    return 0.0 if config.train.compile else HOST_SECONDS_A_LAYER
+def achieved_flops(config: RunConfig, device: Device, mfu: float) -> float:
+    """Return the FLOP/s that a GPU achieves: its peak, or the one that is given, times MFU.
 
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast a GPU and its host are in training, and where the numbers come from.
-
-    Attributes:
-        flops: FLOP/s that a GPU achieves, of the model's own.
-        host_seconds: of a layer and micro-batch; 0: not counted.
-        sources: lines for people on `flops`.
-        is_host_measured: whether a record showed that the host takes no longer than so.
+    Raises:
+        UserError: the device's peak in the run's precision is not known.
     """
-
-    flops: float
-    host_seconds: float
-    sources: tuple[str, ...]
-    is_host_measured: bool = False
-
-    def with_host_within(self, seconds: float) -> Speed:
-        """This one, its host no slower than a measured step was."""
-        if seconds >= self.host_seconds:
-            return self
-        return replace(self, host_seconds=seconds, is_host_measured=True)
+    peak = config.train.peak_tflops
+    if peak is None and config.train.precision == "fp32":
+        raise UserError(
+            "train.precision=fp32: only peaks in bf16 are known; give train.peak_tflops=X, of one "
+            f"{device.name} in fp32"
+        )
+    return mfu * (peak or device.tflops) * 1e12
 
 
 @dataclass(frozen=True)
@@ -73,22 +60,18 @@ class Cluster:
     Attributes:
         flops: FLOP/s that a GPU achieves in training, of the model's own.
         interconnect: GB/s that a GPU sends to other nodes.
-        storage: GB/s of the file system, for all nodes together.
-        host_seconds: that a rank's host takes for a layer of a micro-batch; 0: not counted.
     """
 
     device: Device
     gpus_per_node: int
     flops: float
     interconnect: float
-    storage: float
-    host_seconds: float = HOST_SECONDS_A_LAYER
 
     def nodes(self, gpus: int) -> int:
         """Raises `UserError` for GPUs that are not whole nodes."""
         if gpus > self.gpus_per_node and gpus % self.gpus_per_node:
             raise UserError(
-                f"--gpus {gpus}: is not a multiple of --gpus-per-node {self.gpus_per_node}"
+                f"--ranks {gpus}: is not a multiple of --gpus-per-node {self.gpus_per_node}"
             )
         return max(1, gpus // self.gpus_per_node)
 
@@ -193,7 +176,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
 
     config = with_fitting_micro_batch(run.config, gpus)
     compute = compute_seconds(run, cluster, gpus)
-    host = host_seconds(config, cluster, gpus)
+    host = host_seconds(config, gpus)
     busy = max(compute, host)
     volume = communication_bytes(config, run.parameters, gpus)
     communication = volume / cluster.bandwidth(gpus)
@@ -206,7 +189,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     step = busy + exposed
     saved = checkpoint_bytes(run.parameters)
     validation = validation_flops(run) / (gpus * cluster.flops)
-    saving = saved / (cluster.storage * 1e9)
+    saving = saved / (STORAGE * 1e9)
     return Costs(
         gpus=gpus,
         nodes=cluster.nodes(gpus),
@@ -240,7 +223,7 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
         near = [*[n for n in fits if n < gpus][-1:], *[n for n in fits if n > gpus][:1]]
         groups = f" in groups of {parts} (train.sequence_parallel)" if parts > 1 else ""
         raise UserError(
-            f"--gpus {gpus}: train.global_batch_size={batch} sequences cannot be shared by "
+            f"--ranks {gpus}: train.global_batch_size={batch} sequences cannot be shared by "
             f"{gpus} GPUs{groups}; {' or '.join(map(str, near))} GPUs can, or change the batch"
         )
     share = batch * parts // gpus
@@ -256,11 +239,16 @@ def compute_seconds(run: Run, cluster: Cluster, gpus: int) -> float:
     return work / (gpus * cluster.flops)
 
 
-def host_seconds(config: RunConfig, cluster: Cluster, gpus: int) -> float:
-    """That a rank's host needs to launch a step's kernels, however little each computes."""
+def host_seconds(config: RunConfig, gpus: int) -> float:
+    """That a rank's host needs to launch a step's kernels, however little each computes.
+
+    0 for compiled graphs, whose fewer launches were not counted.
+    """
+    if config.train.compile:
+        return 0.0
     passes = config.accumulation_steps(gpus)
     layers = _computed_again(config) * config.model.num_hidden_layers
-    return passes * layers * cluster.host_seconds
+    return passes * layers * HOST_SECONDS_A_LAYER
 
 
 def _computed_again(config: RunConfig) -> float:

@@ -1,1 +1,0 @@
-"""Time tokenization, preparation, the loader and the opening of corpora."""

@@ -1,1 +1,0 @@
-"""`python -m launch.plan`: what a run costs, before it runs."""
