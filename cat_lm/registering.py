@@ -1,14 +1,12 @@
-"""What registries ask of an entry and of what its methods give, and how they take their own."""
+"""What registries ask of an entry, and how they take their own."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +52,6 @@ def check_entry(
 def is_own(entry: object) -> bool:
     """Tell whether an entry or a function is this project's, which its tests hold to its text."""
     return entry.__module__.partition(".")[0] == "cat_lm"
-
-
-def count_problems(counts: Iterable[Callable[..., Any]], *given: Any) -> list[str]:
-    """Call methods of a stranger's entry that count; say which of them cannot, or give no number.
-
-    Args:
-        given: their arguments.
-    """
-    found = []
-    for count in counts:
-        try:
-            number = count(*given)
-        except Exception as error:  # whatever a stranger's method raises
-            found.append(f"{count.__name__} cannot count: {mishap(error)}")
-            continue
-        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
-            found.append(f"{count.__name__} gives {number!r}; must be a number")
-    return found
 
 
 def module_problem(module: object) -> str | None:

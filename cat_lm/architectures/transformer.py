@@ -220,7 +220,6 @@ class Transformer(Architecture):
             *rules.window_problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
             *attention.length_problems(section, context_length),
-            *attention.count_problems(section, context_length),
         ]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.errors import UserError
 from cat_lm.options import changed_options
-from cat_lm.registering import count_problems, is_own, mishap, module_problem
+from cat_lm.registering import is_own, mishap, module_problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +67,7 @@ class MixerKind:
         longest: tokens of the longest row that its module takes; None for any.
         supports: which of CAPABILITIES its module takes.
         computes_on_cpu: whether its module can be computed on a CPU; one of a plugin that can is
-            tried when it is first built (`probe.py`).
+            checked for causality when it is first built.
     """
 
     name: ClassVar[str]
@@ -155,23 +155,11 @@ class Mixer:
         return {"label": self.label, "options": asdict(self.options)}
 
     def check(self, setting: Setting) -> None:
-        """Check that the options fit the width, and that what is no mixer of ours counts.
-
-        Raises:
-            UserError: they do not, or a count is no number.
-        """
-        kind = self.kind
+        """Check that the options fit the width. Raises UserError."""
         try:
-            kind.check(self.options, setting)
+            self.kind.check(self.options, setting)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
-        if is_own(kind):
-            return
-        problems = count_problems((kind.saved_tensors,), self.options, setting)
-        counts = kind.mixing_flops, kind.state_numbers
-        problems += count_problems(counts, self.options, setting, kind.longest or 64)
-        if problems:
-            raise UserError(f"mixer {self.label}: {problems[0]}")
 
     def build(self, setting: Setting) -> nn.Module:
         """Make one layer's module.
@@ -179,7 +167,7 @@ class Mixer:
         Raises:
             UserError: options that do not fit the width, or a module that is not what its kind
                 says, or does not say what it must of its parameters; of a mixer that is not ours,
-                one that does not mix as it must.
+                one that reads later tokens.
         """
         from cat_lm.parameters import check_parameters  # imports torch
 
@@ -195,9 +183,9 @@ class Mixer:
                 raise
             raise UserError(f"mixer {self.label}: build raises {mishap(error)}") from error
         if not is_own(self.kind):
-            from cat_lm.mixers.probe import try_mixer
+            from cat_lm.causality import check_mixer
 
-            try_mixer(self, setting)
+            check_mixer(self, setting)
         return module
 
 

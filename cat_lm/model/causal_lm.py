@@ -23,8 +23,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.causality import check_attention
 from cat_lm.model import attention
-from cat_lm.model.attention.probe import try_entries
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
 from cat_lm.model.initialization import initialize
 from cat_lm.model.loss import IGNORE_INDEX, LanguageModelHead
@@ -97,8 +97,8 @@ class CausalBody:
     sequence_group: SequenceGroup | None = None
 
     def post_init(self) -> None:
-        """Do what transformers does when a model is made; try what is not ours before."""
-        try_entries(self)
+        """Do what transformers does when a model is made; check what is not ours before."""
+        check_attention(self)
         super().post_init()
 
     def _enter(self, inputs_embeds: Tensor) -> Tensor:

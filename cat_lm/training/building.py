@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from cat_lm import probing
+from cat_lm.causality import is_apart
 from cat_lm.config import RunConfig
 from cat_lm.ops.landmark.options import CALIBRATE
 
@@ -28,7 +28,7 @@ def without_weights() -> Iterator[None]:
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta and not probing.is_apart():
+        if parameter is not None and not parameter.is_meta and not is_apart():
             module._parameters[name] = _with_data(parameter, parameter.data.to("meta"))
 
     with mock.patch.object(nn.Module, "register_parameter", on_meta):

@@ -71,7 +71,6 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         with contextlib.nullcontext() if weights else without_weights():
             model = config.architecture.classes().causal_lm(fields)
         check_model(config.architecture, config.model, model)
-        buffers.check(model)
         buffers.make_fillable(model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error

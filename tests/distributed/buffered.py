@@ -15,9 +15,9 @@ from cat_lm.mixers import MixerKind, Setting, register
 class Options:
     """What buffers the module has beside those that never change.
 
-    `learns`: "" (none), "alone" or "together" (running statistics), "late" (made in forward),
-    "lost" (not saved), "complex", "infinite", "turned" (put in its place with other strides), "own"
-    (what a rank keeps from batch to batch, and never saves).
+    `learns`: "" (none), "alone" or "together" (running statistics), "lost" (not
+    saved), "turned" (put in its place with other strides), "own" (what a rank keeps from batch to
+    batch, and never saves).
     """
 
     learns: str = ""
@@ -57,10 +57,6 @@ class RandomFeatures(nn.Module):
             self.register_buffer("table", torch.arange(8.0), persistent=False)
         if learns == "own":
             self.register_buffer("last", None, persistent=False)
-        if learns == "complex":
-            self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
-        if learns == "infinite":
-            self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.learns:
@@ -74,9 +70,6 @@ class RandomFeatures(nn.Module):
 
     @torch.no_grad()
     def _learn(self, mean: Tensor) -> None:
-        if self.learns == "late":
-            self.register_buffer("mean", mean)
-            return
         if self.learns == "turned":
             self.omega = self.omega.t().contiguous().t()
             return

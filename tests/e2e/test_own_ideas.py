@@ -244,12 +244,12 @@ def test_a_parameter_of_another_shape_since_is_told_by_its_shapes(tiny_corpus, t
 def test_a_mistake_in_a_module_is_a_line(tiny_corpus, tmp_path):
     """Of a language model's mixer and of the recall suite's, which both trained with it."""
     code = (IDEAS / "mixer.py").read_text(encoding="utf-8")
-    whole = "            state=state,\n"
+    whole = "return self.out_proj(F.silu(self.gate_proj(x)) * m.squeeze(2))"
     assert whole in code
-    kept = "            state=None if state is None else {},\n"
-    environment = install(tmp_path / "site", code.replace(whole, kept))
+    later = whole.replace("m.squeeze(2)", "m.squeeze(2).roll(-1, 1)")
+    environment = install(tmp_path / "site", code.replace(whole, later))
     config = Idea("mixer", tmp_path, {}).config(tiny_corpus, "run")
-    said = "its module supports state, and gives other outputs in parts than of the whole"
+    said = "its module reads later tokens"
     done = python("train.py", config, **environment)
     assert done.returncode == 2, done.stderr
     line = (done.stdout + done.stderr).splitlines()[-1]

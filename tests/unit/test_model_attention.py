@@ -388,33 +388,3 @@ def test_collections_are_collections(facts, said):
     with pytest.raises(ValueError, match=f"score_transform='odd': {said}"):
         attention.register(type("Odd", (LearnedDecay,), {"name": "odd", **facts})())
     assert "odd" not in attention.names(ScoreTransform)
-
-
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"flops": lambda self, model, length: None}, "flops gives None; must be a number"),
-        (
-            {"flops": lambda self, model: 0.0},
-            "flops cannot count: TypeError: .* takes 2 positional",
-        ),
-        ({"parameters": lambda self, model: "2"}, "parameters gives '2'; must be a number"),
-        ({"saved_tensors": lambda self, model: model.none}, "saved_tensors cannot count: Attrib"),
-        ({"state_bytes": lambda self, *_: float("inf")}, "state_bytes gives inf; must be a number"),
-    ],
-)
-def test_counts_are_numbers(facts, said, tmp_path):
-    """Where a configuration is read, before anything is counted with them."""
-    for name, count in facts.items():
-        count.__name__ = name
-    attention.register(type("Odd", (LearnedDecay,), {"name": "odd", **facts})())
-    path, shape = tmp_path / "run.yaml", {"hidden_size": 32, "num_hidden_layers": 2}
-    model = shape | {"num_attention_heads": 4, "score_transform": "odd"}
-    sections = {"model": model, "data": {"path": "d", "context_length": 64}}
-    train = {"output_dir": "o", "max_steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
-    path.write_text(yaml.safe_dump({**sections, "train": train, "optimizer": {"lr": 1e-3}}))
-    try:
-        with pytest.raises(UserError, match=rf": model\.score_transform=odd: {said}"):
-            load_config(path)
-    finally:
-        attention._ENTRIES[ScoreTransform].pop("odd")

@@ -21,6 +21,7 @@ from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
 from cat_lm.registering import take_built_in
+from cat_lm.testing import check_entry
 from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.unit.test_mixers import kept_numbers
@@ -222,6 +223,12 @@ def test_the_mixer_is_the_recurrence(ideas):
     torch.testing.assert_close(
         module(x, padding_mask=mask)[mask].view(2, 7, 8), averages(module, x[:, mask[0]])
     )
+
+
+def test_the_examples_pass_their_authors_check(ideas):
+    check_entry(ideas.mixer.Leaky(), {"memory": 8.0})
+    check_entry(attention._ENTRIES[attention.ScoreTransform]["log_distance"])
+    check_entry(attention._ENTRIES[attention.Pattern]["forgetting"])
 
 
 def test_the_mixer_keeps_what_it_says(ideas):

@@ -19,10 +19,9 @@ from cat_lm.io.readers import short
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
 from cat_lm.registering import check_entry, is_own, mishap, module_problem, take_built_in
-from cat_lm.registering import count_problems as wrong_counts
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "build", "check_names"]
-__all__ += ["chosen_entries", "compared_options", "count_problems", "described"]
+__all__ += ["chosen_entries", "compared_options", "described"]
 __all__ += ["given_options"]
 __all__ += ["implementation_problems", "keeps_parameters", "keys_of", "keys_of_any_weights"]
 __all__ += ["length_problems", "names"]
@@ -228,19 +227,6 @@ def described(kind: type[Entry], model: Any) -> str:
     key, options_key = _KEYS[kind]
     named, options = f"{key} {chosen_entries(model)[kind].name!r}", given_options(kind, model)
     return f"{named}, {options_key}={short(options)}" if options else named
-
-
-def count_problems(model: Any, length: int) -> list[str]:
-    """Say which entries that are not this project's do not count what they must, by key."""
-    found = []
-    for kind, entry in chosen_entries(model).items():
-        if is_own(entry):
-            continue
-        problems = wrong_counts((entry.parameters, entry.saved_tensors), model)
-        problems += wrong_counts((entry.flops,), model, length)
-        problems += wrong_counts((entry.state_bytes,), model, length, 4)
-        found += [f"{_KEYS[kind][0]}={entry.name}: {problem}" for problem in problems]
-    return found
 
 
 def build(kind: type[Entry], config: Any) -> Any:

@@ -35,7 +35,7 @@ class Entry:
             its parameters, if it has any, begin as they start, and the model is something else
             from the first step on.
         computes_on_cpu: whether its module can be computed on a CPU, by eager or sdpa; one of a
-            plugin that can is tried when it is first built (`probe.py`).
+            plugin that can is checked for causality when it is first built.
         free_options: names of options that may be others where training goes on, for the same
             reason; see `keeps_parameters`.
     """

@@ -37,7 +37,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
 
     Raises:
         UserError: the memory does not suffice, or train.deterministic cannot be kept; on the rank
-            where it was so. Or a buffer does not stay the same on all ranks; on all.
+            where it was so.
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size
@@ -49,7 +49,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     start = time.perf_counter()
     try:
-        with _restored(engine), buffers.tried(engine.model, ranks):
+        with _restored(engine), buffers.unchanged(engine.model):
             attention = _skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if operator := refused_operator(error):

@@ -1,6 +1,6 @@
-"""What a stranger's attention is tried for before a model has it.
+"""What `check_entry` finds in attention, and what is found before a model has it.
 
-Ours passes the same probes, so that none refuses what is right; each wrong one is one that trained.
+Ours passes the same checks, so that none refuses what is right; each wrong one is one that trained.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import nn
 
 from cat_lm.errors import UserError
 from cat_lm.model import attention
-from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform, probe
+from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.call import visible_keys
 from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.testing import check_entry
 from tests.unit.tiny_models import GROUPED, VARIANTS, cat_model, random_ids
 
 OURS = [
@@ -37,11 +38,10 @@ FAMILIES = {"gpt_neox": VARIANTS["head"], "llama": GROUPED | {"conv_type": "none
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("fields", OURS, ids=str)
-def test_our_attention_passes(fields, implementation, family, monkeypatch):
+def test_our_attention_passes(fields, implementation, family):
     model = cat_model(**FAMILIES[family] | {"attn_implementation": implementation} | fields)
-    monkeypatch.setattr(probe, "is_own", lambda entry: False)
-    probe.try_entries(model.base_model)
-    assert len(probe._TRIED) == len(attention.chosen_entries(model.config))
+    for entry in attention.chosen_entries(model.config).values():
+        check_entry(entry, body=model.base_model)
 
 
 class Weighted(nn.Module):
@@ -149,17 +149,23 @@ WRONG_PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("core", WRONG_PATTERNS)
-def test_a_wrong_pattern_makes_no_model(core, family):
-    pattern(core)
-    for _ in range(2):  # what was wrong once is tried again
+def test_a_wrong_pattern_is_found(core):
+    with pytest.raises(AssertionError) as error:
+        check_entry(pattern(core))
+    assert str(error.value) == f"attention 'odd': its module {WRONG_PATTERNS[core]}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pattern_that_reads_later_tokens_makes_no_model(family):
+    pattern(Open)
+    for _ in range(2):  # what was wrong once is checked again
         with pytest.raises(UserError) as error:
             cat_model(**FAMILIES[family], attention="odd")
-        assert str(error.value) == f"attention 'odd': its module {WRONG_PATTERNS[core]}"
+        assert str(error.value) == "attention 'odd': its module reads later tokens"
 
 
-def test_a_right_pattern_is_tried_once():
+def test_a_right_pattern_is_checked_once():
     calls = []
 
     class Counted(Weighted):
@@ -168,12 +174,9 @@ def test_a_right_pattern_is_tried_once():
             return super().given(output)
 
     pattern(Counted)
-    cat_model(conv_type="none", attention="odd")
-    # The row; its beginning and its second half; documents and each alone; padded rows and each
-    # alone; three parts; two after padding, and the row alone.
-    assert len(calls) == 1 + 2 + 3 + 3 + 3 + 3
-    cat_model(conv_type="none", attention="odd")
-    assert len(calls) == 15
+    for _ in range(2):
+        cat_model(conv_type="none", attention="odd")
+        assert len(calls) == 2  # the row, and its beginning
 
 
 def test_a_pattern_may_refuse_what_it_cannot_do():
@@ -183,11 +186,10 @@ def test_a_pattern_may_refuse_what_it_cannot_do():
                 raise ValueError("whole rows alone")
             return super().forward(query, key, value, extra, call)
 
-    pattern(Whole, reads_positions=True)
-    cat_model(conv_type="none", attention="odd")
+    check_entry(pattern(Whole, reads_positions=True))
 
 
-def test_what_only_a_gpu_computes_is_not_tried():
+def test_what_only_a_gpu_computes_is_not_checked():
     pattern(Open, computes_on_cpu=False)
     cat_model(conv_type="none", attention="odd")
 
@@ -199,7 +201,7 @@ def test_what_only_a_gpu_computes_is_not_tried():
         (SimpleNamespace, "build gives SimpleNamespace; must return an nn.Module"),
         (lambda: float("high"), "could not convert string to float: 'high'"),
         (lambda: [][0], "build raises IndexError: list index out of range (test_attention.py"),
-        (NoExtra, "cannot attend to 7 tokens: TypeError: NoExtra.forward() takes 5 positional arg"),
+        (NoExtra, "cannot compute 7 tokens: TypeError: NoExtra.forward() takes 5 positional arg"),
     ],
 )
 def test_what_raises_is_a_line_with_the_options(core, said):
@@ -218,7 +220,9 @@ def score(form, made):
         def build(self, config, options):
             return made()
 
-    attention.register(type("Odd", (Odd,), {"form": form})())
+    entry = type("Odd", (Odd,), {"form": form})()
+    attention.register(entry)
+    return entry
 
 
 def scores_of(score=None, factors=None):
@@ -274,7 +278,7 @@ WRONG_SCORES = {
 @pytest.mark.parametrize("what", RIGHT_SCORES)
 def test_scores_that_are_of_their_form(what):
     form, made = RIGHT_SCORES[what]
-    score(form, made)
+    check_entry(score(form, made))
     implementation = "eager" if form == "elementwise" else "sdpa"
     model = cat_model(conv_type="none", score_transform="odd", attn_implementation=implementation)
     model.generate(random_ids(1, 5), max_new_tokens=2, do_sample=False)
@@ -284,9 +288,8 @@ def test_scores_that_are_of_their_form(what):
 def test_scores_that_are_not(what):
     """Of logits that are scaled `sdpa` took the bias, which was 0."""
     form, made, said = WRONG_SCORES[what]
-    score(form, made)
-    with pytest.raises(UserError) as error:
-        cat_model(conv_type="none", score_transform="odd", attn_implementation="eager")
+    with pytest.raises(AssertionError) as error:
+        check_entry(score(form, made))
     assert str(error.value).startswith(f"score_transform 'odd': its module {said}")
 
 
@@ -306,9 +309,29 @@ def test_values_that_are_read_later():
         cat_model(conv_type="none", value_transform="odd")
 
 
-def test_a_pattern_of_other_lengths_is_not_tried():
+def test_a_pattern_of_other_lengths_is_not_checked():
     def length_problems(self, model, length):
         return [] if length % 16 == 0 else [f"of {length} tokens"]
 
     pattern(next(iter(WRONG_PATTERNS)), length_problems=length_problems)
     cat_model(attention="odd")
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"flops": lambda self, model, length: None}, "flops gives None; must be a number"),
+        (
+            {"flops": lambda self, model: 0.0},
+            "flops cannot count: TypeError: .* takes 2 positional",
+        ),
+        ({"parameters": lambda self, model: "2"}, "parameters gives '2'; must be a number"),
+        ({"saved_tensors": lambda self, model: model.none}, "saved_tensors cannot count: Attrib"),
+        ({"state_bytes": lambda self, *_: float("inf")}, "state_bytes gives inf; must be a number"),
+    ],
+)
+def test_counts_of_a_pattern_are_numbers(facts, said):
+    for name, count in facts.items():
+        count.__name__ = name
+    with pytest.raises(AssertionError, match=f"attention 'odd': {said}"):
+        check_entry(pattern(Weighted, **facts))

@@ -1,23 +1,25 @@
-"""What a stranger's mixer is tried for before a layer has it; ours pass the same probes."""
+"""What `check_entry` finds in a mixer, ours among them, and what is found before a layer has it."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting, make_mixer
-from cat_lm.mixers import probe as mixer_probe
+from cat_lm.testing import check_entry
 from tests.unit.test_mixers import SPECIFICATIONS, WIDTH
 
 
 @pytest.mark.parametrize("specification", SPECIFICATIONS)
 def test_our_mixers_pass(specification):
-    for layer in (0, 1):
-        mixer_probe.try_mixer(make_mixer(specification), Setting(64, layer, 2))
+    mixer = make_mixer(specification)
+    check_entry(mixer.kind, dataclasses.asdict(mixer.options))
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,8 @@ WRONG_MIXERS = {
     Lost: "its module supports state, and gives other outputs in parts than of the whole",
     Columns: "its module supports state, and holds 'sum' that is no tensor with rows first",
     AfterPadding: "its module supports padding and state, and goes on otherwise after padding",
-    Broken: "cannot mix 7 tokens: RuntimeError: shape '[3, 5]' is invalid for input of size 224 "
-    "(test_mixers.py",
-    lambda width: None: "build gives None; must return an nn.Module",
+    Broken: "cannot compute 7 tokens: RuntimeError: shape '[3, 5]' is invalid for input of size "
+    "224 (test_mixers.py",
 }
 
 
@@ -161,27 +162,35 @@ def kind(module, **facts):
 
 
 @pytest.mark.parametrize("module", WRONG_MIXERS, ids=lambda module: module.__name__)
-def test_a_wrong_mixer_is_not_built(module):
+def test_a_wrong_mixer_is_found(module):
+    with pytest.raises(AssertionError) as error:
+        check_entry(kind(module), {"note": "x"}, width=WIDTH)
+    assert str(error.value).startswith(f"mixer odd:note=x: {WRONG_MIXERS[module]}")
+
+
+def test_what_a_mixer_does_not_support_is_not_checked():
+    for module in (Packed, Padding, Lost):
+        check_entry(kind(module, supports=frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Later, "its module reads later tokens"),
+        (Broken, WRONG_MIXERS[Broken]),
+        (lambda width: None, "build gives None; must return an nn.Module"),
+    ],
+)
+def test_a_mixer_that_reads_later_tokens_is_not_built(module, said):
     for _ in range(2):
         with pytest.raises(UserError) as error:
             Mixer(kind(module), Options("x")).build(Setting(WIDTH))
-        assert str(error.value).startswith(f"mixer odd:note=x: {WRONG_MIXERS[module]}")
+        assert str(error.value).startswith(f"mixer odd:note=x: {said}")
 
 
-def test_what_a_mixer_does_not_support_is_not_tried():
-    for module in (Packed, Padding, Lost):
-        Mixer(kind(module, supports=frozenset()), Options()).build(Setting(WIDTH))
+def test_what_cannot_compute_seven_tokens_on_a_cpu_is_built():
     Mixer(kind(Later, computes_on_cpu=False), Options()).build(Setting(WIDTH))
     Mixer(kind(Later, longest=4), Options()).build(Setting(WIDTH))
-
-
-def test_a_mixer_may_be_for_wide_models_alone():
-    class Wide(Sum):
-        def __init__(self, width):
-            super().__init__(width)
-            assert width >= 96
-
-    Mixer(kind(Wide), Options()).build(Setting(96))
 
 
 @pytest.mark.parametrize("count", ["saved_tensors", "mixing_flops", "state_numbers"])
@@ -192,6 +201,17 @@ def test_counts_of_a_mixer_are_numbers(count):
         (lambda self: 1.0, f"{count} cannot count: TypeError: "),
     ):
         given.__name__ = count
-        with pytest.raises(UserError) as error:
-            Mixer(kind(Sum, **{count: given}), Options()).check(Setting(WIDTH))
+        with pytest.raises(AssertionError) as error:
+            check_entry(kind(Sum, **{count: given}))
         assert str(error.value).startswith(f"mixer odd: {said}")
+
+
+@pytest.mark.parametrize("held", [torch.ones(2, dtype=torch.complex64), torch.tensor(-torch.inf)])
+def test_buffers_must_fit_into_a_checkpoint(held):
+    class Holding(Sum):
+        def __init__(self, width):
+            super().__init__(width)
+            self.register_buffer("mask", held)
+
+    with pytest.raises(AssertionError, match=r"mixer odd: holds a buffer mask .* no checkpoint"):
+        check_entry(kind(Holding))

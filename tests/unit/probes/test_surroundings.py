@@ -1,4 +1,4 @@
-"""A probe whatever surrounds the model, and the arithmetic that all probes share."""
+"""The check of causality whatever surrounds the model, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from cat_lm.causality import is_same, stir
 from cat_lm.errors import UserError
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.probing import Wrong, check_same, stir
 from cat_lm.training.building import without_weights
 from tests.unit.probes.test_attention import Open, Weighted, pattern
 from tests.unit.probes.test_mixers import Later, Options, Sum, kind
@@ -23,7 +23,7 @@ def surroundings():
 
 
 @pytest.mark.parametrize("around", ["meta", "no_init", "other"])
-def test_a_model_without_values_is_tried_with_some(around):
+def test_a_model_without_values_is_checked_with_some(around):
     pattern(Open)
     with pytest.raises(UserError, match="reads later tokens"), surroundings()[around]:
         cat_model(conv_type="none", attention="odd")
@@ -49,7 +49,7 @@ def test_half_precision_around_it():
     assert seen == {torch.float32} and module.out_proj.weight.dtype == torch.bfloat16
 
 
-def test_weights_are_drawn_as_if_nothing_had_been_tried():
+def test_weights_are_drawn_as_if_nothing_had_been_checked():
     pattern(Weighted)
     odd = kind(Sum)
     for make in (
@@ -57,20 +57,19 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried():
         lambda: Mixer(odd, Options()).build(Setting(WIDTH)),
     ):
         drawn = []
-        for _ in range(2):  # tried, and not
+        for _ in range(2):  # checked, and not
             torch.manual_seed(3)
             model = make()
             drawn.append([*model.parameters(), torch.rand(3)])
         assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
 
 
-def test_a_bias_that_masks_is_no_wrong_form():
+def test_a_bias_that_masks_is_the_same():
     """Of -inf in both there is no difference, and of one alone there is."""
     wanted = torch.tensor([0.5, -torch.inf])
-    check_same(wanted.clone(), wanted, "other")
+    assert is_same(wanted.clone(), wanted)
     for other in ([0.5, 1.0], [0.6, -torch.inf], [0.5, torch.nan]):
-        with pytest.raises(Wrong, match="other"):
-            check_same(torch.tensor(other), wanted, "other")
+        assert not is_same(torch.tensor(other), wanted)
 
 
 def test_what_is_no_number_to_learn_is_left_as_it_is():

@@ -1,0 +1,179 @@
+"""Check that what a plugin adds reads no later tokens, in a small module, before a model has it.
+
+A model that reads later tokens trains, and better than it should: no other error would name it.
+Entries of this project are not checked here, since their tests compare them with their definitions.
+What else an entry promises, its author checks with `cat_lm.testing.check_entry`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from cat_lm.errors import UserError
+from cat_lm.model import attention
+from cat_lm.parameters import start
+from cat_lm.registering import is_own, mishap
+
+if TYPE_CHECKING:
+    from cat_lm.mixers.base import Mixer, Setting
+
+# Rows and tokens of what is read, and how many of the tokens are its beginning.
+ROWS, TIME, CUT = 2, 7, 4
+# Of the largest number: what a module may round by that computes in bf16, whatever it is given.
+_TOLERANCE = 2e-2
+# Of a configuration, so that one layer has few numbers beside its attention.
+_SMALL = {"num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 8}
+_SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+_APART: ContextVar[bool] = ContextVar("apart", default=False)
+_CHECKED: set[Hashable] = set()
+
+
+def check_mixer(mixer: Mixer, setting: Setting) -> None:
+    """Check a mixer that is not this project's. Raises UserError."""
+    kind = mixer.kind
+    too_short = kind.longest is not None and kind.longest < TIME
+    if too_short or not kind.computes_on_cpu:
+        return
+    # All layers but the first are alike. The key has the kind's id, as its class may define `==`.
+    setting = replace(setting, layer=min(setting.layer, 1))
+
+    def make() -> tuple[nn.Module, Callable[[Tensor], Tensor], int]:
+        module = kind.build(mixer.options, setting).eval()
+        module.apply(start)
+        return module, module, setting.d_model
+
+    _check(f"mixer {mixer.label}", (id(kind), mixer.options, setting), make)
+
+
+def check_attention(body: nn.Module) -> None:
+    """Check the plugins' pattern and transforms of a transformer without its head, together.
+
+    Raises:
+        UserError: naming them.
+    """
+    config = body.config
+    entries = attention.chosen_entries(config)
+    foreign = {kind: entry for kind, entry in entries.items() if not is_own(entry)}
+    if not foreign or not all(entry.computes_on_cpu for entry in foreign.values()):
+        return
+    able = (config._attn_implementation, "sdpa", "eager")
+    able = [name for name in able if not attention.implementation_problems(config, name)]
+    able = [name for name in able if name in ("sdpa", "eager")]
+    if not able or attention.length_problems(config, TIME):
+        return
+    named = " with ".join(attention.described(kind, config) for kind in foreign)
+    small = changed(config, _SMALL | {"_attn_implementation": able[0]})
+    shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
+    key = type(body), *map(id, foreign.values()), named, able[0], shape
+    _check(named, key, partial(layer_of, type(body), small))
+
+
+def layer_of(family: type[nn.Module], config: Any) -> tuple[nn.Module, Callable[..., Tensor], int]:
+    """Make a transformer of one layer, what its attention's core gives for inputs, and C."""
+    with mock.patch.object(family, "init_weights", lambda _: None):  # values come below
+        body = family(config).eval()
+    body.apply(body._init_weights)
+    body.apply(start)
+    seen: list[Any] = []
+    core = next(module.core for module in body.modules() if hasattr(module, "core"))
+    core.register_forward_hook(lambda module, given, output: seen.append(output[0]))
+
+    def attend(x: Tensor, **how: Any) -> Tensor:
+        attend.cache = body(inputs_embeds=x, **{"use_cache": False} | how).past_key_values
+        return seen.pop()
+
+    return body, attend, config.hidden_size
+
+
+def changed(config: Any, values: dict[str, Any]) -> Any:
+    """Copy a configuration with other values of what it has."""
+    other = copy.deepcopy(config)
+    for name, value in values.items():
+        if hasattr(config, name):
+            setattr(other, name, value)
+    return other
+
+
+def _check(
+    named: str, key: Hashable, make: Callable[[], tuple[nn.Module, Callable[..., Tensor], int]]
+) -> None:
+    """Check what `make` gives, once for each key: a module, what computes with it, and C."""
+    if key in _CHECKED or is_apart():
+        return
+    with apart():
+        try:
+            module, compute, width = make()
+            stir(module)
+            x = torch.randn(ROWS, TIME, width)
+            y = compute(x)
+            # What is not finite ends a run by itself.
+            is_causal = not y.isfinite().all() or is_same(compute(x[:, :CUT]), y[:, :CUT])
+        except UserError:
+            raise
+        except Exception as error:  # whatever a plugin's module raises
+            said = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
+            raise UserError(said) from error
+    if not is_causal:
+        raise UserError(f"{named}: its module reads later tokens")
+    _CHECKED.add(key)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, modules get values, in fp32 on the CPU, whatever is said about those of the model.
+
+    The model may be on the meta device, in bf16, not drawn, or of a rank that is sent its weights.
+    Its generator stays where it is.
+    """
+    token, dtype = _APART.set(True), torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), _drawing():
+            # Of the CPU alone: torch.manual_seed would seed the devices' too.
+            torch.default_generator.manual_seed(0)
+            torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _APART.reset(token)
+
+
+def is_apart() -> bool:
+    """Return True if a module that is being made is one of a check."""
+    return _APART.get()
+
+
+def _drawing() -> AbstractContextManager:
+    """Give torch's own functions back that transformers' `no_init_weights` takes away."""
+    transformers = sys.modules.get("transformers.initialization")
+    own = getattr(transformers, "TORCH_INIT_FUNCTIONS", None)
+    return nullcontext() if own is None else mock.patch.multiple(nn.init, **own)
+
+
+def stir(module: nn.Module) -> None:
+    """Move parameters a little: where they start from 0, what is wrong may give what is right."""
+    for parameter in module.parameters():
+        if not (parameter.requires_grad and parameter.is_floating_point()):
+            continue
+        noise = 0.1 * torch.randn(parameter.shape)
+        # A sign stays: what is a rate may be no number below 0.
+        parameter.add_(torch.where(parameter == 0, noise.abs(), parameter * noise))
+
+
+def is_same(found: Tensor, wanted: Tensor) -> bool:
+    """Return True if two results are equal, up to rounding."""
+    # What is equal may be infinite: a bias that masks.
+    distance = torch.where(found == wanted, 0.0, found - wanted).abs().max()
+    largest = wanted[wanted.isfinite()].abs().amax() if wanted.isfinite().any() else 0.0
+    return bool(distance <= _TOLERANCE * largest)
