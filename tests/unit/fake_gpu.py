@@ -131,17 +131,24 @@ def bytes_of(x: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
-    """Make new tensors fake ones on cuda:0, and count what is computed with them."""
+def fake_gpu(launched: Callable[[Any, dict], None] | None = None) -> Iterator[FakeGpu]:
+    """Make new tensors fake ones on cuda:0, and count what is computed with them.
+
+    Args:
+        launched: is given each Triton kernel that would be launched, and its arguments, instead of
+            the counts; then the bodies of all of the project's operators run.
+    """
     if not triton_launch.INSTALLED:
         pytest.skip("triton is not installed")
     import triton
 
     from cat_lm.ops.convolution.triton import launch
 
-    gpu = FakeGpu(_bodies())
+    gpu = FakeGpu(_bodies("cat_lm::triton_" if launched is None else "cat_lm::"))
 
     def launcher(kernel: Any, grid: Any) -> Callable:
+        if launched is not None:
+            return lambda **given: launched(kernel, given)
         return lambda **given: gpu.count(kernel.fn.__name__, given)
 
     with contextlib.ExitStack() as stack:
@@ -160,12 +167,12 @@ def fake_gpu() -> Iterator[FakeGpu]:
         yield gpu
 
 
-def _bodies() -> dict[str, Callable]:
+def _bodies(prefix: str) -> dict[str, Callable]:
     """What this project's own operators do on a GPU, by their names."""
     import cat_lm.ops.convolution.triton  # noqa: F401
 
     operators = torch._library.custom_ops.OPDEFS.values()
-    own = [op for op in operators if op._qualname.startswith("cat_lm::triton_")]
+    own = [op for op in operators if op._qualname.startswith(prefix)]
     return {op._qualname: op._init_fn for op in own}
 
 

@@ -48,7 +48,7 @@ LAYERS = {
         ("zero_shot",),
         ("common",),
     ),
-    "launch": (("slurm", "doctor", "plan"), ("environment",)),
+    "launch": (("slurm", "doctor"), ("environment",)),
 }
 
 
