@@ -25,11 +25,6 @@ from cat_lm.io.files import open_at_once
 _OPEN_FILES = ("/dev/fd", "/proc/self/fd")
 MAX_TEXT_BYTES = 2**30
 MAX_YAML_BYTES = 2**24
-# Deeper than any file of ours; the libraries' parsers recurse and end with Python's own limit.
-MAX_DEPTH = 32
-MAX_VALUES = 100_000
-# Digits of a whole number; Python itself refuses to read more than 4,300.
-MAX_DIGITS = 40
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -243,123 +238,39 @@ def read_json_lines(
     return records
 
 
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML of plain values: what JSON can say too. No dates, tags, recursion or repeated keys."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader; every key is text and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        own = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
         seen = set()
-        for key_node in own:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise _refused(key_node, f"the key {short(key)} is no text; put it in quotes")
-            if key in seen:
-                raise _refused(key_node, f"key '{clipped(key)}' stands twice")
-            seen.add(key)
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = f"line {key.start_mark.line + 1}"
+            if key.tag != "tag:yaml.org,2002:str":
+                what = short(self.construct_object(key, deep=True))
+                raise UserError(f"{line}: the key {what} is no text; put it in quotes")
+            if key.value in seen:
+                raise UserError(f"{line}: key '{clipped(key.value)}' stands twice")
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        tag = super().resolve(kind, value, implicit)
-        # YAML 1.1 takes 1:30 for a number to the base 60; to us it is text, as to later versions.
-        return "tag:yaml.org,2002:str" if tag in _NUMBERS and ":" in value else tag
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth = getattr(self, "_depth", 0) + 1
-        if self._depth > MAX_DEPTH:
-            event = self.peek_event()
-            raise _refused(event, f"is nested more than {MAX_DEPTH} deep")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _count_values(node, ())
-        return node
-
-
-def _count_values(node: yaml.Node, above: tuple[yaml.Node, ...]) -> int:
-    """Count the values that a node stands for, each alias for all that it repeats."""
-    if any(node is other for other in above):
-        raise _refused(node, "an alias (*) stands within what it repeats")
-    children: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
-        children = [part for pair in node.value for part in pair]
-    values = 1
-    for child in children:
-        values += _count_values(child, (*above, node))
-        if values > MAX_VALUES:
-            raise _refused(node, f"repeats more than {MAX_VALUES:,} values by aliases (*)")
-    return values
-
-
-def _refused(place: Any, message: str) -> UserError:
-    return UserError(f"line {place.start_mark.line + 1}: {message}")
-
-
-def _without_colons(node: yaml.ScalarNode) -> yaml.ScalarNode:
-    if ":" in node.value:
-        raise ValueError("a number to the base 60")
-    return node
-
-
-def _plain_int(loader: _PlainLoader, node: yaml.ScalarNode) -> int:
-    if len(node.value) > MAX_DIGITS:
-        raise _refused(node, f"a number of {len(node.value)} characters is too long")
-    try:
-        return loader.construct_yaml_int(_without_colons(node))
-    except ValueError:
-        raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
-
-
-def _plain_float(loader: _PlainLoader, node: yaml.ScalarNode) -> float:
-    try:
-        return loader.construct_yaml_float(_without_colons(node))
-    except ValueError:
-        raise _refused(node, f"'{clipped(node.value)}' is no number; put text in quotes") from None
-
-
-def _plain_bool(loader: _PlainLoader, node: yaml.ScalarNode) -> bool:
-    try:
-        return loader.construct_yaml_bool(node)
-    except KeyError:
-        raise _refused(node, f"'{clipped(node.value)}' is neither true nor false") from None
-
-
-def _no_tag(loader: _PlainLoader, node: yaml.Node) -> Any:
-    raise _refused(node, f"the tag '{clipped(node.tag)}' is not allowed; write a plain value")
-
-
-_PlainLoader.add_constructor("tag:yaml.org,2002:bool", _plain_bool)
-_PlainLoader.add_constructor("tag:yaml.org,2002:int", _plain_int)
-_PlainLoader.add_constructor("tag:yaml.org,2002:float", _plain_float)
-# A date is text to us; the key's own type says whether text may stand there.
-_PlainLoader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in pairs if tag != "tag:yaml.org,2002:timestamp"]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag in ("timestamp", "binary", "omap", "pairs", "set"):
-    _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _no_tag)
-_PlainLoader.add_constructor(None, _no_tag)
+# What the loader's conversions raise for a date, a number or a tag that cannot be read.
+_NO_VALUE = (ValueError, LookupError, AttributeError, RecursionError)
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Read YAML that says no more than JSON could: null, booleans, numbers, text, lists, objects.
+    """Read YAML as `yaml.safe_load` does.
 
     Raises:
-        UserError: anything else, with `name` and the line.
+        UserError: it is no YAML, or has a key that is no text or stands twice; begins with `name`.
     """
     try:
-        return yaml.load(text, _PlainLoader)
+        return yaml.load(text, _UniqueKeyLoader)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_NO_VALUE) as error:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
 from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.common.grids import pictures
@@ -44,11 +45,21 @@ def figure(
 
     Returns:
         What OUT/NAME.json got, or none after an estimate alone.
+
+    Raises:
+        UserError: a task is read from official files alone, and `choice` has no folder of them.
     """
     scale = SCALES[scale_name]
     scale = scale.with_models(name, models) if models else scale
     scale = replace(scale, seeds=seeds, seeds_of={}) if seeds is not None else scale
     points = plan(name, scale, choice)
+    tasks = [point.run.cell.make_task() for point in points]
+    needing = {task.name for task in tasks if task.needs_folder}
+    if needing and choice.place.folder is None:
+        raise UserError(
+            f"--data: {', '.join(sorted(needing))} is read from official files alone; name their "
+            "folder, or choose other tasks with --rows"
+        )
     with alone_in(out, execution):
         if not execution.estimate_only:
             claim_outputs(out, f"{name}.json", named(name, ".md", *PICTURES))

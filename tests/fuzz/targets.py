@@ -87,7 +87,7 @@ _LONG = {
     "imdb": "long/aclImdb/*/*/*",
     "aan:max_length=20": "long/tsv_data/*",
     "listops:source=official": "long/listops-1000/*",
-    "pathfinder:source=official": "long/pathfinder32/*/*/*",
+    "pathfinder": "long/pathfinder32/*/*/*",
 }
 
 TARGETS = (

@@ -62,16 +62,13 @@ def test_json_of_a_later_version_keeps_its_keys_to_itself(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: !!timestamp abc", "tag"),
-        ("a: !!float abc", "'abc' is no number"),
-        ("a: !!int 1:30", "'1:30' is no number"),
-        ("a: !!float 1:30.5", "'1:30.5' is no number"),
         ("a: !!python/object:os.x 1", "tag"),
-        ("a: &x [*x]", "stands within what it repeats"),
-        ("a: 0x_", "'0x_' is no number"),
-        ("a: " + "9" * 400, "400 characters is too long"),
-        ("a: " + "[" * 400, "nested more than 32 deep"),
-        ("a: " + "[" * 400 + "]" * 400, "nested more than 32 deep"),
+        ("a: !!int abc", "not valid YAML"),
+        ("a: !!bool x", "not valid YAML"),
+        ("a: !!timestamp abc", "not valid YAML"),
+        ("a: 2020-99-99", "not valid YAML"),
+        ("a: " + "9" * 5000, "not valid YAML"),
+        ("a: " + "[" * 400, "not valid YAML"),
         ("1: 2", "the key 1 is no text"),
         ("? [1]\n: 2", "the key [1] is no text"),
         ("a: 1\na: 2", "line 2: key 'a' stands twice"),
@@ -79,7 +76,7 @@ def test_json_of_a_later_version_keeps_its_keys_to_itself(tmp_path):
         ("a: \x01", "not valid YAML"),
     ],
 )
-def test_yaml_beyond_plain_values_is_one_line(text, said, tmp_path):
+def test_yaml_that_cannot_be_read_is_one_line(text, said, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as raised:
@@ -88,33 +85,9 @@ def test_yaml_beyond_plain_values_is_one_line(text, said, tmp_path):
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_yaml_aliases_may_repeat_but_not_without_end(tmp_path):
-    assert readers.parse_yaml("a: &x {k: 1}\nb: {<<: *x, c: 2}\nd: *x", "F") == {
-        "a": {"k": 1},
-        "b": {"k": 1, "c": 2},
-        "d": {"k": 1},
-    }
-    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
-    for level in range(1, 10):
-        lines.append(f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]")
-    with pytest.raises(UserError, match="repeats more than 100,000 values"):
-        readers.parse_yaml("\n".join(lines), "F")
-
-
-def test_a_date_in_yaml_is_text():
-    assert readers.parse_yaml("a: 2020-99-99\nb: 2020-01-01", "F") == {
-        "a": "2020-99-99",
-        "b": "2020-01-01",
-    }
-
-
-@pytest.mark.parametrize("text", ["1:30", "-12:05:59", "1:30.5", "+1:00.", "1_0:30"])
-def test_a_number_to_the_base_60_in_yaml_is_text(text):
-    assert readers.parse_yaml(f"a: {text}\nb: [{text}]\nc: 130", "F") == {
-        "a": text,
-        "b": [text],
-        "c": 130,
-    }
+def test_a_key_of_a_merged_yaml_object_may_be_replaced():
+    read = readers.parse_yaml("a: &x {k: 1, m: 2}\nb: {<<: *x, k: 3}\nc: *x", "F")
+    assert read == {"a": {"k": 1, "m": 2}, "b": {"k": 3, "m": 2}, "c": {"k": 1, "m": 2}}
 
 
 def test_what_a_path_may_lead_to(tmp_path, monkeypatch):

@@ -179,6 +179,11 @@ class Task:
         return True
 
     @property
+    def needs_folder(self) -> bool:
+        """Whether rows come from files alone, which the Hub does not have."""
+        return False
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of results must know: sentences for their page."""
         return ()

@@ -42,11 +42,7 @@ class GeneratedTask(Task):
             raise ValueError(f"seed={self.seed}: must be at least 0")
 
     def _without_effect(self) -> list[str]:
-        return [name for name in changed_options(self) if name not in self.of_files()]
-
-    def of_files(self) -> tuple[str, ...]:
-        """Name the options that have an effect on official files too."""
-        return ("source",)
+        return [name for name in changed_options(self) if name != "source"]
 
     @property
     def reads_files(self) -> bool:

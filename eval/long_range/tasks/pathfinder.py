@@ -1,14 +1,12 @@
 """Pathfinder: does a dashed curve join the two marked points (Linsley et al., 2018; LRA, 2020)?
 
-Images are drawn anew with the Long Range Arena's parameters (`curves` says how), or read from its
-files. Of the files a tenth is the test split and a tenth validation, by a hash of the pixels: LRA
-and S4 draw the same shares by generators of their own.
+Images are those of the Long Range Arena's files. A tenth is the test split and a tenth validation,
+by a hash of the pixels: LRA and S4 draw the same shares by generators of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,52 +15,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cat_lm.io.readers import clipped, read_bytes, read_text
-from eval.long_range.tasks.base import Examples, Place
-from eval.long_range.tasks.curves import Style, draw, render
-from eval.long_range.tasks.generated import GeneratedTask
+from eval.long_range.tasks.base import Examples, Place, Task
 from eval.long_range.tasks.images import PIXELS, picture, pixel_reader
 from eval.long_range.tasks.official import LRA, Layout, base_folder
 from eval.long_range.tasks.rows import Pixels, held_out, save_pixels
-from eval.long_range.tasks.store import Work, in_parts, stored
+from eval.long_range.tasks.store import Work, stored
 
-_BLOCK = 500  # images of a piece
+_SIZES = (32, 128)
 # Contour lengths and LRA's names of their folders.
 _FOLDERS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
-# By size: LRA's parameters (`data/pathfinder.py`), and the dashes of all distractors together.
-_STYLES = {
-    32: (
-        Style(
-            size=32,
-            margins=(1.0,),
-            length=2.0,
-            thickness=0.5,
-            marker=1.5,
-            seed_distance=7.0,
-            continuity=1.0,
-            brightness=2 * 0.75,
-            distractor_brightness=2.0,
-        ),
-        20,
-    ),
-    128: (
-        Style(
-            size=128,
-            margins=(2.0, 3.0),
-            length=5.0,
-            thickness=1.5,
-            marker=3.0,
-            seed_distance=20.0,
-            continuity=1.8,
-            brightness=0.9,
-            distractor_brightness=0.9,
-        ),
-        35,
-    ),
-}
 
 
 @dataclass(frozen=True)
-class Pathfinder(GeneratedTask):
+class Pathfinder(Task):
     """Two classes: apart, joined.
 
     Attributes:
@@ -73,24 +38,17 @@ class Pathfinder(GeneratedTask):
 
     name: ClassVar[str] = "pathfinder"
     official: ClassVar[dict[str, int]] = {"train": 160_000, "validation": 20_000, "test": 20_000}
-    train: int = 160_000
-    validation: int = 20_000
-    test: int = 20_000
     size: int = 32
     contour: int = 14
     pixels: str = "real"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size not in _STYLES:
+        if self.size not in _SIZES:
             raise ValueError(f"size={self.size}: must be 32 or 128")
         if self.contour not in _FOLDERS:
             raise ValueError(f"contour={self.contour}: must be 14, 9 or 6")
         if self.pixels not in PIXELS:
             raise ValueError(f"pixels={self.pixels}: choose {' or '.join(PIXELS)}")
-
-    def of_files(self) -> tuple[str, ...]:
-        return ("source", "size", "contour", "pixels")
 
     @property
     def length(self) -> int:
@@ -109,65 +67,21 @@ class Pathfinder(GeneratedTask):
         return 2
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        if self.source == "official":
-            return ("Validation and test are a tenth of the official images each, by a hash.",)
-        return ("The images are drawn anew with the official parameters, by another generator.",)
+    def needs_folder(self) -> bool:
+        return True
 
     @property
-    def style(self) -> Style:
-        """Give how curves look at this size."""
-        style, all_distractors = _STYLES[self.size]
-        short = self.contour // 3
-        return style._replace(
-            dashes=self.contour, distractors=all_distractors // short, distractor_dashes=short
-        )
-
-    def generator(self) -> dict[str, object]:
-        return {name: value for name, value in super().generator().items() if name != "pixels"}
+    def notes(self) -> tuple[str, ...]:
+        return ("Validation and test are a tenth of the official images each, by a hash.",)
 
     def load(self, split: str, place: Place | None = None) -> Examples:
         place = place or Place()
-        if self.source == "official":
-            files = ImageFolder(place.folder, self.size, self.contour)
-            kept = stored(place, self.name, {"version": self.version, **files.key()}, files.save)
-        else:
-            key = {**self.generator(), "rows": self.rows}
-            kept = stored(place, self.name, key, self._generate)
+        files = ImageFolder(place.folder, self.size, self.contour)
+        kept = stored(place, self.name, {"version": self.version, **files.key()}, files.save)
         return Pixels(kept, split, pixel_reader(self.pixels, 127.5, 127.5))
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
         return picture(inputs.reshape(-1), *((0, 255) if self.pixels == "ids" else (-1, 1)))
-
-    def _generate(self, work: Work) -> dict[str, Any]:
-        first, total = 0, sum(self.rows.values())
-        pieces = {
-            f"{start:08}": (self, start, min(start + _BLOCK, total))
-            for start in range(0, total, _BLOCK)
-        }
-        drawn = in_parts(work, _block, pieces, f"{self.name}: blocks of {_BLOCK} images")
-        rows = np.concatenate(list(drawn))
-        for split, count in self.rows.items():
-            mine = rows[first : first + count]
-            save_pixels(work, split, np.ascontiguousarray(mine[:, 1:]), mine[:, 0])
-            first += count
-        return self.generator()
-
-
-def image_rng(task: Pathfinder, number: int) -> random.Random:
-    """Give the generator of one image, by its number alone."""
-    return random.Random(f"{task.generator()} {number}")
-
-
-def _block(piece: tuple[Pathfinder, int, int]) -> np.ndarray:
-    """Draw images by their numbers: [n, 1 + pixels] uint8, the class first."""
-    task, first, last = piece
-    rows = np.empty((last - first, 1 + task.length), dtype=np.uint8)
-    for number in range(first, last):
-        drawing = draw(task.style, image_rng(task, number))
-        rows[number - first, 0] = drawing.label
-        rows[number - first, 1:] = render(drawing, task.style).ravel()
-    return rows
 
 
 class ImageFolder:
@@ -177,7 +91,7 @@ class ImageFolder:
         """Find the folder. Raises UserError where it or its lists are missing."""
         name = f"pathfinder{size}"
         layout = Layout(
-            "pathfinder:source=official",
+            "pathfinder",
             (f"{name}/{_FOLDERS[contour]}", f"lra_release/{name}/{_FOLDERS[contour]}"),
             LRA,
         )

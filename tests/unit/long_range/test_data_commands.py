@@ -10,6 +10,7 @@ from cat_lm.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
 from eval.long_range.tasks.commands import add_prepare, add_show
 from eval.long_range.tasks.store import Work, in_parts
+from tests.unit.long_range.test_pathfinder import write_folder
 
 LISTOPS = "listops:min_length=3,max_length=40,train=12,validation=3,test=3"
 
@@ -40,7 +41,8 @@ def test_show_writes_rows_for_people(tmp_path, capsys):
     run("show", "select:noise=2,marked=1", "--rows", 1)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "row 0: length 4, the last 1 positions are scored" and len(said) == 6
-    run("show", "pathfinder:contour=6,train=1,validation=1,test=1", "--cache", tmp_path)
+    write_folder(tmp_path / "data")
+    run("show", "pathfinder", "--cache", tmp_path, "--data", tmp_path / "data", "--rows", 1)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 33 and {len(line) for line in said[1:]} == {32}
 

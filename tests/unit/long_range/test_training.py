@@ -218,6 +218,7 @@ class TestCommand:
             (("run", "--task", SUMS, "--mixer", "las", "--lr", "0"), "--lr"),
             (("figure", "lrb"), "invalid choice: 'lrb'"),
             (("figure", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
+            (("figure", "lra", "--scale", "paper"), "pathfinder is read from official files alone"),
             (("figure", "atomic", "--rows", "select", "select"), "--rows 'select': is given twice"),
             (("figure", "smnist", "--protocol", "lra"), "--protocol lra: has no effect on smnist,"),
             (("figure", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
