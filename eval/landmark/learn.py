@@ -90,7 +90,7 @@ def learn(
         nn.ModuleList(chooser.learners.values()) for chooser in choosers
     ).requires_grad_(True)
     path = folder / f"{name}.pt"
-    if path.is_file():
+    if path.is_file() and path.with_suffix(".json").is_file():  # earlier versions kept no checksum
         _read(every, path)
         return name
     windows, numbers = drawn_windows(model.config, lessons.data, lessons.tokens, lessons.length)
