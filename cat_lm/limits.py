@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import NamedTuple
 
 # Nearer to nothing than anything that is meant: such numbers end in zeros, infinities and NaN.
@@ -123,12 +124,15 @@ STOP_ACCURACY = Range(0.0, 10.0)
 
 # What Linux takes as a name and as a whole path, in bytes.
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+# s3://, file:/, a::s3://, user@host:; `Path` makes one slash of two, and takes "./" off.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"
+_ADDRESS = re.compile(rf"(?:\./+)*(?:(?:{_SCHEME}::)*{_SCHEME}:/|[^/@:]+@[^/@:]+:)")
 
 
 def path_problem(text: str) -> str | None:
     """Say why a text can be no path of a file, a folder or a model; None where it can."""
     # Quotes alone are what a shell leaves of an argument that was meant to be empty.
-    if not text.strip("\"'") or text != text.strip():
+    if not text.strip("\"' ") or text != text.strip():
         return "is no path"
     if any(ord(character) < 32 for character in text):
         return "is no path: it has control characters in it"
@@ -143,7 +147,8 @@ def path_problem(text: str) -> str | None:
 
 def output_problem(text: str) -> str | None:
     """Say why nothing can be written to a path; None where it may be possible."""
-    # `Path` makes one slash of two.
-    if text.partition("/")[0].endswith(":"):
+    if _ADDRESS.match(text):
         return "is an address; results are written to folders of this machine alone"
+    if text == "-":
+        return "is no path: results are written to files, not to the standard output"
     return path_problem(text)

@@ -83,7 +83,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_scratch(arguments.scratch)
     # Before the work of which they take the result.
     if arguments.json is not None:
-        claim_file(arguments.json, "--json")
+        claim_file(arguments.json, "--json", "python -m data_prep.inspect")
     if arguments.out is not None:
         from data_prep.check.document_lengths import PICTURE
 

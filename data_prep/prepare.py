@@ -140,8 +140,8 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         help="files, python-stdlib: no files whose path below --path, --validation-path or the "
         "library's folder matches, such as 'encodings/*'; * stands for / too",
     )
-    add("--sets", metavar="NAME,NAME", help="only documents of these sets")
-    add("--exclude-sets", metavar="NAME,NAME", help="no documents of these sets")
+    add("--sets", action=Once, metavar="NAME,NAME", help="only documents of these sets")
+    add("--exclude-sets", action=Once, metavar="NAME,NAME", help="no documents of these sets")
     add(
         "--tokens",
         metavar="N",
@@ -150,6 +150,7 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--mixture",
+        action=Once,
         metavar="SET=WEIGHT,…",
         help="shares of the training tokens; other sets are left out. With --tokens, sets with too "
         "little text are repeated; without it, the result is as large as it gets unrepeated",
@@ -161,7 +162,12 @@ def _add_choice(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="how often --mixture may use a set (default: 4)",
     )
-    add("--repeat", metavar="SET=TIMES,…", help="use sets more than once, such as 2 or 1.5 times")
+    add(
+        "--repeat",
+        action=Once,
+        metavar="SET=TIMES,…",
+        help="use sets more than once, such as 2 or 1.5 times",
+    )
     add(
         "--max-documents",
         type=whole(DOCUMENTS),

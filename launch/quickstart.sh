@@ -27,6 +27,9 @@ fail_usage() {
     exit 2
 }
 
+# What cat_lm/limits.py takes for an address.
+scheme='[A-Za-z][A-Za-z0-9+.-]+'
+address="^(\\./+)*(($scheme::)*$scheme:/|[^/@:]+@[^/@:]+:)"
 project_root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 out=$project_root/runs/quickstart
 data=$project_root/data/quickstart
@@ -36,11 +39,13 @@ while [ $# -gt 0 ]; do
     case $1 in
         --compare) runs=(pythia cat cat-nope) ;;
         --out | --data)
-            if [ $# -lt 2 ] || [ -z "$2" ]; then fail_usage "$1 needs a folder"; fi
+            if [ $# -lt 2 ] || [[ ! $2 =~ [^[:space:]] ]]; then fail_usage "$1 needs a folder"; fi
+            if [[ $2 =~ $address ]]; then
+                fail_usage "$1 $2: is an address; give a folder of this machine"
+            fi
             # A relative folder is meant from where the user stands.
             case $2 in
                 /*) folder=$2 ;;
-                *://*) fail_usage "$1 $2: is an address; give a folder of this machine" ;;
                 *) folder=$PWD/$2 ;;
             esac
             if [ "$1" = --out ]; then out=$folder; else data=$folder; fi

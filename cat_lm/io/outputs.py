@@ -27,7 +27,9 @@ def named(stem: str, *suffixes: str) -> list[str]:
     return [f"{stem}{suffix}" for suffix in suffixes]
 
 
-def claim_outputs(out: Path | str, result: str, names: Iterable[str] = ()) -> None:
+def claim_outputs(
+    out: Path | str, result: str, names: Iterable[str] = (), flag: str = "--out"
+) -> None:
     """List the files that a command is about to write into `out`.
 
     Args:
@@ -46,17 +48,25 @@ def claim_outputs(out: Path | str, result: str, names: Iterable[str] = ()) -> No
         path = out / name
         if os.path.lexists(path) and name not in listed and not earlier and not is_result(path):
             raise UserError(
-                f"--out {out}: {name} is not of an earlier run of this command and would be "
+                f"{flag} {out}: {name} is not of an earlier run of this command and would be "
                 "replaced; move it away or give another folder"
             )
     ours = Listing(program="cat_lm", files=sorted({*listed, *names}))
     write_text(listing, ours.model_dump_json(indent=1) + "\n")
 
 
-def claim_file(path: Path | str, flag: str) -> None:
-    """Check that a result may be written to `path`. Raises UserError where something else is."""
-    if os.path.lexists(path) and not is_result(Path(path)):
-        raise UserError(f"{flag} {path}: holds no earlier result of ours; give another file")
+def claim_file(path: Path | str, flag: str, command: str = "") -> None:
+    """Check that a result may be written to `path`.
+
+    Args:
+        command: begins the command lines whose results are replaced; all of ours by default.
+
+    Raises:
+        UserError: something else is there, perhaps the input.
+    """
+    if os.path.lexists(path) and not is_result(Path(path), command):
+        whose = f"`{command}`" if command else "ours"
+        raise UserError(f"{flag} {path}: holds no earlier result of {whose}; give another file")
 
 
 def write_result(path: Path, flag: str, command: str, values: dict[str, Any]) -> None:
@@ -65,12 +75,12 @@ def write_result(path: Path, flag: str, command: str, values: dict[str, Any]) ->
     Raises:
         UserError: something else is there.
     """
-    claim_file(path, flag)
+    claim_file(path, flag, command)
     made = {"command": command, "versions": {"cat_lm": __version__}}
     write_json(path, made | values)
 
 
-def is_result(path: Path) -> bool:
+def is_result(path: Path, command: str = "") -> bool:
     """Return True if a file is JSON that this program wrote: it says with what command."""
     if path.is_symlink() or not path.is_file():
         return False
@@ -79,7 +89,8 @@ def is_result(path: Path) -> bool:
     except UserError:
         return False
     made = values.get("provenance", values)
-    return isinstance(made, dict) and {"command", "versions"} <= made.keys()
+    is_ours = isinstance(made, dict) and {"command", "versions"} <= made.keys()
+    return is_ours and str(made["command"]).startswith(command)
 
 
 def _listed(listing: Path) -> list[str]:

@@ -14,6 +14,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.io.readers import clipped
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
 MAX_LINE = 1 << 29
 MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 SHOWN = 40  # characters of one that is too large
+# A packed file of some kB may hold billions of empty or broken records, which would take hours.
+MOST_RECORDS, RECORDS_PER_BYTE = 1_000_000, 16
 MAX_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # Of a packed file, unpacked in one call: zstd packs 128 KiB into 4 bytes, so 32 MiB at most.
 PIECE = 1024
@@ -44,8 +48,12 @@ KNOWN_KINDS = (
     f"{', '.join((*PLAIN, *LINES))}, each also with {', '.join(PACKED)}; JSON lines as .json.gz "
     "and so on; .parquet"
 )
+_NOT_BLANK = re.compile(rb"\S")
+# A string of JSON; one that does not end reaches to the end, so that a search never goes back.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 COMPRESSED = (*PACKED, ".parquet")  # of these no file has no bytes
-PARQUET_ROWS = 1024
+# Rows are unpacked in batches of so many, and of so many bytes: a dictionary repeats large values.
+PARQUET_ROWS, PARQUET_BYTES = 16, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,21 @@ def read_records(
     """The documents of an open file in order: each one's text, and its record ({} in plain text).
 
     `path` tells the kind of the file by its suffix. Raises `UserError` that names `path` for a file
-    that is damaged or lacks the text's column; `name` says where a `Malformed` is.
+    that is damaged, lacks the text's column or holds more records than text packs into its bytes;
+    `name` says where a `Malformed` is.
     """
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    most = MOST_RECORDS + RECORDS_PER_BYTE * size
+    for number, record in enumerate(_records(stream, path, name, reading)):
+        if number == most:
+            raise UserError(f"{path}: more than {most:,} records in {size:,} bytes are no text")
+        yield record
+
+
+def _records(
+    stream: IO[bytes], path: str, name: str, reading: Reading
+) -> Iterator[Record | Malformed]:
     suffix = suffix_of(path)
     if is_plain(path):
         yield from _read_text(_blocks(stream, path, suffix), path, name, reading)
@@ -130,9 +151,8 @@ def read_records(
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
             yield _parse_row(row, f"{name}: row {number}", reading)
     else:
-        for number, line in enumerate(_lines(_blocks(stream, path, suffix)), 1):
-            if line is None or line.strip():
-                yield _parse_line(line, f"{name}:{number}", reading)
+        for number, line in _lines(_blocks(stream, path, suffix)):
+            yield _parse_line(line, f"{name}:{number}", reading)
 
 
 def record_of(record: object, where: str, reading: Reading) -> Record | Malformed:
@@ -159,6 +179,11 @@ def record_of(record: object, where: str, reading: Reading) -> Record | Malforme
 def _parse_line(line: bytes | None, where: str, reading: Reading) -> Record | Malformed:
     if line is None:
         return Malformed(where, f"a line of more than {MAX_LINE >> 20} MiB")
+    if len(line) > MAX_DOCUMENT:
+        # Numbers and lists take some thirty times their length of memory, strings their own.
+        strings = sum(found.end() - found.start() for found in _STRING.finditer(line))
+        if len(line) - strings > MAX_DOCUMENT:
+            return Malformed(where, f"more than {MAX_DOCUMENT >> 20} MiB of JSON beside strings")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -173,7 +198,7 @@ def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return clipped(" ".join(text.split()), 500)
 
 
 def _read_text(
@@ -302,10 +327,13 @@ def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
         raise EOFError("cut short")
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """The lines of a stream; None in the place of one that is longer than `MAX_LINE`."""
+def _lines(blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the numbers and contents of a stream's lines that are not blank.
+
+    None stands in the place of one that is longer than `MAX_LINE`.
+    """
     rest: list[bytes] = []
-    size = 0
+    size = number = 0
     for block in blocks:
         if b"\n" not in block:
             size += len(block)
@@ -316,14 +344,26 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
         head, _, block = block.partition(b"\n")
         line = None if size + len(head) > MAX_LINE else b"".join([*rest, head])
         rest, size = [], 0  # before the line is used: it may be large
-        yield line
-        for line in io.BytesIO(block):
+        number += 1
+        if line is None or line.strip():
+            yield number, line
+        lines = io.BytesIO(block)
+        for line in lines:
             if not line.endswith(b"\n"):
                 rest, size = [line], len(line)
                 break
-            yield line
-    if size:
-        yield None if size > MAX_LINE else b"".join(rest)
+            number += 1
+            if not line.isspace():
+                yield number, line
+                continue
+            # Some kB may hold millions of blank lines: those that follow are skipped at once.
+            begin, text = lines.tell(), _NOT_BLANK.search(block, lines.tell())
+            end = block.rfind(b"\n", 0, text.start() if text else None) + 1
+            number += block.count(b"\n", begin, end)
+            lines.seek(end)
+    line = None if size > MAX_LINE else b"".join(rest)
+    if line is None or line.strip():
+        yield number + 1, line
 
 
 def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[dict | Exception]:
@@ -337,12 +377,15 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
             names = file.schema_arrow.names
             if reading.text_key not in names:
                 raise UserError(
-                    f"{path}: no column {reading.text_key!r}; "
-                    f"its columns are {', '.join(names)} (choose with --text-key)"
+                    f"{path}: no column {reading.text_key!r}; its columns are "
+                    f"{clipped(', '.join(names), 500)} (choose with --text-key)"
                 )
             wanted = (reading.text_key, reading.set_key.partition(".")[0])
             columns = [column for column in names if column in wanted]
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            largest = max((group.total_byte_size for group in groups), default=1)
+            rows = min(PARQUET_ROWS, max(1, PARQUET_BYTES // max(1, largest)))
+            for batch in file.iter_batches(batch_size=rows, columns=columns):
                 yield from _rows(batch)
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the disk's; the library's own for a page has none

@@ -200,7 +200,9 @@ class Found:
 
 def describe_unread(names: Sequence[str]) -> list[LeftOut]:
     """Return an entry on files that are hidden or of no known kind, with their commonest kinds."""
-    kinds = Counter(Path(name).suffix or "no suffix" for name in names).most_common(5)
+    suffixes = (Path(name).suffix or "no suffix" for name in names if not name.endswith("/"))
+    folders = ("folder" for name in names if name.endswith("/"))
+    kinds = Counter(itertools.chain(suffixes, folders)).most_common(5)
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds)
     return LeftOut.of(f"left out, hidden or of no known kind ({clipped(counts, 200)})", names)
 
@@ -233,9 +235,10 @@ def left_in(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """All that is below a folder and behind links to folders, but for what is hidden.
+    """Yield all files below a folder and behind links to folders, and the hidden folders.
 
-    A link to a folder that the walk is in already, by whatever links, is not followed.
+    These are not looked into. A link to a folder that the walk is in already, by whatever links, is
+    not followed.
     """
 
     def refuse(error: OSError) -> None:
@@ -246,9 +249,12 @@ def _below(root: Path) -> Iterator[Path]:
     left: dict[str, tuple[Path, ...]] = {str(root): ()}
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         before = left.pop(folder)
-        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in tuple(folders):
             path = os.path.join(folder, name)
+            if name.startswith("."):
+                folders.remove(name)
+                yield Path(path)
+                continue
             way = (*before, Path(folder).resolve()) if os.path.islink(path) else before
             if way != before and _leads_up(Path(path).resolve(), way):
                 folders.remove(name)
@@ -276,7 +282,12 @@ def matches(pattern: str) -> Iterator[Path]:
     for top in tops:
         if top.is_dir():
             files = ((file, file.relative_to(top).parts) for file in _below(top))
-            yield from (file for file, names in files if _fits(names, pieces[cut:]))
+            for file, names in files:
+                # What a hidden folder holds might fit; it is a match by itself, to be named.
+                hidden = file.name.startswith(".") and file.is_dir()
+                ends = range(cut + 1, len(pieces) + 1) if hidden else (len(pieces),)
+                if any(_fits(names, pieces[cut:end]) for end in ends):
+                    yield file
 
 
 def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
@@ -331,20 +342,35 @@ def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity
     """Return the names of the files that somebody may miss.
 
     Not those of our own prepared folders, perhaps of the one that is being made: the manifest would
-    differ after a restart. Nor other names of files that are read: the Hub's cache has hashes.
+    differ after a restart. Nor other names of files that are read: the Hub's cache has hashes. Nor
+    hidden files of no known kind, git's folder and caches.
     """
     ours = {file.parent for file in others if file.name in (MARKER, MARK)}
     indexed = {file.parent for file in others if file.suffix == ".idx"}
     ours |= indexed & {file.parent for file in others if file.name == MANIFEST}
     ours.discard(root)
+    ours |= {file for file in others if file.is_dir() and _is_passed_over(file)}
     read = set(identities.values())
     return sorted(
         file.relative_to(root).as_posix() + "/" * file.is_dir()
         for file in others
-        if (suffix_of(file) or not _is_hidden(file, root))
-        and ours.isdisjoint(file.parents)
+        if (suffix_of(file) or not _is_hidden(file, root) or file.is_dir())
+        and ours.isdisjoint((file, *file.parents))
         and not (file.is_file() and _identity(file) in read)
     )
+
+
+def _is_passed_over(folder: Path) -> bool:
+    """Return True if nothing is in a folder but what our commands, git or caches keep there."""
+    marks = (MARK, MARKER, "train-00000.idx")
+    if folder.name in (".git", ".cache"):
+        return True
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    inner = [[os.path.lexists(folder / name / mark) for mark in marks] for name in names]
+    return not set(marks).isdisjoint(names) or all(map(any, inner))
 
 
 def _is_hidden(file: Path, root: Path) -> bool:

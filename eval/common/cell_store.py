@@ -39,10 +39,12 @@ class CellStore:
 
     Attributes:
         shape: what every cell holds at least.
+        sealed: cells without a checksum, of earlier versions, count as not there.
     """
 
     folder: Path
     shape: type[Record]
+    sealed: bool = False
 
     def path(self, name: str) -> Path:
         """FOLDER/NAME.json."""
@@ -73,6 +75,8 @@ class CellStore:
             values = self._unsealed(parse_value(text, str(path)), path)
         except UserError as error:
             raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
+        if values is None:
+            return None
         if not fits(values):
             raise DamagedCell(path, "is of something else")
         return values
@@ -87,11 +91,11 @@ class CellStore:
             print(f"{self.path(name)}: damaged, is computed again", file=sys.stderr)
             return None
 
-    def _unsealed(self, values: Any, path: Path) -> dict[str, Any]:
+    def _unsealed(self, values: Any, path: Path) -> dict[str, Any] | None:
         if not isinstance(values, dict):
             raise UserError(f"{path}: holds {short(values)}, must be an object")
         values, whole = opened(values)
         if whole is False:  # None: of a version that made no seals
             raise UserError(f"{path}: was changed after it was written")
         check_shape(values, self.shape, str(path))
-        return values
+        return None if whole is None and self.sealed else values

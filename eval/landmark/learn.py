@@ -90,7 +90,7 @@ def learn(
     name = key_hash(key)
     every = nn.ModuleList(nn.ModuleList(chooser.learners.values()) for chooser in choosers)
     path = folder / f"{name}.pt"
-    if path.is_file():
+    if path.is_file() and path.with_suffix(".json").is_file():  # earlier versions kept no checksum
         _read(every, path)
         return name
     for chooser in choosers:

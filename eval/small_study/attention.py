@@ -34,7 +34,7 @@ def attention_of(study: Study, job: Job) -> dict[str, Any]:
         UserError: the run's export cannot be read.
     """
     store, sha256 = (
-        CellStore(ROOT / job.folder, _Measured),
+        CellStore(ROOT / job.folder, _Measured, sealed=True),
         folder_sha256(ROOT / job.folder / "model"),
     )
     found = store.read("attention")

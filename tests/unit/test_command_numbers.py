@@ -105,9 +105,14 @@ def test_an_output_at_an_address_is_refused(name, monkeypatch):
     outputs = [a for a in actions(parser_of(name, monkeypatch)) if a.dest in OUTPUTS]
     assert outputs
     for action in outputs:
-        for address in ("s3://bucket/x", "file:///x", "simplecache::gs://x"):
+        for address in ("s3://bucket/x", "s3:/x", "./s3://x", "simplecache::gs://x", "me@host:x"):
             with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
                 action.type(address)
+        for nothing in ("  ", "' '", "-"):
+            with pytest.raises(argparse.ArgumentTypeError, match="is no path"):
+                action.type(nothing)
+        for name in ("12:", "C:/x", "a:b:/x", "a/b://x", "a/me@host:x", "./-"):
+            assert action.type(name) == Path(name)
 
 
 def test_kinds():

@@ -409,15 +409,18 @@ def test_the_manifest_names_what_is_left_out_and_a_restart_does_not_change_it(
     (tmp_path / "in").mkdir()
     shutil.copy(many_documents, tmp_path / "in")
     (tmp_path / "in" / "b.csv").write_text("not read")
+    (tmp_path / "in" / ".old").mkdir()
+    (tmp_path / "in" / ".old" / "c.jsonl").write_text("not read")
     given = flags(tmp_path / "in", "--workers", 1)
     plain = json.loads(
         (prepare(tmp_path / "1", *flags(many_documents)) / "manifest.json").read_text()
     )
     assert "left_out" not in plain
     out = tmp_path / "in" / "out"  # below the input, where it is no text that is left out
-    prepare(out, *given, "--stage", "encode", "--task", "0/2")
-    found = json.loads((prepare(out, *given) / "manifest.json").read_text())
-    reason = "left out, hidden or of no known kind (1 .csv)"
-    assert found["left_out"] == [{"reason": reason, "files": 1, "names": ["b.csv"]}]
+    parts = "--scratch", tmp_path / "in" / ".parts"
+    prepare(out, *given, *parts, "--stage", "encode", "--task", "0/2")
+    found = json.loads((prepare(out, *given, *parts) / "manifest.json").read_text())
+    reason = "left out, hidden or of no known kind (1 .csv, 1 folder)"
+    assert found["left_out"] == [{"reason": reason, "files": 2, "names": [".old/", "b.csv"]}]
     assert found["splits"] == plain["splits"]
     assert digests(prepare(tmp_path / "2", *given)) == digests(out)

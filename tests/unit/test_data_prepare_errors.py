@@ -199,6 +199,8 @@ def test_a_document_that_is_too_large_is_malformed(tmp_path, prepare, monkeypatc
         (("--validation-path", ""), "--validation-path: '' is no path"),
         (("--path", ""), "--path: '' is no path"),
         (("--path", "another"), "--path: is given twice"),
+        (("--exclude-sets", "A", "--exclude-sets", "B"), "--exclude-sets: is given twice"),
+        (("--mixture", "A=1", "--mixture", "B=1"), "--mixture: is given twice"),
         (("--eod-token", ""), "--eod-token: '' is no path, name or value"),
         (("--set-key", "meta..x"), "--set-key 'meta..x': give a key"),
         (("--max-bytes", -1), "--max-bytes: '-1' must be from 1 to 1,000,000"),

@@ -82,4 +82,7 @@ def test_result_replaces_its_own_file_and_no_other(tmp_path):
     for kept in (target, path):
         with pytest.raises(UserError, match=r"--json .*holds no earlier result"):
             write_result(kept, "--json", "python -m launch.doctor", {})
+    write_result(tmp_path / "measured.json", "--json", "python -m eval.speed", {"days": 1})
+    with pytest.raises(UserError, match=r"--json .*holds no earlier result of `python -m launch\."):
+        write_result(tmp_path / "measured.json", "--json", "python -m launch.doctor", {})
     assert path.is_symlink() and target.read_text() == "{}"

@@ -407,6 +407,17 @@ class TestPrefetch:
         with pytest.raises(UserError, match=r"piqa\.jsonl: is not what .*manifest\.json says"):
             Catalog(["piqa"]).load("piqa", LocalFolder(tmp_path))
 
+    def test_rows_of_the_users_own_are_not_replaced(self, tmp_path, monkeypatch):
+        FakeHub(monkeypatch)
+        (tmp_path / "piqa.jsonl").write_text("mine")
+        with pytest.raises(UserError, match=r"--prefetch .*: piqa\.jsonl is not of an earlier run"):
+            prefetch(["piqa"], tmp_path)
+        assert (tmp_path / "piqa.jsonl").read_text() == "mine"
+        (tmp_path / "piqa.jsonl").unlink()
+        (path,) = prefetch(["piqa"], tmp_path)
+        (tmp_path / "manifest.json").unlink()  # as where a call was killed before it
+        assert prefetch(["piqa"], tmp_path) == [path]
+
     def test_interrupted(self, tmp_path, monkeypatch):
         hub = FakeHub(monkeypatch)
         download = hub.load

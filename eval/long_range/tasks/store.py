@@ -115,6 +115,8 @@ def _made(make: Callable[[Work], Mapping[str, Any]], work: Work, cache: Path) ->
 def _read(folder: Path) -> Stored:
     advice = f"delete {folder}, and the same command makes it again"
     values, whole = opened(read_object(folder / _RECORD, advice))
+    if "sha256" not in values:
+        raise UserError(f"{folder}: is of an earlier version, without checksums; {advice}")
     record = check_shape(values, _Shape, str(folder / _RECORD), advice)
     if not whole:
         raise UserError(f"{folder / _RECORD}: was changed after it was written; {advice}")

@@ -13,6 +13,7 @@ from typing import Any
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import atomic_write, write_json
+from cat_lm.io.outputs import claim_outputs
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest
 
@@ -55,9 +56,12 @@ def _fetch(
 ) -> list[str]:
     task = catalog.load(name, hub)
     splits = needed_splits(task.config)
+    paths = {split: folder / file_name(name, split, splits[0]) for split in splits}
+    # Rows of the user's own may have such a name, and the manifest comes after a task's files.
+    if new := [path.name for path in paths.values() if path.name not in records]:
+        claim_outputs(folder, new[0], new[1:], "--prefetch")
     written = []
-    for split in splits:
-        path = folder / file_name(name, split, splits[0])
+    for split, path in paths.items():
         try:
             with atomic_write(path) as file:
                 for row in task.dataset[split]:

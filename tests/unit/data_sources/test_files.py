@@ -209,6 +209,25 @@ def test_hidden_files_and_folders_are_left_out(tmp_path):
     assert texts("files", tmp_path / ".trash") == [".trash/c.txt"]
 
 
+def test_hidden_folders_are_named_but_for_ours(tmp_path):
+    """The manifest is the same before a preparation has made its own folders and after."""
+    text = ("a.txt", ".trash/b.txt", "sub/.old/c.txt", ".git/d.txt", ".cache/e.txt", ".x.tmp/f.md")
+    ours = (".x.tmp/.cat_lm.json", ".out/unfinished.json", ".scratch/parts/.cat_lm.json")
+    for name in (*text, *ours, ".done/train-00000.idx"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".empty").mkdir()
+    for path in (tmp_path, tmp_path / "**/*.txt"):
+        source = open_source("files", str(path), Reading())
+        assert names(source) == ["a.txt"]
+        assert source.notes(0.05) == [
+            "left out, hidden or of no known kind (2 folder) (files: 2): .trash/, sub/.old/"
+        ]
+        assert not open_source(
+            "files", str(path), Reading(), exclude=(".trash/*", "*.old/")
+        ).left_out
+
+
 def test_a_file_is_taken_once_and_for_one_split(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("x")

@@ -6,6 +6,7 @@ import hashlib
 import io
 import lzma
 import re
+import time
 import tracemalloc
 
 import pyarrow
@@ -64,6 +65,76 @@ def test_packed_files_are_unpacked_in_bounded_blocks(packing):
     tracemalloc.stop()
     assert size == 1 << 27
     assert peak < 100e6
+
+
+def test_runs_of_blank_lines_are_skipped_and_counted(monkeypatch):
+    content = b"\n\r\n" + b'{"text": "a"}\n' + b"\n \n" * 9 + b'  x\n\n{"text": "b"}\n\n \n'
+    for block in (1, 2, 3, 7, 1000):
+        monkeypatch.setattr(documents_module, "BLOCK", block)
+        records = documents_module.read_records(io.BytesIO(content), "x.jsonl", "x", Reading())
+        first, bad, last = records
+        assert (first[0], bad.where, last[0]) == ("a", "x:22", "b")
+    monkeypatch.setattr(documents_module, "BLOCK", 1 << 20)
+    packed = zstandard.compress(b"\n" * (1 << 26) + b"x")
+    start = time.process_time()
+    (bad,) = documents_module.read_records(io.BytesIO(packed), "x.jsonl.zst", "x", Reading())
+    assert bad.where == f"x:{(1 << 26) + 1}"
+    assert time.process_time() - start < 3, "it took ten times as long, line by line"
+
+
+def parquet_of(values):
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), stream)
+    return stream.getvalue()
+
+
+def test_more_records_than_text_packs_into_bytes_are_refused(monkeypatch):
+    """Some kB held hundreds of millions of empty or broken records: hours, and a log of GB."""
+    monkeypatch.setattr(documents_module, "MOST_RECORDS", 1000)
+    for name, data, separator in (
+        ("x.jsonl.zst", zstandard.compress(b"x\n" * (1 << 20)), None),
+        ("x.txt.gz", gzip.compress(b"\n" * (1 << 24)), "\n"),
+        ("x.parquet", parquet_of([""] * (1 << 16)), None),
+    ):
+        with pytest.raises(UserError, match=rf"^{name}: more than [\d,]+ records in [\d,]+ bytes"):
+            list(
+                documents_module.read_records(
+                    io.BytesIO(data), name, "x", Reading(separator=separator)
+                )
+            )
+
+
+def test_parquet_values_that_a_dictionary_repeats_are_read_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(documents_module, "PARQUET_BYTES", 1 << 22)
+    stream = io.BytesIO(parquet_of(["a" * (1 << 20)] * 64))
+    tracemalloc.start()
+    assert sum(1 for _ in documents_module.read_records(stream, "x.parquet", "x", Reading())) == 64
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_json_of_millions_of_values_is_malformed_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT", 1 << 20)
+    escaped, long = b'{"text": "' + b'\\"' * (1 << 20), b'"' * (1 << 22)
+    lines = (
+        b"[" + b"[]," * (1 << 20) + b"0]",
+        b'[""' + b',""' * (1 << 21),
+        escaped + b'"}',
+        escaped,
+        long,
+    )
+    content = b"\n".join(lines)
+    records = documents_module.read_records(io.BytesIO(content), "x.jsonl", "x", Reading())
+    found = [getattr(item, "reason", "read") for item in records]
+    assert found[:3] == [*["more than 1 MiB of JSON beside strings"] * 2, "read"]
+    assert all(reason.startswith("not a JSON line") for reason in found[3:])
+
+
+def test_what_is_said_of_a_record_is_short(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"%s": 1}' % (b"k" * 10**6))
+    (bad,) = documents(open_source("files", str(tmp_path), Reading()))
+    assert len(bad.reason) <= 500
 
 
 BAD_LINES = {

@@ -101,6 +101,10 @@ def test_differences_of_differences_and_attention(arguments, tmp_path, monkeypat
     kept.write_text(kept.read_text().replace('"entropy": 0.6', '"entropy": 0.7'))
     with pytest.raises(UserError, match=r"attention\.json: damaged: was changed after"):
         attention_of(study, job)
+    unsealed = json.loads(kept.read_text())
+    del unsealed["record_sha256"]
+    kept.write_text(json.dumps(unsealed))
+    assert attention_of(study, job)["entropy"] == 0.6 and len(measured) == 9, "measured again"
     kept.write_text('{"model_sha256": "x"}')
     with pytest.raises(UserError, match=r"attention\.json: .*entropy"):
         attention_of(study, job)
