@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,8 +123,8 @@ class TokenCorpus:
     def _read(self, requests: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
         return [shard.read(start, stop) for shard, start, stop in requests]
 
-    def read_ahead(self) -> None:
-        """Says that all shards are about to be read, one after the other."""
+    def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
+        """Bring all shards to this machine, where they are not; `progress` is told of it."""
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries.

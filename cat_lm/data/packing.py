@@ -12,7 +12,6 @@ import glob
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ from cat_lm.data.windows import Batch, check_batch
 from cat_lm.errors import UserError, is_temporary
 from cat_lm.io.checksums import checksums
 from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.locks import Busy, Lock, hold
+from cat_lm.io.locks import hold_patiently
 from cat_lm.io.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
 from cat_lm.io.readers import Record, read_json
 from cat_lm.labels import IGNORE_INDEX
@@ -40,7 +39,6 @@ PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2
 FILES = ("windows.bin", "pieces.bin")
 GROUP = 100_000
-WAIT_SECONDS = 0.2  # between looks whether another process has made a plan
 _PURPOSE = "a packing plan on its way"
 
 
@@ -182,7 +180,11 @@ def plan_folder(
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             # Where there are no locks, each process makes the same plan, and the first one stays.
-            lock = _patiently(place.parent / f".{name}.lock", progress)
+            lock = hold_patiently(
+                place.parent / f".{name}.lock",
+                progress,
+                "waiting for a packing plan that another process makes",
+            )
         except OSError:
             if place is places[-1]:
                 raise
@@ -192,16 +194,6 @@ def plan_folder(
                 _make(place, corpus, identity, cache_dir, progress)
         return place
     raise AssertionError
-
-
-def _patiently(path: Path, progress: Callable[[str], object]) -> Lock:
-    """Hold a lock as soon as nobody else does, and tell meanwhile that it is waited for."""
-    while True:
-        try:
-            return hold(path, wait=False)
-        except Busy:
-            progress("waiting for a packing plan that another process makes")
-            time.sleep(WAIT_SECONDS)
 
 
 def _is_whole(
@@ -246,6 +238,7 @@ def _make(
     make_marked(temporary, _PURPOSE)
     try:
         empty_marked(temporary)  # what a process of this number left that was killed
+        corpus.fetch(progress)
         # A plan is kept: it must not come of a damaged index.
         verify([corpus], cache_dir, (".idx",), progress)
         made = temporary / folder.name
@@ -331,7 +324,6 @@ def _write_plan(
 def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Give starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
     base = 0
-    corpus.read_ahead()
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, GROUP):
             starts, stops = _documents(shard, first, min(first + GROUP, shard.num_documents))

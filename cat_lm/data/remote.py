@@ -1,11 +1,8 @@
 """Prepared data at an address, such as s3://bucket/data, with copies on this machine.
 
 The order of the windows is a shuffle of the whole corpus: the first batch already reads from
-nearly every shard. To wait for all of them would mean hours before step 1 of a large corpus, and to
-read windows one by one for good would ask the storage for every few kilobytes. So a window is read
-by its range from a shard that is not here yet, while threads copy whole shards in the background;
-from a shard that is here, it is read from its memory map. Copying starts with the first window, not
-with the opening. What needs documents (best-fit packing) waits for the shards it looks into.
+nearly every shard. So a run copies all shards before its first step (`fetch`), a few at a time and
+once for all ranks of a host; whoever reads a shard that is not here yet copies it first.
 """
 
 from __future__ import annotations
@@ -14,17 +11,15 @@ import contextlib
 import os
 import shutil
 import socket
-import threading
-import time
-import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
-from cat_lm.data.remote_shards import RemoteShard, locked
+from cat_lm.data.remote_shards import RemoteShard, alone
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
@@ -34,7 +29,6 @@ from cat_lm.io.checksums import sha256
 from cat_lm.io.files import atomic_write
 from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 
-RANGE_THREADS = 32
 COPY_THREADS = 4
 TOKENIZER = "tokenizer"
 _PURPOSE = "a tokenizer on its way"
@@ -79,13 +73,11 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
 
 
 class RemoteCorpus(TokenCorpus):
-    """A `TokenCorpus` whose shards come to this machine as they are needed."""
+    """A `TokenCorpus` whose shards are copied to this machine before they are read."""
 
     def __init__(self, storage: Storage, folder: Path, split: str, manifest: dict) -> None:
         self._storage = storage
         super().__init__(folder, split, manifest, name=storage.url)
-        self._downloader: ShardDownloader | None = None
-        self._ranges = ThreadPoolExecutor(RANGE_THREADS, thread_name_prefix="range")
 
     def _open_shards(self, listed: list[dict]) -> list[RemoteShard]:
         allow_open_files(len(listed))
@@ -93,62 +85,30 @@ class RemoteCorpus(TokenCorpus):
         return [RemoteShard(self._storage, self.folder, e, self.manifest, notes) for e in listed]
 
     def entries_here(self) -> list[dict]:
-        """None: what comes here is verified as it comes, and what is read by range cannot be."""
+        """None: what comes here is verified as it comes."""
         return []
 
-    def read_ahead(self) -> None:
-        """Start copying, unless all is here."""
-        if self._downloader is None and not all(shard.is_cached() for shard in self.shards):
-            self._downloader = ShardDownloader(self)
+    def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
+        """Copy all shards here that are not.
 
-    def _read(self, requests: list[tuple[RemoteShard, int, int]]) -> list[np.ndarray]:
-        self.read_ahead()
-        if self._downloader is not None:
-            self._downloader.check()
-        if all(shard.is_cached() for shard, _, _ in requests):
-            return super()._read(requests)
-        return list(self._ranges.map(lambda request: request[0].read(*request[1:]), requests))
+        Raises:
+            UserError: a shard cannot be read or is not what the manifest says.
+            ConnectionError: the storage stays out of reach.
+        """
+        missing = [shard for shard in self.shards if not shard.is_cached()]
+        pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
+        try:
+            for copied in as_completed([pool.submit(shard.copy, progress) for shard in missing]):
+                copied.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def describe(self) -> list[str]:
         here = sum(shard.is_cached() for shard in self.shards)
         line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
         if here < len(self.shards):
-            line += "; the others are read by range, and copied there in the background"
+            line += "; the others are copied there before they are read"
         return [*super().describe(), line]
-
-
-class ShardDownloader:
-    """Threads that copy a corpus's shards here, until all are or the corpus is dropped."""
-
-    def __init__(self, corpus: RemoteCorpus) -> None:
-        self._error: UserError | OSError | None = None
-        self._missing = [shard for shard in corpus.shards if not shard.is_cached()]
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        weakref.finalize(corpus, self._stop.set)
-        for number in range(COPY_THREADS):
-            name = f"copy-{corpus.split}-{number}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def check(self) -> None:
-        """Raise what ended the copying: damaged data must not be trained on by range either."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                if not self._missing:
-                    return
-                shard = self._missing.pop(0)
-            try:
-                if not shard.copy(wait=False):
-                    with self._lock:  # another process has it in hand; it may yet be killed
-                        self._missing.append(shard)
-                    time.sleep(0.2)
-            except (UserError, OSError) as error:
-                self._error = error
-                self._stop.set()
 
 
 def _check_space(folder: Path, manifest: dict) -> None:
@@ -170,7 +130,7 @@ def _check_space(folder: Path, manifest: dict) -> None:
 def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
     if (folder / TOKENIZER).is_dir():
         return
-    with locked(folder / f".{TOKENIZER}.lock", wait=True):
+    with alone(folder / f".{TOKENIZER}.lock"):
         if (folder / TOKENIZER).is_dir():
             return
         temporary = folder / f".{TOKENIZER}.{socket.gethostname()}.tmp"

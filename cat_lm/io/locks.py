@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cat_lm.errors import UserError
+
+WAIT_SECONDS = 0.2  # between looks whether another holder is done
 
 
 class Busy(Exception):
@@ -86,3 +90,13 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
         os.close(descriptor)
         if not wait:
             raise Busy
+
+
+def hold_patiently(path: Path, progress: Callable[[str], object], what: str) -> Lock:
+    """Take a lock as soon as nobody else has it, and tell meanwhile `what` is waited for."""
+    while True:
+        try:
+            return hold(path, wait=False)
+        except Busy:
+            progress(what)
+            time.sleep(WAIT_SECONDS)

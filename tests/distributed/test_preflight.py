@@ -13,7 +13,7 @@ import torch
 
 from cat_lm.config import RunConfig, TrainSection
 from cat_lm.data import packing
-from cat_lm.data.opening import open_data
+from cat_lm.data.opening import open_corpus, open_data
 from cat_lm.errors import UserError
 from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
@@ -27,6 +27,7 @@ from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
+from tests.web_server import served
 
 STEPS = 3
 
@@ -219,6 +220,33 @@ def test_ranks_that_wait_for_a_packing_plan_do_not_seem_to_hang(tmp_path):
     (first, windows), (other, same) = run_on_ranks(planned, 2, str(folder))
     assert first == other >= 10, "a time for each of ten groups"
     assert windows == same > 0
+
+
+def copied(ranks, url: str, cache: str) -> tuple[int, list[bool]]:
+    """(times that this rank told its watchdog, whether each shard is here)."""
+    told: list[str] = []
+    plans.POLL_SECONDS = 0.01
+    values = run_values(url, "unused")
+    values["data"]["cache_dir"] = cache
+    config = RunConfig.model_validate(values)
+    assert plans.make(config, ranks, ranks.is_first, told.append) is None
+    splits = open_data(config, look=False)[:2]
+    return len(told), [shard.is_cached() for split in splits for shard in split.shards]
+
+
+def test_remote_data_are_copied_once_before_ranks_open_them(tmp_path):
+    folder = write_prepared(tmp_path / "data", random_documents(150, 40), shard_tokens=500)
+    with served(folder) as (server, url):
+        here = open_corpus(url, "train", tmp_path / "cache").folder
+        (here / ".train-00000.bin.tmp").write_bytes(b"half, of a killed process")
+        (here / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
+        (first, shards), (other, same) = run_on_ranks(copied, 2, url, str(tmp_path / "cache"))
+        copies = [name for name, _ in server.requests if name.endswith(".idx")]
+    assert first == other >= 1
+    assert shards == same == [True] * 5 and len(copies) == len(set(copies)) == 5
+    for path in here.glob("*.bin"):
+        assert path.read_bytes() == (folder / path.name).read_bytes()
+    assert not list(here.glob(".*.tmp"))
 
 
 def unplanned(ranks, data: str) -> str:

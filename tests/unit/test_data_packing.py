@@ -299,7 +299,7 @@ def test_the_log_tells_the_padding_and_the_cuts(corpus):
 
 def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
     """Else it would count as hung after a while."""
-    monkeypatch.setattr(packing_module, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("cat_lm.io.locks.WAIT_SECONDS", 0.01)
     told = []
     name = packing_module._plan_name(corpus.split, T, corpus.fingerprint)
     place = corpus.folder / "packing"

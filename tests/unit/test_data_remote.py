@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import fsspec
 import numpy as np
@@ -43,16 +42,8 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr("cat_lm.io.retries.FIRST_WAIT", 0.0001)
 
 
-def waited_for(condition, seconds=300):
-    """Whether it came to hold; the time is for a machine that has much else to do."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def all_here(corpus):
-    return waited_for(lambda: all(shard.is_cached() for shard in corpus.shards))
+def are_here(corpus):
+    return [shard.is_cached() for shard in corpus.shards]
 
 
 def batches(corpus, steps=6, **more):
@@ -65,17 +56,15 @@ def test_what_is_an_address():
     assert not any(map(is_remote, ("/data", "data", "../a:b", "c:/x", "a/s3://b")))
 
 
-def test_the_same_batches_while_copying_and_after(local, memory, tmp_path, monkeypatch):
+def test_the_same_batches_from_copies(local, memory, tmp_path):
     expected = batches(open_corpus(local, "train"))
-    with monkeypatch.context() as patch:  # nothing is copied: all by range
-        patch.setattr(remote_module.ShardDownloader, "_run", lambda self: None)
-        corpus = open_corpus(memory, "train", tmp_path / "cache")
-        assert (batches(corpus) == expected).all()
-        assert not any(shard.is_cached() for shard in corpus.shards)
-        assert f"0 of {len(corpus.shards)} shards are in" in corpus.describe()[-1]
     corpus = open_corpus(memory, "train", tmp_path / "cache")
+    assert f"0 of {len(corpus.shards)} shards are in" in corpus.describe()[-1]
+    assert (corpus.tokens(0, 4) == open_corpus(local, "train").tokens(0, 4)).all()
+    assert are_here(corpus) == [True] + [False] * (len(corpus.shards) - 1)  # what was read
+    corpus.fetch()
+    assert all(are_here(corpus))
     assert (batches(corpus) == expected).all()
-    assert all_here(corpus)
     fsspec.filesystem("memory").rm("/data/train-00000.bin")  # from here on the copies serve
     assert (batches(corpus) == expected).all()
     fsspec.filesystem("memory").touch("/data/train-00000.bin")
@@ -105,7 +94,6 @@ def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplo
     with served(local, trouble=0.33) as (_, url):
         corpus = open_corpus(url, "train", tmp_path / "cache")
         assert (batches(corpus, packing=packing) == expected).all()
-        assert all_here(corpus)
         held_out = open_corpus(url, "validation", tmp_path / "cache")
         assert (validation_windows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
     assert any("; again in" in record.message for record in caplog.records)
@@ -157,29 +145,28 @@ def damage(url, suffix):
 def test_a_remote_file_that_is_damaged_ends_the_run(memory, tmp_path, suffix):
     damage(memory, suffix)
     corpus = open_corpus(memory, "train", tmp_path)
-    loader = TrainLoader(corpus, T, 8, 0)
     message = rf"memory://data/train-00002\{suffix}: its SHA-256 is not the manifest's"
+    for _ in range(2):
+        with pytest.raises(UserError, match=message):
+            corpus.fetch()
+        assert not (corpus.folder / f"train-00002{suffix}").exists()
     with pytest.raises(UserError, match=message):
-        loader.batch(0)  # begins to copy; whether it sees the error already depends on who is first
-        assert waited_for(lambda: corpus._downloader._error is not None)
-        loader.batch(1)
-    assert not (corpus.folder / f"train-00002{suffix}").exists()
-    with pytest.raises(UserError, match=message):
-        corpus.shards[2].copy(wait=True)
+        corpus.shards[2].read(0, 1)
 
 
 def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
     corpus = open_corpus(memory, "train", tmp_path)
+    corpus.fetch()
     expected = batches(corpus)
-    assert all_here(corpus)
     path = corpus.folder / "train-00001.bin"
     good = path.read_bytes()
     for bad in (good[:-2], good[:-2] + b"\1\1", b""):
         path.write_bytes(bad)
         again = open_corpus(memory, "train", tmp_path)
         assert not again.shards[1].is_cached() and again.shards[0].is_cached()
+        again.fetch()
         assert (batches(again) == expected).all()
-        assert all_here(again) and path.read_bytes() == good
+        assert all(are_here(again)) and path.read_bytes() == good
 
 
 def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
@@ -187,16 +174,16 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
     (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
     assert not corpus.shards[0].is_cached() and not corpus.shards[1].is_cached()
-    batches(corpus)
-    assert all_here(corpus)
+    corpus.fetch()
+    assert all(are_here(corpus))
     assert not list(corpus.folder.glob(".*.tmp"))
 
 
 def test_processes_share_the_copies(local, tmp_path):
-    code = "import sys, time; from cat_lm.data import TrainLoader, open_corpus\n"
+    code = "import sys; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train', sys.argv[2])\n"
-    code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())\n"
-    code += "while not all(s.is_cached() for s in c.shards): time.sleep(0.01)"
+    code += "c.fetch()\n"
+    code += "print(TrainLoader(c, 16, 8, 0).batch(3)['labels'].sum())"
     with served(local) as (server, url):
         command = [sys.executable, "-c", code, url, str(tmp_path / "cache")]
         started = [
@@ -298,39 +285,23 @@ def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
         assert len(server.requests) == 10
 
 
-def test_a_server_without_ranges_is_told(local, tmp_path):
-    with served(local) as (_, url):
-        corpus = open_corpus(url, "train", tmp_path)
-        path = local / "train-00000.bin"
-        storage = corpus._storage
-        cat = storage._fs.cat_file
-        storage._fs.cat_file = lambda name, start=None, end=None: cat(name)
-        try:
-            with pytest.raises(
-                UserError, match=rf"{path.stat().st_size} bytes came for a range of 8"
-            ):
-                corpus.shards[0].read(0, 4)
-        finally:
-            del storage._fs.cat_file
+def test_a_server_without_ranges_is_told(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr("cat_lm.data.remote_shards.CHUNK", 64)
+    corpus = open_corpus(memory, "train", tmp_path)
+    cat = corpus._storage._fs.cat_file
+    monkeypatch.setattr(corpus._storage._fs, "cat_file", lambda name, **_: cat(name))
+    with pytest.raises(UserError, match="bytes came for a range of 64: the server sends"):
+        corpus.fetch()
 
 
-@pytest.mark.parametrize("here", [False, True])
-def test_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path, monkeypatch, here):
-    """By range, and from a copy that is as whole as its checksum says: with file, place and id."""
+def test_copied_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path):
+    """From a copy that is as whole as its checksum says: with file, place and id."""
     manifest = json.loads((local / "manifest.json").read_text())
     manifest["tokenizer"]["vocab_size"] = 300
     fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
-    monkeypatch.setattr(
-        remote_module.ShardDownloader, "_run", lambda self: None
-    )  # who copies is decided
     corpus = open_corpus(memory, "train", tmp_path)
-    if here:
-        for shard in corpus.shards:
-            shard.copy(wait=True)
-    where = f"{corpus.folder if here else memory}/train-"
-    with pytest.raises(
-        UserError, match=where + r"\d+.bin: token \d+ is the id \d+, outside of"
-    ) as e:
+    where = rf"{corpus.folder}/train-\d+.bin: token \d+ is the id \d+, outside of"
+    with pytest.raises(UserError, match=where) as e:
         batches(corpus, steps=50)
     assert "the vocabulary of 300;" in str(e.value)
 

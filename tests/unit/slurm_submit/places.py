@@ -40,7 +40,7 @@ class Place:
         for name, text in STUBS.items():
             (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}", encoding="utf-8")
             (folder / "bin" / name).chmod(0o755)
-        # ShardDownloader and flushing the whole checkout takes a second.
+        # Copying and flushing the whole checkout takes a second.
         small = folder / "checkout"
         (small / "cat_lm").mkdir(parents=True)
         (small / "cat_lm" / "a.py").write_text("1")
