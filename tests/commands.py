@@ -122,8 +122,9 @@ def be_python(
         os.close(stream)
     # The streams of the process forked from remember whether its own files could be sought.
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    how = {"buffering": 1, "encoding": "utf-8", "closefd": False}
+    sys.stdout = os.fdopen(1, "w", errors="surrogateescape", **how)
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace", **how)
     sys.executable = executable
     os.chdir(cwd)
     os.environ.clear()  # a forked process has the environment that the first of them was given
