@@ -430,7 +430,9 @@ def test_documents_and_caches_that_layers_do_not_see_are_refused(case):
     whole = {"cu_seq_lens_q": torch.tensor([0, 12]), "max_length_q": 12}
     same(model(row, position_ids=torch.arange(12)[None], **whole).logits, expected)
 
-    refuses(lambda: model(row, position_ids=positions), "cannot be used with a cache")
+    same(model(row, position_ids=positions).logits, alone)
+    cached = {"position_ids": positions, "use_cache": True}
+    refuses(lambda: model(row, **cached), "cannot be used with a cache")
     for how in ({}, once):
         refuses(lambda how=how: model(row, **borders, **how), "cu_seq_lens_q")
     refuses(lambda: model(row, position_ids=7 * positions + 3, **once), "another position than 0")
