@@ -155,7 +155,7 @@ def is_apart() -> bool:
 
 
 def _drawing() -> AbstractContextManager:
-    """Give torch's own functions back that transformers' `no_init_weights` takes away."""
+    """Restore torch's initializers, which transformers' `no_init_weights` replaces."""
     transformers = sys.modules.get("transformers.initialization")
     own = getattr(transformers, "TORCH_INIT_FUNCTIONS", None)
     return nullcontext() if own is None else mock.patch.multiple(nn.init, **own)

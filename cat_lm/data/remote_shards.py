@@ -42,7 +42,7 @@ class RemoteShard(ListedShard):
         self._notes, self._files = notes, shard_files(folder, entry)
 
     def is_cached(self) -> bool:
-        """Tell whether both files are here as they were when they were verified."""
+        """Return True if both files are here as they were when they were verified."""
         return all(self._notes.holds(file) for file in self._files)
 
     def copy(self, progress: Callable[[str], object] = lambda what: None) -> None:
