@@ -10,7 +10,11 @@ import os
 import sys
 
 _PACKAGES = ("cat_lm", "data_prep", "eval", "launch")
-_CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# The second one is another folder where its entries are links to the checkout's.
+_CHECKOUT, _IMPORTED = (
+    os.path.dirname(os.path.dirname(resolve(__file__)))
+    for resolve in (os.path.realpath, os.path.abspath)
+)
 
 
 def _runs_module() -> bool:
@@ -38,7 +42,7 @@ def _drop(**also: str) -> None:
     except OSError:  # it has been removed
         return
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if here in (_CHECKOUT, *named):
+    if here in (_CHECKOUT, _IMPORTED, *named):
         return
     # An empty or relative name in PYTHONPATH can stand for the same folder.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]

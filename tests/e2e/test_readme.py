@@ -77,7 +77,7 @@ def test_commands_of_the_readme(user_folder):
             words += SHORT
         call(words, user_folder)
     assert (user_folder / "runs/mine/report/index.html").is_file()
-    (operators,), (example,) = blocks("python", ROOT / "cat_lm/README.md"), blocks("python")
+    operators, (example,) = blocks("python", ROOT / "cat_lm/README.md")[0], blocks("python")
     assert "torch.Size([2, 100, 8, 64])" in call(
         ["-c", f"{operators}\nprint(y.shape)"], user_folder
     )
