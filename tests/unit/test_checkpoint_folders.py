@@ -296,7 +296,7 @@ def test_a_state_of_another_shape_is_one_line(tmp_path, text, said):
         ("garbage: [", "not valid YAML"),
         ("a: 1", "has no model|a is 1"),
         ("[]", "should be an object"),
-        ("model: 2020-99-99", "model"),
+        ("model: 2020-99-99", "not valid YAML: month"),
         (b"\xff", "is not UTF-8"),
     ],
 )
