@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -33,6 +33,16 @@ class Record(BaseModel):
     """The schema of a JSON file of ours: exact types; keys of a later version are left alone."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+
+class Versioned(Record):
+    """The schema of a record that later commands read: it says its format; others are refused.
+
+    Attributes:
+        format: counts up where a reader of the former one would go wrong.
+    """
+
+    format: Literal[1]
 
 
 def _check_inside(name: str) -> str:
@@ -128,6 +138,11 @@ def describe_mismatch(error: ValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":
         return f"is not JSON ({first['ctx']['error']})"
+    if first["loc"] == ("format",):
+        found = (
+            "has no format" if first["type"] == "missing" else f"format is {short(first['input'])}"
+        )
+        return f"{found}, must be 1: another version of cat_lm wrote it"
     if first["type"] == "missing":
         return f"has no {place}"
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
