@@ -30,8 +30,6 @@ from data_prep.sources.units import task_units, units_of
 from data_prep.unfinished import TOKENIZER
 from data_prep.workers import tell_workers, useful_workers
 
-DEFAULT_SET_KEY = Reading().set_key
-
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Runs the preparation that the command line asks for and prints its summary."""
@@ -142,16 +140,13 @@ def _identity(arguments: argparse.Namespace, source: Source) -> dict:
     names = (
         *("tokenizer", "eod_token", "text_key", "document_separator", "validation_path"),
         *("validation_fraction", "seed", "max_documents", "max_bytes", "shard_tokens"),
-        *("exclude", "sets", "exclude_sets", "tokens", "mixture", "repeat"),
+        *("exclude", "sets", "exclude_sets", "tokens", "mixture", "repeat", "set_key"),
     )
     values = {name: getattr(arguments, name) for name in names}
-    # None where it is as it always was, so that data of earlier versions still count as made so.
-    default_key = arguments.set_key == DEFAULT_SET_KEY
     return {
         "source": source.describe(),
         "tokenizer_sha256": spec_sha256(arguments.tokenizer),
         **values,
-        "set_key": None if default_key else arguments.set_key,
     }
 
 

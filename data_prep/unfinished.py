@@ -29,7 +29,7 @@ from cat_lm.io.own_files import (
     remove_marked,
     set_aside,
 )
-from cat_lm.io.readers import Record, check_shape, read_object
+from cat_lm.io.readers import Versioned, read_json
 
 MARKER = "unfinished.json"
 PROGRAM = "cat_lm data_prep.prepare"
@@ -53,7 +53,7 @@ def _check_data_name(name: str) -> str:
     return name
 
 
-class Unfinished(Record):
+class Unfinished(Versioned):
     """A preparation under way: its arguments, what --scratch was, and the files it may have made"""
 
     program: Literal["cat_lm data_prep.prepare"]
@@ -67,25 +67,16 @@ class Unfinished(Record):
             write_json(path, self.model_dump())
 
 
-class Earlier(Record):
-    """The marker of versions that kept no list: the arguments, and the folder of the parts."""
-
-    identity: dict[str, Any]
-    work: str
-
-
-def read_marker(folder: Path) -> Unfinished | Earlier | None:
+def read_marker(folder: Path) -> Unfinished | None:
     """Read the marker in an output folder; None where there is none.
 
     Raises:
-        UserError: the file is not what this command writes.
+        UserError: the file is not what this version of the command writes.
     """
     path = folder / MARKER
     if not os.path.lexists(path):
         return None
-    advice = "this command did not write it; move it away"
-    values = read_object(path, advice)
-    return check_shape(values, Unfinished if "program" in values else Earlier, str(path), advice)
+    return read_json(path, Unfinished, "move it away")
 
 
 def claim(folder: Path, names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """The manifest of prepared data: what its shards are, by name, count and checksum.
 
 It is read as one schema, so that whoever opens data finds every key there and of its kind; what
-comes back is the file's own dictionary, with all that other versions put into it.
+comes back is the file's own dictionary, with what is in it for people.
 """
 
 from __future__ import annotations

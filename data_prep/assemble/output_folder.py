@@ -24,16 +24,13 @@ from cat_lm.data.verified import NOTE
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.locks import Busy
-from cat_lm.io.own_files import is_marked, remove_files, remove_marked, set_aside
-from data_prep.encode.parts import read_record
+from cat_lm.io.own_files import is_marked, remove_files, remove_marked
 from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 from data_prep.locks import file_lock
 from data_prep.unfinished import (
-    MALFORMED,
     MARKER,
     PROGRAM,
     TOKENIZER_PURPOSE,
-    Earlier,
     Unfinished,
     claim,
     finished_files,
@@ -41,7 +38,6 @@ from data_prep.unfinished import (
     put,
     read_marker,
     remove_making,
-    shard_names,
     tokenizer_names,
 )
 
@@ -145,21 +141,15 @@ def begin(
                 f"({_changes(marker.identity, identity, differing)}); give its arguments to "
                 "continue it, or --overwrite for these"
             )
-        if isinstance(marker, Earlier):
-            _continue_earlier(folder, marker, work, identity, differing)
-            return
         if not overwrite and not differing:
             _check_place(folder, marker, work, together)
         if _can_continue(marker, work, differing, identity):
             _continue(folder, marker, work, identity, differing)
             return
     files = finished_files(folder, read_manifest(folder)) if complete else []
-    files += marker.files if isinstance(marker, Unfinished) else []
-    if isinstance(marker, Unfinished) and marker.scratch not in (work.scratch, None):
+    files += marker.files if marker else []
+    if marker and marker.scratch not in (work.scratch, None):
         print(f"note: parts that other arguments left in {marker.scratch} stay there")
-    if isinstance(marker, Earlier):  # beside complete data nothing proves that it is ours
-        place = set_aside(folder / MARKER)
-        print(f"note: {folder / MARKER} is not of these data; it is now {place.name}")
     # Before the new marker, under which a restart would take it for its own.
     inside = WorkFolder.of(folder, None)
     if inside != work and inside.is_ours():
@@ -167,7 +157,9 @@ def begin(
     work.remove()
     if os.path.lexists(work.path):
         raise UserError(f"{work.path}: holds files that are not of a preparation; move it away")
-    own = Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files)
+    own = Unfinished(
+        format=1, program=PROGRAM, identity=identity, scratch=work.scratch, files=files
+    )
     own.save(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     remove_temporary(folder)
@@ -222,23 +214,6 @@ def _continue(
     claim(folder, [NOTE])
 
 
-def _continue_earlier(
-    folder: Path, marker: Earlier, work: WorkFolder, identity: dict, differing: list[str]
-) -> None:
-    """Goes on with what a version began that left no mark and no list."""
-    if differing or not work.path.is_dir():
-        raise UserError(
-            f"--out {folder}: holds a preparation that an earlier version began, with its parts in "
-            f"{marker.work}; continue it with its arguments, or remove it and give these again"
-        )
-    work.take_up(unmarked=True)
-    planned = (read_record(work.path / ASSEMBLY, ["shards"]) or {}).get("shards", [])
-    names = shard_names(f"{shard['split']}-{shard['number']:05d}" for shard in planned)
-    files = [*tokenizer_names(), MALFORMED, *names]
-    Unfinished(program=PROGRAM, identity=identity, scratch=work.scratch, files=files).save(folder)
-    claim(folder, [NOTE])
-
-
 def _tell_what_stays(folder: Path) -> None:
     ours = (LOCK, SETUP_LOCK, MARKER)
     others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
@@ -265,7 +240,7 @@ def abandon(folder: Path, work: WorkFolder) -> None:
 def discard(folder: Path, work: WorkFolder) -> None:
     """Removes an unfinished preparation."""
     marker = read_marker(folder)
-    if isinstance(marker, Unfinished) and not (folder / MANIFEST).is_file():
+    if marker and not (folder / MANIFEST).is_file():
         remove_temporary(folder)
         remove_files(folder, marker.files)
         _end(folder, work)
@@ -309,9 +284,6 @@ def tidy(folder: Path, work: WorkFolder) -> None:
         marker = read_marker(folder)
     except UserError:
         return  # a file of that name is somebody else's
-    if isinstance(marker, Earlier):
-        print(f"note: {folder / MARKER} is left from an earlier version; it can be removed")
-        return
     if marker and marker.scratch != work.scratch:
         print(
             f"note: parts are left in {marker.scratch or folder}; the same --scratch removes them"

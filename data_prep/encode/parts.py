@@ -26,7 +26,7 @@ import numpy as np
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
 from cat_lm.io.files import sync_directory
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import Versioned, check_shape, read_object
 from cat_lm.io.seals import opened, write_sealed
 
 DOCUMENT = np.dtype(
@@ -122,17 +122,24 @@ def _temporary(folder: Path, name: str) -> Iterator[IO[bytes]]:
 
 def write_record(path: Path, record: dict) -> None:
     """Writes JSON that carries its own checksum."""
-    write_sealed(path, record)
+    write_sealed(path, {"format": 1, **record})
 
 
 def read_record(path: Path, keys: Iterable[str]) -> dict | None:
-    """Read a record with `keys`; None where none is, a damaged one, or one of another kind."""
+    """Read a record with `keys`; None where none is, a damaged one, or one of another kind.
+
+    Raises:
+        UserError: another version wrote it.
+    """
     try:
-        record = read_object(path)
+        record, whole = opened(read_object(path))
     except UserError:
         return None
-    record, whole = opened(record)
-    return record if whole and record.keys() >= set(keys) else None
+    if not whole:
+        return None
+    check_shape(record, Versioned, str(path), f"delete {path.parent}")
+    del record["format"]
+    return record if record.keys() >= set(keys) else None
 
 
 def finished_part(work: Path, unit: int, round_number: int, key: str) -> dict | None:

@@ -73,11 +73,8 @@ class WorkFolder:
             return True
         return bears_mark(self.path, self.purpose) and not self._strangers()
 
-    def take_up(self, unmarked: bool = False) -> None:
+    def take_up(self) -> None:
         """Make what was begun here, or in a folder that this is a copy of, this preparation's own.
-
-        Args:
-            unmarked: it is of an earlier version, which left no mark.
 
         Raises:
             UserError: it is not a preparation's, or holds other files too.
@@ -91,8 +88,7 @@ class WorkFolder:
                 f"{self.path}: holds {strangers[0]!r}, which is not of a preparation; move it away"
             )
         # A kill may have left the folder between its mark's end and its own.
-        known = unmarked or bears_mark(self.path, self.purpose) or self._files() in ([], [MARK])
-        if not known:
+        if not (bears_mark(self.path, self.purpose) or self._files() in ([], [MARK])):
             raise self._not_ours()
         take_over(self.path, self.purpose)
 

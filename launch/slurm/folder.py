@@ -9,7 +9,7 @@ from pathlib import Path
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.folders import check_output
-from cat_lm.io.readers import Record, read_json, resolve
+from cat_lm.io.readers import Record, Versioned, read_json, resolve
 from launch.slurm.options import Options
 
 
@@ -89,7 +89,7 @@ class Job(Record):
     command: list[str]
 
 
-class JobRecord(Record):
+class JobRecord(Versioned):
     """job.json: how the run was submitted last, and its jobs, the newest last."""
 
     config: str
@@ -115,7 +115,7 @@ def read_record(folder: RunFolder) -> JobRecord:
             f"{folder.run}: was never submitted ({folder.record} is missing); "
             "`python -m launch.slurm submit` starts a run"
         )
-    return read_json(folder.record, JobRecord, advice="submit the run again")
+    return read_json(folder.record, JobRecord, advice="move it away and submit the run again")
 
 
 def earlier_jobs(folder: RunFolder) -> list[Job]:

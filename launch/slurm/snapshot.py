@@ -20,7 +20,7 @@ from cat_lm.data.storage import DEFAULT_CACHE
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json, write_text
 from cat_lm.io.folders import atomic_folder
-from cat_lm.io.own_files import read_listing, set_aside, write_listing
+from cat_lm.io.own_files import read_listing, write_listing
 from launch.slurm.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,6 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     own = (folder.run, folder.slurm)
     files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
-    if folder.code.exists() and not read_listing(folder.code):
-        set_aside(folder.code)  # of a version that made no list of what is in it
     with atomic_folder(folder.code, read_listing) as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -132,6 +132,7 @@ def plan_of(
             if not Path(path).is_dir():
                 raise UserError(f"{path}: no such folder (data or initial weights of the run)")
     record = JobRecord(
+        format=1,
         config=str(Path(config_path).absolute()) if earlier is None else earlier.config,
         overrides=[*(earlier.overrides if earlier else ()), *overrides],
         options=options,

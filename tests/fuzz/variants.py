@@ -68,6 +68,7 @@ def _submitted(run: Path) -> None:
     options = Options(nodes=2, tasks_per_node=1)
     jobs = [{"id": "12", "time": "2026-01-01T00:00:00+00:00", "command": ["python"]}]
     JobRecord(
+        format=1,
         config=str(Path("config.yaml").absolute()),
         overrides=[],
         options=options,

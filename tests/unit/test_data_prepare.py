@@ -186,12 +186,6 @@ def test_what_is_left_out_is_of_the_choice_that_is_kept(tmp_path, prepare, capsy
     for other in ((), ("--exclude", "gen/*")):
         with pytest.raises(UserError, match=r"exclude was \[\"b\.jsonl\", \"gen/\*\"\], now"):
             prepare(out, *given, *other)
-    # Data of before there was the option are those that leave nothing out.
-    manifest = json.loads((whole / "manifest.json").read_text())
-    del manifest["arguments"]["exclude"]
-    (whole / "manifest.json").write_text(json.dumps(manifest))
-    prepare(whole, *given)
-    assert "already complete" in capsys.readouterr().out
 
 
 def test_an_unfinished_preparation_goes_on_with_what_it_left_out_only(

@@ -34,16 +34,6 @@ def test_folders_of_others_are_left_alone(tmp_path, prepare, many_documents):
         prepare(tmp_path / "file", *flags(many_documents))
 
 
-def test_a_foreign_marker_beside_finished_data_is_kept(tmp_path, prepare, some_documents, capsys):
-    out = prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
-    text = '{"identity": {"name": "another program"}, "work": "elsewhere"}'
-    (out / "unfinished.json").write_text(text)
-    prepare(out, *flags(some_documents, "--workers", 1, "--seed", 1, "--overwrite"))
-    assert (out / "unfinished.json.aside").read_text() == text
-    assert not (out / "unfinished.json").exists()
-    assert "is not of these data; it is now unfinished.json.aside" in capsys.readouterr().out
-
-
 def test_two_preparations_into_one_folder_exclude_each_other(tmp_path, prepare, some_documents):
     with (
         output_folder.locked(tmp_path / "out"),

@@ -73,25 +73,21 @@ def test_a_copy_shares_no_scratch_folder(tmp_path, sets, prepare, whole):
     assert digests(out) == whole and not list((tmp_path / "s").iterdir())
 
 
-def test_a_file_that_names_another_folder_deletes_nothing(
-    tmp_path, sets, prepare, thesis, whole, capsys
+def test_a_marker_of_another_version_or_program_stays_and_is_refused(
+    tmp_path, sets, prepare, whole, capsys
 ):
-    crafted = json.dumps({"identity": {}, "work": str(thesis)})
-    stranger, out = tmp_path / "stranger", tmp_path / "out"
+    crafted = json.dumps({"identity": {}, "work": "thesis"})
+    stranger, out = tmp_path / "stranger", prepare(tmp_path / "out", *set_flags(sets))
     stranger.mkdir()
-    (stranger / "unfinished.json").write_text(crafted)
-    with pytest.raises(UserError, match=r"an earlier version began, with its parts in .*thesis"):
-        prepare(stranger, *set_flags(sets, "--overwrite"))
-    assert (stranger / "unfinished.json").read_text() == crafted
-    prepare(out, *set_flags(sets))
-    (out / "unfinished.json").write_text(crafted)
+    for folder in (stranger, out):
+        (folder / "unfinished.json").write_text(crafted)
     prepare(out, *set_flags(sets))
     assert "nothing to do" in capsys.readouterr().out
-    prepare(out, *set_flags(sets, "--overwrite"))
-    assert (out / "unfinished.json.aside").read_text() == crafted
-    (out / "unfinished.json.aside").unlink()
-    assert digests(out) == whole
-    assert (thesis / "chapter.tex").read_text() == "years of work"
+    for folder in (stranger, out):
+        with pytest.raises(UserError, match=r"has no format, must be 1: .*; move it away$"):
+            prepare(folder, *set_flags(sets, "--overwrite"))
+        assert (folder / "unfinished.json").read_text() == crafted
+    assert digests(out).items() > whole.items()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +99,7 @@ def test_a_file_that_names_another_folder_deletes_nothing(
         ({"scratch": 7}, "scratch is 7"),
         ({"identity": []}, "identity is []"),
         ({"program": "another"}, 'program is "another"'),
+        ({"format": 2}, "format is 2, must be 1: another version of cat_lm wrote it"),
     ],
 )
 def test_a_marker_of_another_shape_is_one_line(sets, prepare, begun, thesis, change, message):
@@ -179,43 +176,6 @@ def test_what_others_put_among_the_parts_stays(tmp_path, sets, prepare, begun, w
     with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
         prepare(tmp_path / "out", *set_flags(sets, "--overwrite"))
     assert digests(tmp_path / "out").items() > whole.items()
-
-
-def as_an_earlier_version_left_it(out):
-    marker = json.loads((out / "unfinished.json").read_text())
-    earlier = {"identity": marker["identity"], "work": str(out / "parts")}
-    (out / "unfinished.json").write_text(json.dumps(earlier))
-    (out / "parts" / ".cat_lm.json").unlink()
-    (out / ".verified.jsonl").unlink(missing_ok=True)
-
-
-def test_what_an_earlier_version_began_goes_on(tmp_path, sets, prepare, begun, whole, monkeypatch):
-    as_an_earlier_version_left_it(begun)
-    with pytest.raises(UserError, match="an earlier version began"):
-        prepare(begun, *set_flags(sets, "--seed", 1, "--overwrite"))
-    gone = shutil.copytree(begun, tmp_path / "gone")
-    shutil.rmtree(gone / "parts")
-    with pytest.raises(UserError, match="an earlier version began"):
-        prepare(gone, *set_flags(sets))
-    no_encoding(monkeypatch)
-    prepare(begun, *set_flags(sets))
-    assert digests(begun) == whole
-
-
-def test_an_earlier_version_that_had_begun_with_its_shards_goes_on(
-    tmp_path, sets, prepare, whole, monkeypatch
-):
-    out = tmp_path / "out"
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("data_prep.assemble.output_folder.finish", killed)
-        prepare(out, *set_flags(sets))
-    as_an_earlier_version_left_it(out)
-    prepare(out, *set_flags(sets))
-    assert digests(out) == whole
 
 
 def test_a_temporary_folder_of_that_name_is_no_tokenizer_of_ours(tmp_path, sets, prepare, begun):

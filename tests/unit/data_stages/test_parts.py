@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from cat_lm.errors import UserError
+from cat_lm.io.seals import opened, write_sealed
 from data_prep.encode import parts
 from tests.conftest import write_jsonl
 from tests.prepared_data import digests
@@ -34,6 +35,21 @@ def test_whole_records_of_another_kind_are_not_taken(tmp_path, sets, expected, p
     prepare(out, *set_flags(sets, *WISHES, "--stage", "encode"))
     shutil.copy(out / "parts" / "plan.json", out / "parts" / "part-00001.0.json")
     shutil.copy(out / "parts" / "part-00002.0.json", out / "parts" / "assembly.json")
+    prepare(out, *set_flags(sets, *WISHES))
+    assert digests(out) == expected
+
+
+@pytest.mark.parametrize("name", ["plan", "part-00001.0"])
+def test_records_of_another_version_are_refused(tmp_path, sets, expected, prepare, name):
+    out = prepare(tmp_path / "out", *set_flags(sets, *WISHES, "--stage", "encode"))
+    path = out / "parts" / f"{name}.json"
+    record, _ = opened(json.loads(path.read_text()))
+    del record["format"]
+    write_sealed(path, record)
+    said = rf"{name}\.json: has no format, must be 1: .*; delete {path.parent}$"
+    with pytest.raises(UserError, match=said):
+        prepare(out, *set_flags(sets, *WISHES))
+    shutil.rmtree(path.parent)
     prepare(out, *set_flags(sets, *WISHES))
     assert digests(out) == expected
 

@@ -273,14 +273,15 @@ def test_only_prepare_takes_flags_of_another_program(place):
     [
         ("", "is not JSON"),
         ("[]", "holds []"),
-        ("{}", "has no config"),
-        ('{"config": 3, "overrides": [], "options": {}, "site": null, "jobs": []}', "config is 3"),
+        ("{}", "has no format, must be 1"),
+        ('{"format": 1, "config": 3}', "config is 3"),
         (
-            '{"config": "a", "overrides": [], "options": {"nodes": "x"}, "site": null, "jobs": []}',
+            '{"format": 1, "config": "a", "overrides": [], "options": {"nodes": "x"}}',
             'options.nodes is "x"',
         ),
         (
-            '{"config": "a", "overrides": [], "options": {}, "site": null, "jobs": [{"id": 3}]}',
+            '{"format": 1, "config": "a", "overrides": [], "options": {}, "site": null, '
+            '"jobs": [{"id": 3}]}',
             "jobs.0.id is 3",
         ),
     ],
