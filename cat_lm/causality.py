@@ -8,9 +8,8 @@ What else an entry promises, its author checks with `cat_lm.testing.check_entry`
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -43,8 +42,7 @@ _CHECKED: set[Hashable] = set()
 def check_mixer(mixer: Mixer, setting: Setting) -> None:
     """Check a mixer that is not this project's. Raises UserError."""
     kind = mixer.kind
-    too_short = kind.longest is not None and kind.longest < TIME
-    if too_short or not kind.computes_on_cpu:
+    if not kind.computes_on_cpu or (kind.longest is not None and kind.longest < TIME):
         return
     # All layers but the first are alike. The key has the kind's id, as its class may define `==`.
     setting = replace(setting, layer=min(setting.layer, 1))
@@ -68,9 +66,8 @@ def check_attention(body: nn.Module) -> None:
     foreign = {kind: entry for kind, entry in entries.items() if not is_own(entry)}
     if not foreign or not all(entry.computes_on_cpu for entry in foreign.values()):
         return
-    able = (config._attn_implementation, "sdpa", "eager")
-    able = [name for name in able if not attention.implementation_problems(config, name)]
-    able = [name for name in able if name in ("sdpa", "eager")]
+    names = sorted(("sdpa", "eager"), key=lambda name: name != config._attn_implementation)
+    able = [name for name in names if not attention.implementation_problems(config, name)]
     if not able or attention.length_problems(config, TIME):
         return
     named = " with ".join(attention.described(kind, config) for kind in foreign)
@@ -78,32 +75,6 @@ def check_attention(body: nn.Module) -> None:
     shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
     key = type(body), *map(id, foreign.values()), named, able[0], shape
     _check(named, key, partial(layer_of, type(body), small))
-
-
-def layer_of(family: type[nn.Module], config: Any) -> tuple[nn.Module, Callable[..., Tensor], int]:
-    """Make a transformer of one layer, what its attention's core gives for inputs, and C."""
-    with mock.patch.object(family, "init_weights", lambda _: None):  # values come below
-        body = family(config).eval()
-    body.apply(body._init_weights)
-    body.apply(start)
-    seen: list[Any] = []
-    core = next(module.core for module in body.modules() if hasattr(module, "core"))
-    core.register_forward_hook(lambda module, given, output: seen.append(output[0]))
-
-    def attend(x: Tensor, **how: Any) -> Tensor:
-        attend.cache = body(inputs_embeds=x, **{"use_cache": False} | how).past_key_values
-        return seen.pop()
-
-    return body, attend, config.hidden_size
-
-
-def changed(config: Any, values: dict[str, Any]) -> Any:
-    """Copy a configuration with other values of what it has."""
-    other = copy.deepcopy(config)
-    for name, value in values.items():
-        if hasattr(config, name):
-            setattr(other, name, value)
-    return other
 
 
 def _check(
@@ -130,6 +101,33 @@ def _check(
     _CHECKED.add(key)
 
 
+# What `cat_lm.testing` computes with, too
+
+
+def layer_of(family: type[nn.Module], config: Any) -> tuple[nn.Module, Callable[..., Tensor], int]:
+    """Make a transformer of one layer, what its attention's core gives for inputs, and C."""
+    body = family(config).eval()
+    body.initialize_weights()  # which is left out inside of `no_init_weights`
+    seen: list[Any] = []
+    core = next(module.core for module in body.modules() if hasattr(module, "core"))
+    core.register_forward_hook(lambda module, given, output: seen.append(output[0]))
+
+    def attend(x: Tensor, **how: Any) -> Tensor:
+        attend.cache = body(inputs_embeds=x, **{"use_cache": False} | how).past_key_values
+        return seen.pop()
+
+    return body, attend, config.hidden_size
+
+
+def changed(config: Any, values: dict[str, Any]) -> Any:
+    """Copy a configuration with other values of what it has."""
+    other = copy.deepcopy(config)
+    for name, value in values.items():
+        if hasattr(config, name):
+            setattr(other, name, value)
+    return other
+
+
 @contextmanager
 def apart() -> Iterator[None]:
     """Inside, modules get values, in fp32 on the CPU, whatever is said about those of the model.
@@ -137,9 +135,12 @@ def apart() -> Iterator[None]:
     The model may be on the meta device, in bf16, not drawn, or of a rank that is sent its weights.
     Its generator stays where it is.
     """
+    from transformers.initialization import TORCH_INIT_FUNCTIONS
+
     token, dtype = _APART.set(True), torch.get_default_dtype()
+    drawing = mock.patch.multiple(nn.init, **TORCH_INIT_FUNCTIONS)  # for `no_init_weights`
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), _drawing():
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), drawing:
             # Of the CPU alone: torch.manual_seed would seed the devices' too.
             torch.default_generator.manual_seed(0)
             torch.set_default_dtype(torch.float32)
@@ -154,26 +155,16 @@ def is_apart() -> bool:
     return _APART.get()
 
 
-def _drawing() -> AbstractContextManager:
-    """Restore torch's initializers, which transformers' `no_init_weights` replaces."""
-    transformers = sys.modules.get("transformers.initialization")
-    own = getattr(transformers, "TORCH_INIT_FUNCTIONS", None)
-    return nullcontext() if own is None else mock.patch.multiple(nn.init, **own)
-
-
 def stir(module: nn.Module) -> None:
     """Move parameters a little: where they start from 0, what is wrong may give what is right."""
     for parameter in module.parameters():
-        if not (parameter.requires_grad and parameter.is_floating_point()):
-            continue
-        noise = 0.1 * torch.randn(parameter.shape)
-        # A sign stays: what is a rate may be no number below 0.
-        parameter.add_(torch.where(parameter == 0, noise.abs(), parameter * noise))
+        if parameter.requires_grad and parameter.is_floating_point():
+            noise = 0.1 * torch.randn(parameter.shape)
+            # A sign stays: what is a rate may be no number below 0.
+            parameter.add_(torch.where(parameter == 0, noise.abs(), parameter * noise))
 
 
 def is_same(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if two results are equal, up to rounding."""
-    # What is equal may be infinite: a bias that masks.
-    distance = torch.where(found == wanted, 0.0, found - wanted).abs().max()
-    largest = wanted[wanted.isfinite()].abs().amax() if wanted.isfinite().any() else 0.0
-    return bool(distance <= _TOLERANCE * largest)
+    """Return True if two results are equal, infinities too, up to rounding."""
+    largest = wanted.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return torch.allclose(found.to(wanted.dtype), wanted, rtol=0.0, atol=_TOLERANCE * largest)
