@@ -10,7 +10,7 @@ from cat_lm.model import attention
 from cat_lm.model.cache import CatCache
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.landmark import train_landmarks
-from cat_lm.ops.landmark import calls, dispatch, select
+from cat_lm.ops.landmark import decode, dispatch, select
 from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, each_model, random_ids
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -237,7 +237,7 @@ def test_a_token_copies_nothing_of_the_past(compiled, monkeypatch):
     """Beside what is done for each landmark, a step at 1,600 tokens does what it does at 400."""
 
     if not compiled:
-        monkeypatch.setattr(calls, "load", lambda *kernel: None)
+        monkeypatch.setattr(decode, "load", lambda: None)
 
     def step(model, tokens):
         ids = random_ids(1, tokens + 2)

@@ -6,42 +6,89 @@ One call scores landmarks, chooses blocks and attends to them; it copies nothing
 from __future__ import annotations
 
 import ctypes
+import functools
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
-from cat_lm.ops.landmark import calls
 from cat_lm.ops.landmark.select import Choice
+from cat_lm.ops.runtime import compiler, threads
 from cat_lm.ops.runtime.operators import is_differentiated
 
-KERNEL = calls.sources("landmark", "decode.cpp"), "decode_run"
+KERNEL = compiler.Sources("landmark", (Path(__file__).with_name("decode.cpp"), *compiler.SHARED))
 
+# By their numbers in the kernel.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Numbers of keys, values and landmarks read below which one thread is faster than waking others.
 SMALL = 1 << 16
 
 _INTEGERS = (
-    *("batch", "heads", "shared", "choices", "time", "width", "past"),
+    *("dtype", "threads", "batch", "heads", "shared", "choices", "time", "width", "past"),
     *("block", "top_k", "local", "sink", "most", "room"),
 )
 _STRIDED = ("query", "key", "value", "landmarks")
-_POINTERS = ("padding", "scores", "places", "out")
+_POINTERS = ("padding", "scores", "places", "out", "parallel")
+_Strides = ctypes.c_int64 * 3
 
 
-class _Call(calls.Call):
+class _Call(ctypes.Structure):
     """`DecodeCall` of decode.cpp."""
 
-    _fields_ = calls.fields_of(_INTEGERS, _STRIDED, _POINTERS)
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _INTEGERS),
+        *((f"{name}_strides", _Strides) for name in _STRIDED),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in (*_STRIDED, *_POINTERS)),
+    )
+
+    def hand_over(self, strided: dict[str, Tensor], others: dict[str, Tensor]) -> list[Tensor]:
+        """Set the pointers, the strides of tensors [B, H, S, D] and the dtype of these.
+
+        Returns:
+            What the pointers point to, to be kept until the kernel has ended.
+        """
+        handed = dict(others)
+        for name, x in strided.items():
+            handed[name] = x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous()
+            setattr(self, f"{name}_strides", _Strides(*handed[name].stride()[:3]))
+            self.dtype = DTYPES[x.dtype]
+        for name, x in handed.items():
+            setattr(self, name, x.data_ptr())
+        self.parallel = threads.runtime()
+        return list(handed.values())
+
+
+@functools.cache
+def load() -> ctypes._CFuncPtr | None:
+    """Return the kernel's function, None where it cannot be built; `load_library` says why."""
+    library = compiler.load_library(KERNEL).handle
+    if library is None:
+        return None
+    found = library.decode_run
+    found.argtypes, found.restype = [ctypes.c_void_p], None
+    return found
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether there is a kernel for tensors of a device and dtype; it may be built now."""
-    return calls.has_kernel(*KERNEL, device, dtype)
+    return torch.device(device).type == "cpu" and dtype in DTYPES and load() is not None
 
 
 def can_decode(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs."""
+    """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs.
+
+    It reads memory: not of tensors that stand for others, as in torch.func and FakeTensorMode.
+    """
     given = query, key, value
-    return not is_differentiated(*given) and calls.serves(*KERNEL, *given)
+    return (
+        not is_differentiated(*given)
+        and not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, nn.Parameter) and not is_wrapped(x) for x in given)
+        and len({x.dtype for x in given}) == 1
+        and has_kernel(query.device, query.dtype)
+    )
 
 
 def decode(
@@ -90,7 +137,7 @@ def decode(
         "out": torch.empty(query.shape, dtype=query.dtype),
     }
     kept = call.hand_over(dict(zip(_STRIDED, (query, key, value, landmarks), strict=True)), others)
-    calls.load(*KERNEL)(ctypes.byref(call))
+    load()(ctypes.byref(call))
     del kept
     return others["out"]
 
