@@ -147,8 +147,6 @@ def export_model(
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
-    # Runs of earlier versions trained with False, which readers token by token would take for more.
-    model.config.use_cache = True
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
     with atomic_folder(out, listing) as folder:
