@@ -154,10 +154,12 @@ def export_model(
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
         files = describe_files(folder)
-        record = facts | {
+        # The weights are finite, or were refused above; `_verify` found the same bits in the files.
+        record = {
+            "format": 1,
             "program": PROGRAM,
+            **facts,
             "dtype": dtype,
-            "finite": True,  # refused above, and `_verify` found the same bits in the files
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
@@ -281,8 +283,8 @@ def _checked_place(out: Path | str) -> Path:
         raise UserError(f"OUT {out}: is not empty and no earlier export (it has no {RECORD})")
     if read_record(out) is None:
         raise UserError(
-            f"OUT {out}: its {RECORD} does not list what an export of this version wrote; move the "
-            "folder away or give another one"
+            f"OUT {out}: its {RECORD} does not list what an export wrote; move the folder away or "
+            "give another one"
         )
     changed = changed_files(out)
     if changed:
