@@ -175,14 +175,13 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
     Raises UserError where a file of them is damaged.
     """
     state, config = read_run_state(step_folder), read_run_config(step_folder)
-    precision = config.train.precision  # a run's own file holds what auto came to
     facts = {
         "step": state.step,
         "tokens": state.tokens,
         "data_fingerprint": state.data.fingerprint,
         "code": state.code.model_dump(),
         "context_length": config.data.context_length,
-        "precision": None if precision == "auto" else precision,
+        "precision": config.train.precision,  # a run's own file holds what auto came to
     }
     facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state.step)
     return {key: value for key, value in facts.items() if value is not None}
