@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 
 _OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
-class CopiedCode(Record):
+class CopiedCode(Versioned):
     """code.json, which `launch.slurm` puts beside a copy of the code."""
 
     commit: str | None

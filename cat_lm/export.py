@@ -147,8 +147,6 @@ def export_model(
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
-    # Runs of earlier versions trained with False, which readers token by token would take for more.
-    model.config.use_cache = True
     model.generation_config = _generation_config(model, tokenizer)
     facts = dict(facts or {})
     with atomic_folder(out, listing) as folder:
@@ -156,10 +154,12 @@ def export_model(
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
         files = describe_files(folder)
-        record = facts | {
+        # The weights are finite, or were refused above; `_verify` found the same bits in the files.
+        record = {
+            "format": 1,
             "program": PROGRAM,
+            **facts,
             "dtype": dtype,
-            "finite": True,  # refused above, and `_verify` found the same bits in the files
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
@@ -175,14 +175,13 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
     Raises UserError where a file of them is damaged.
     """
     state, config = read_run_state(step_folder), read_run_config(step_folder)
-    precision = config.train.precision  # a run's own file holds what auto came to
     facts = {
         "step": state.step,
         "tokens": state.tokens,
         "data_fingerprint": state.data.fingerprint,
         "code": state.code.model_dump(),
         "context_length": config.data.context_length,
-        "precision": None if precision == "auto" else precision,
+        "precision": config.train.precision,  # a run's own file holds what auto came to
     }
     facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state.step)
     return {key: value for key, value in facts.items() if value is not None}
@@ -283,8 +282,8 @@ def _checked_place(out: Path | str) -> Path:
         raise UserError(f"OUT {out}: is not empty and no earlier export (it has no {RECORD})")
     if read_record(out) is None:
         raise UserError(
-            f"OUT {out}: its {RECORD} does not list what an export of this version wrote; move the "
-            "folder away or give another one"
+            f"OUT {out}: its {RECORD} does not list what an export wrote; move the folder away or "
+            "give another one"
         )
     changed = changed_files(out)
     if changed:

@@ -3,7 +3,7 @@
 The listing proves which files of a folder are an export's own, to be replaced by the next one, and
 that they still are what was written: whatever loads a model compares the files that it reads. The
 model card is for people and may be edited. A folder without such a record is no export of ours and
-loads as it is.
+loads as it is; a record of another version is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field
 from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.checksums import Algorithm, checksums
 from cat_lm.io.own_files import MARK
-from cat_lm.io.readers import InsideName, Record, check_shape, read_object
+from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_object
 from cat_lm.limits import CONTEXT
 
 RECORD = "export.json"
@@ -41,13 +41,15 @@ class ListedFile(Record):
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class ExportRecord(Record):
-    """Hold what `cat_lm.export` writes; `sha256` is that of model.safetensors."""
+class ExportRecord(Versioned):
+    """Hold what `cat_lm.export` writes of weights that it found finite.
+
+    `sha256` is that of model.safetensors.
+    """
 
     program: Literal["cat_lm.export"]
     files: dict[InsideName, ListedFile]
     dtype: str
-    finite: bool = False  # whether all weights were looked at; not in earlier versions' records
     parameters: int = Field(ge=0)
     sha256: _Sha256
     step: int | None = None
@@ -57,25 +59,20 @@ class ExportRecord(Record):
     context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
     context_method: str | None = None
     context_factor: float | None = None
-    precision: Literal["bf16", "fp32"] | None = None  # of the training; not in earlier records
-
-
-class _Unlisted(Record):
-    """Hold what of an earlier version's record is used: it listed no files."""
-
-    sha256: _Sha256 | None = None
-    context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
+    precision: Literal["bf16", "fp32"] | None = None  # of the training
 
 
 def read_record(folder: Path) -> ExportRecord | None:
-    """Read what an export says of itself; None where `folder` is none, or of an earlier version.
+    """Read what an export says of itself; None where `folder` is none.
 
     Raises:
-        UserError: export.json is there and damaged.
+        UserError: export.json is there and damaged, or of another version.
     """
-    values = _values(folder)
-    # What lists files as ours do was ours; earlier versions listed none.
-    if values is None or (values.get("program") != PROGRAM and not values.keys() >= _LISTS):
+    if not (folder / RECORD).is_file():
+        return None
+    values = read_object(folder / RECORD, _AGAIN)
+    # Another program's file may have this name. One that lists files as ours do is ours, damaged.
+    if values.get("program") != PROGRAM and not values.keys() >= _LISTS:
         return None
     record = check_shape(values, ExportRecord, str(folder / RECORD), _AGAIN)
     for name in ("config.json", WEIGHTS):
@@ -85,26 +82,15 @@ def read_record(folder: Path) -> ExportRecord | None:
 
 
 def recorded_context_length(folder: Path) -> int | None:
-    """Read the context length of the training from the record, of an earlier version's too."""
-    values = _values(folder)
-    if values is None:
-        return None
-    return (read_record(folder) or _unlisted(folder, values)).context_length
+    """Read the context length of the training; None where the record does not say."""
+    record = read_record(folder)
+    return None if record is None else record.context_length
 
 
 def recorded_precision(folder: Path) -> str | None:
     """Read what the training computed in, bf16 or fp32; None where the record does not say."""
     record = read_record(folder)
     return None if record is None else record.precision
-
-
-def _values(folder: Path) -> dict[str, Any] | None:
-    path = folder / RECORD
-    return read_object(path, _AGAIN) if path.is_file() else None
-
-
-def _unlisted(folder: Path, values: dict[str, Any]) -> _Unlisted:
-    return check_shape(values, _Unlisted, str(folder / RECORD), _AGAIN)
 
 
 def listing(folder: Path) -> list[str]:
@@ -177,24 +163,16 @@ def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
     if _skipped.get():
         return
     record = read_record(folder)
-    if record is None:
-        _verify_unlisted(folder, wanted)
-        return
-    listed = {folder / name: file for name, file in record.files.items() if wanted(name)}
+    files = {} if record is None else record.files
+    listed = {folder / name: file for name, file in files.items() if wanted(name)}
     for path, file in listed.items():
         if _size(path) != file.bytes:
             raise _changed(path, f"has {_size(path):,} bytes", f"{file.bytes:,}")
     for path, digest in digests(listed, "xxh3_128").items():
-        _compare(path, "XXH3", digest, listed[path].xxh3_128)
-
-
-def _verify_unlisted(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Compare the weights with an earlier version's record, which has their SHA-256 alone."""
-    values, path = _values(folder), folder / WEIGHTS
-    expected = None if values is None else _unlisted(folder, values).sha256
-    if expected is not None and wanted(WEIGHTS):
-        _size(path)
-        _compare(path, "SHA-256", digests([path], "sha256")[path], expected)
+        expected = listed[path].xxh3_128
+        if digest != expected:
+            found = f"has the XXH3 checksum {digest[:16]}…"
+            raise _changed(path, found, f"{expected[:16]}…")
 
 
 def finite_as_listed(folder: Path, files: Iterable[Path]) -> str | None:
@@ -206,10 +184,10 @@ def finite_as_listed(folder: Path, files: Iterable[Path]) -> str | None:
         files: of the weights that are read.
 
     Returns:
-        The dtype's name; None where nobody looked, or where `verify` compares nothing.
+        The dtype's name; None where `verify` compares nothing.
     """
     record = None if _skipped.get() else read_record(folder)
-    if record is None or not record.finite:
+    if record is None:
         return None
     listed = all(str(file.relative_to(folder)) in record.files for file in files)
     return record.dtype if listed else None
@@ -235,11 +213,6 @@ def _size(path: Path) -> int:
         raise UserError(f"{path}: is missing, {RECORD} lists it; {_AGAIN}") from None
     except OSError as error:
         raise file_error(f"{path}: {describe_os_error(error)}", error) from None
-
-
-def _compare(path: Path, kind: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise _changed(path, f"has the {kind} checksum {found[:16]}…", f"{expected[:16]}…")
 
 
 def _changed(path: Path, found: str, expected: str) -> UserError:

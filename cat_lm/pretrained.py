@@ -272,7 +272,7 @@ def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
 
 def _naming(config: PreTrainedConfig) -> Naming:
     architecture = architectures.find(config)
-    return str if architecture is None else partial(architecture.todays_name, config)
+    return str if architecture is None else partial(architecture.own_name, config)
 
 
 def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

@@ -218,7 +218,7 @@ def _target_weights(
     added = _filters(folder, target)
     convolved = bool(getattr(target, "convolved_streams", ""))
     for name in list(weights):
-        new = architecture.todays_name(target, name) if convolved else architecture.plain_name(name)
+        new = architecture.own_name(target, name) if convolved else architecture.plain_name(name)
         weights[new] = weights.pop(name)
     for name in added:
         weights[name] = architecture.identity_filter(target, name).to(dtype)

@@ -14,7 +14,17 @@ from cat_lm.training.checkpoint.records import MARKER, StoredFile, write_marker
 from cat_lm.training.distributed import Ranks
 from tests.runs import run_values, write_config
 
-STATE = {"step": 2, "tokens": 64, "data": {"fingerprint": "f"}, "world_size": 1}
+STATE = {
+    "format": 1,
+    "step": 2,
+    "tokens": 64,
+    "data": {"path": None, "fingerprint": "f"},
+    "world_size": 1,
+    "skipped": 0,
+    "skipped_in_a_row": 0,
+    "code": {"cat_lm": "0.1.0", "commit": None, "plugins": {}},
+    "validated": True,
+}
 
 
 def seal(folder: Path) -> None:
@@ -29,14 +39,6 @@ def seal(folder: Path) -> None:
             if path.is_file() and path.name != MARKER
         },
     )
-
-
-def seal_as_before(folder: Path) -> None:
-    """The same, as versions without checksums wrote it."""
-    seal(folder)
-    files = json.loads((folder / MARKER).read_text())["files"]
-    sizes = {name: file["bytes"] for name, file in files.items()}
-    (folder / MARKER).write_text(json.dumps({"files": sizes}))
 
 
 def flip(path: Path, place: int = -5) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.io.files import write_json
-from tests.checkpoints import seal
+from tests.checkpoints import STATE, seal
 from tests.runs import run_values, write_config
 
 CONTEXT = 32
@@ -56,8 +56,9 @@ def checkpoint(run: Path, model: Any, tokenizer: Path, step: int = 12) -> Path:
     data = tokenizer.parent
     config = write_config(run, run_values(data, run))
     load_config(config).save(folder / "run_config.yaml")
-    state = {"step": step, "tokens": step * 8 * CONTEXT, "data": {"fingerprint": "f" * 64}}
-    write_json(folder / "state.json", state | {"world_size": 1})
+    data = {"path": None, "fingerprint": "f" * 64}
+    state = STATE | {"step": step, "tokens": step * 8 * CONTEXT, "data": data}
+    write_json(folder / "state.json", state)
     seal(folder)
     return folder
 

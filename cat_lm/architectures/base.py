@@ -372,9 +372,9 @@ class Architecture:
             raise ValueError("the model has no recurrences that a backend could be named for")
         return ""
 
-    # Files of the library and of earlier versions
+    # Files of the library
 
-    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+    def own_name(self, config: PreTrainedConfig, name: str) -> str | None:
         """Translate the name of a file's tensor into that in the model of a configuration.
 
         None for a constant that old files hold and no model does.

@@ -422,9 +422,9 @@ class Transformer(Architecture):
         attended = attention.pattern(config).describe_backend(config, device, dtype)
         return f"{said}; {attended}" if attended else said
 
-    # Files of the library and of earlier versions
+    # Files of the library
 
-    def todays_name(self, config: PreTrainedConfig, name: str) -> str | None:
+    def own_name(self, config: PreTrainedConfig, name: str) -> str | None:
         """Translate a name by the patterns of this family's configuration class."""
         if re.search(self.old_constants, name):
             return None

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
@@ -43,12 +42,9 @@ _PURPOSE = "a packing plan on its way"
 
 
 class Plan(Record):
-    """The content of `plan.json`: the plan's data and settings, its size and its files' SHA-256.
+    """The content of `plan.json`: the plan's data and settings, its size and its files' SHA-256."""
 
-    Plans of version 1 have no checksums, and are not read.
-    """
-
-    version: int
+    version: Literal[VERSION]
     fingerprint: Digest
     split: Literal[SPLITS]
     context_length: Count
@@ -56,7 +52,7 @@ class Plan(Record):
     windows: Count
     pieces: Count
     cut_documents: Count
-    sha256: dict[Literal[FILES], Digest] = Field(default_factory=dict)
+    sha256: dict[Literal[FILES], Digest]
 
 
 class PackedWindows:
@@ -279,7 +275,7 @@ def plan_files(data: Path) -> list[str]:
             plan = read_json(record, Plan)
         except (OSError, UserError):
             continue
-        name = _plan_name(plan.split, plan.context_length, plan.fingerprint, plan.version)
+        name = _plan_name(plan.split, plan.context_length, plan.fingerprint)
         if folder.name != name:
             continue
         place = f"{PACKING}/{folder.name}"
@@ -288,8 +284,8 @@ def plan_files(data: Path) -> list[str]:
     return found
 
 
-def _plan_name(split: str, context_length: int, fingerprint: str, version: int = VERSION) -> str:
-    return f"{split}-{context_length}-v{version}-{fingerprint[:16]}"
+def _plan_name(split: str, context_length: int, fingerprint: str) -> str:
+    return f"{split}-{context_length}-v{VERSION}-{fingerprint[:16]}"
 
 
 def _write_plan(

@@ -24,7 +24,7 @@ from cat_lm.data.manifest import Count, Digest
 from cat_lm.data.storage import cache_folder
 from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.checksums import checksums, sha256
-from cat_lm.io.readers import Record, parse_json, read_object, resolve, short
+from cat_lm.io.readers import Versioned, parse_json, read_object, resolve, short
 
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus
@@ -35,7 +35,7 @@ NOTE = ".verified.jsonl"
 NETWORK = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "wekafs"}
 
 
-class Stamp(Record):
+class Stamp(Versioned):
     """A file as it was when its SHA-256 was found to be `sha256`; another copy has another one."""
 
     name: str
@@ -55,6 +55,7 @@ class Listed(NamedTuple):
         """Look at the file. Raises OSError."""
         status = self.path.stat()
         return Stamp(
+            format=1,
             name=self.path.name,
             size=status.st_size,
             mtime_ns=status.st_mtime_ns,

@@ -1,9 +1,7 @@
 """Outputs with fixed names: what a command may write over, known before it computes.
 
 A file is replaced where an earlier run of the same command listed it, in a hidden file beside it,
-or where it is a result that says which command made it. Earlier versions listed nothing: where
-their result is there, the tables and pictures of the same command are taken for theirs. Anything
-else is somebody's own.
+or where it is a result that says which command made it. Anything else is somebody's own.
 """
 
 from __future__ import annotations
@@ -42,16 +40,15 @@ def claim_outputs(
     out = Path(out)
     listing = out / f".{result}.files"
     listed = _listed(listing)
-    earlier = not listed and is_result(out / result)
     names = list(dict.fromkeys([result, *names]))
     for name in names:
         path = out / name
-        if os.path.lexists(path) and name not in listed and not earlier and not is_result(path):
+        if os.path.lexists(path) and name not in listed and not is_result(path):
             raise UserError(
                 f"{flag} {out}: {name} is not of an earlier run of this command and would be "
                 "replaced; move it away or give another folder"
             )
-    ours = Listing(program="cat_lm", files=sorted({*listed, *names}))
+    ours = Listing(format=1, program="cat_lm", files=sorted({*listed, *names}))
     write_text(listing, ours.model_dump_json(indent=1) + "\n")
 
 
@@ -95,7 +92,6 @@ def is_result(path: Path, command: str = "") -> bool:
 
 def _listed(listing: Path) -> list[str]:
     try:
-        found = read_json(listing, Listing)
+        return read_json(listing, Listing).files
     except UserError:
         return []
-    return found.files if found.program == "cat_lm" else []

@@ -15,10 +15,11 @@ import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from cat_lm.errors import UserError, describe_os_error, file_error, is_temporary
 from cat_lm.io.files import write_text
-from cat_lm.io.readers import InsideName, Record, read_json
+from cat_lm.io.readers import InsideName, Record, Versioned, read_json
 
 MARK = ".cat_lm.json"
 LISTING = ".cat_lm_files.json"
@@ -39,36 +40,35 @@ class Writer(Record):
     job: str = ""
 
 
-class Mark(Record):
-    """The mark in a folder of ours; those of earlier versions name no writer."""
+class Mark(Versioned):
+    """The mark in a folder of ours."""
 
-    program: str
+    program: Literal["cat_lm"]
     purpose: str
     inode: int
-    writer: Writer | None = None
+    writer: Writer
 
 
-class Listing(Record):
+class Listing(Versioned):
     """The files that were written into a folder, for folders without a record of another kind."""
 
-    program: str
+    program: Literal["cat_lm"]
     files: list[InsideName]
 
 
 def write_listing(folder: Path) -> None:
     """List all files of a folder of ours, in a file beside them."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    ours = Listing(program="cat_lm", files=sorted(set(names) - {MARK, LISTING}))
+    ours = Listing(format=1, program="cat_lm", files=sorted(set(names) - {MARK, LISTING}))
     (folder / LISTING).write_text(ours.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def read_listing(folder: Path) -> list[str]:
     """Read what `write_listing` wrote, itself last; nothing where there is no such list."""
     try:
-        found = read_json(folder / LISTING, Listing)
+        return [*read_json(folder / LISTING, Listing).files, LISTING]
     except UserError:
         return []
-    return [*found.files, LISTING] if found.program == "cat_lm" else []
 
 
 def make_marked(folder: Path, purpose: str) -> None:
@@ -90,7 +90,7 @@ def make_marked(folder: Path, purpose: str) -> None:
 
 def _mark(folder: Path, purpose: str) -> str:
     inode, writer = folder.stat().st_ino, _this_process()
-    mark = Mark(program="cat_lm", purpose=purpose, inode=inode, writer=writer)
+    mark = Mark(format=1, program="cat_lm", purpose=purpose, inode=inode, writer=writer)
     return mark.model_dump_json() + "\n"
 
 
@@ -155,7 +155,7 @@ def _read_mark(folder: Path, purpose: str) -> tuple[Mark, int] | None:
         if isinstance(error, UserError):
             raise
         raise file_error(f"{folder}: {describe_os_error(error)}", error) from None
-    return (mark, own.st_ino) if (mark.program, mark.purpose) == ("cat_lm", purpose) else None
+    return (mark, own.st_ino) if mark.purpose == purpose else None
 
 
 def other_writer(folder: Path, purpose: str) -> str:
@@ -167,8 +167,6 @@ def other_writer(folder: Path, purpose: str) -> str:
     if found is None:
         return "another process" if is_only_begun(folder) else ""
     writer, here = found[0].writer, _this_process()
-    if writer is None:
-        return "a process of an earlier version"
     is_here = (writer.host, writer.numbering) == (here.host, here.numbering)
     if is_here and (writer.pid == here.pid or not is_alive(writer.pid)):
         return ""

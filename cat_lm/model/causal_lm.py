@@ -71,7 +71,7 @@ class PreTrainedMixin(AsksForStarts):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; the library's files and those of earlier versions too."""
+        """Load as in transformers; the library's files too."""
         name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}

@@ -84,13 +84,9 @@ class CatConfig(AttentionSettings, GPTNeoXConfig):
     """
 
     model_type = "cat_neox"
-    earlier_names: ClassVar[dict[str, str]] = {r"^embed_out\.": "lm_head."}
-    # Before the convolution was a module of its own, the projection held the filters and their
-    # bias; without filters it still holds the bias.
-    convolved_names: ClassVar[dict[str, str]] = {
-        r"\.query_key_value\.([qkv]_filter)$": r".convolution.\1",
-        r"\.query_key_value\.bias$": ".convolution.bias",
-    }
+    library_names: ClassVar[dict[str, str]] = {r"^embed_out\.": "lm_head."}
+    # The projection's bias is added after the convolution.
+    convolved_names: ClassVar[dict[str, str]] = {r"\.query_key_value\.bias$": ".convolution.bias"}
     # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
     # would have to pass documents and padding on.
     base_model_tp_plan = base_model_pp_plan = None

@@ -51,7 +51,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             self.convolution = PackedConvolution(config, self.query_key_value.bias)
             self.query_key_value.register_parameter("bias", None)
             self.dense = dense
-            self._take_earlier_names()
+            self._take_library_names()
         self.dense.writes_residual = True
         self._add_parts(config)
 

@@ -60,7 +60,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             for projection in projections.values():
                 projection.register_parameter("bias", None)
             self.o_proj = output
-            self._take_earlier_names()
+            self._take_library_names()
         self.o_proj.writes_residual = True
         self._add_parts(config)
 

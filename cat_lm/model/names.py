@@ -1,4 +1,4 @@
-"""Parameter names of earlier files as those of today's models.
+"""Parameter names of the libraries' files as those of our models.
 
 A family's configuration says its patterns: `AttentionSettings.renamings`.
 """

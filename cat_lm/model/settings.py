@@ -199,12 +199,12 @@ class AttentionSettings(KnownKeys):
     fields in its docstring.
 
     Attributes:
-        earlier_names: patterns of parameters' names in files of the library and of earlier
-            versions, and what takes their place.
+        library_names: patterns of parameters' names in the library's files, and what takes their
+            place.
         convolved_names: the same, of models with convolutions only.
     """
 
-    earlier_names: ClassVar[dict[str, str]] = {}
+    library_names: ClassVar[dict[str, str]] = {}
     convolved_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
@@ -240,7 +240,7 @@ class AttentionSettings(KnownKeys):
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:
         """Give the patterns for the files of models with or without convolutions."""
-        return cls.earlier_names | (cls.convolved_names if convolved else {})
+        return cls.library_names | (cls.convolved_names if convolved else {})
 
     @property
     def head_width(self) -> int:

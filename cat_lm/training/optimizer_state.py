@@ -28,7 +28,6 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm import architectures
 from cat_lm.errors import UserError, describe_os_error, file_error
 from cat_lm.io.causes import causes_told, os_error
 from cat_lm.training import buffers
@@ -101,6 +100,10 @@ def state_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def _key(kind: str, name: str, start: int, stop: int) -> str:
+    return f"{kind}/{name}[{start}:{stop}]"
+
+
 def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
     """Write this rank's fragments of the moments, and return them as the file must hold them.
 
@@ -113,7 +116,7 @@ def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
         for kind in MOMENTS:
             # Before its first step the optimizer has no moments; they would begin with zeros.
             moment = state[kind] if state else torch.zeros_like(fragment.stepped)
-            key = f"{kind}/{fragment.name}[{fragment.start}:{fragment.stop}]"
+            key = _key(kind, fragment.name, fragment.start, fragment.stop)
             tensors[key] = fragment.of(moment).cpu()
     numbers = {"rank": ranks.rank, "ranks": ranks.world_size, "step": optimizer_step(engine)}
     path = folder / state_file(ranks.rank)
@@ -175,8 +178,8 @@ def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-# (start, stop, rank of the file, name in it); the name may be an earlier version's
-Range = tuple[int, int, int, str]
+# (start, stop, rank of the file)
+Range = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -211,21 +214,15 @@ def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
             steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
                 kind, name, start, stop = _part_of(path, key, stored)
-                name = _todays_name(engine, name)
                 if name not in sizes:
                     raise UserError(f"{folder}: the model has no parameter {name}")
-                ranges[kind, name].append((start, stop, rank, key))
+                ranges[kind, name].append((start, stop, rank))
     if len(steps) > 1:
         raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
     for (kind, name), parts in ranges.items():
         parts.sort()
         _check_tiling(f"{folder}: {kind} of {name}", parts, sizes[name])
     return StateIndex(steps.pop(), ranges)
-
-
-def _todays_name(engine: Engine, name: str) -> str:
-    config = engine.model.config
-    return architectures.of_config(config).todays_name(config, name) or name
 
 
 def _writers_step(path: Path, numbers: Mapping[str, str], rank: int, world_size: int) -> int:
@@ -278,7 +275,7 @@ def _opened(path: Path) -> Iterator[safe_open]:
 
 def _check_tiling(what: str, parts: list[Range], size: int) -> None:
     position = 0
-    for start, stop, *_ in [*parts, (size, size, -1, "")]:
+    for start, stop, _ in [*parts, (size, size, -1)]:
         if start > position:
             raise UserError(f"{what}: elements {position} to {start} of {size} are in no file")
         if start < position:
@@ -312,24 +309,20 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
     _read_moments(engine, held, index, state)
 
 
-def check_weights(engine: Engine, path: Path) -> list[str]:
-    """Compares the header of the whole master weights and the buffers with the model.
-
-    Returns:
-        The buffers that are missing: earlier versions saved none.
+def check_weights(engine: Engine, path: Path) -> None:
+    """Compare the header of the whole master weights and the buffers with the model.
 
     Raises:
-        UserError: the file is damaged, or a weight is missing, of another shape or not fp32, or a
-            buffer of another shape or type.
+        UserError: the file is damaged, or a weight or buffer is missing, of another shape, or of
+            another type; weights are fp32.
     """
     own = buffers.persistent(engine.model)
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     expected |= {name: list(buffer.shape) for name, buffer in own.items()}
     with _opened(path) as stored:
-        slices = {name: stored.get_slice(place) for name, place in _places(engine, stored).items()}
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
         found = {name: part.get_shape() for name, part in slices.items()}
-        lacking = sorted(own.keys() - found.keys())
-        for name in sorted((expected.keys() | found.keys()) - set(lacking)):
+        for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise UserError(
                     f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
@@ -339,41 +332,34 @@ def check_weights(engine: Engine, path: Path) -> list[str]:
             wanted = buffers.wrong_type(dtype, own[name]) if name in own else "F32"
             if wanted not in (None, dtype):
                 raise UserError(f"{path}: {name}: is {dtype}, must be {wanted}")
-    return lacking
-
-
-def _places(engine: Engine, stored: safe_open) -> dict[str, str]:
-    """Give the names in a file by those that the parameters have today."""
-    return {_todays_name(engine, name): name for name in stored.keys()}  # noqa: SIM118
 
 
 def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
     expected = shapes(engine)
     with _opened(path) as stored:
-        places = _places(engine, stored)
         for fragment in held:
             # Slices are of whole rows; those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
             first, end = fragment.start // row, -(-fragment.stop // row)
-            read = stored.get_slice(places[fragment.name])[first:end].reshape(-1)
+            read = stored.get_slice(fragment.name)[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
         for name, buffer in buffers.persistent(engine.model).items():
-            if name in places:
-                buffer.copy_(stored.get_tensor(places[name]))
+            buffer.copy_(stored.get_tensor(name))
 
 
 def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:
-    by_file: dict[int, list[tuple[str, Fragment, int, int, str]]] = {}
+    by_file: dict[int, list[tuple[str, Fragment, int, int]]] = {}
     for fragment in held:
         for kind in MOMENTS:
-            for start, stop, rank, key in index.ranges[kind, fragment.name]:
+            for start, stop, rank in index.ranges[kind, fragment.name]:
                 if start < fragment.stop and fragment.start < stop:
-                    by_file.setdefault(rank, []).append((kind, fragment, start, stop, key))
+                    by_file.setdefault(rank, []).append((kind, fragment, start, stop))
     for rank, parts in by_file.items():
         with _opened(folder / state_file(rank)) as stored:
-            for kind, fragment, start, stop, key in parts:
+            for kind, fragment, start, stop in parts:
                 wanted = fragment.part(start, stop)
+                key = _key(kind, fragment.name, start, stop)
                 read = stored.get_slice(key)[wanted.start - start : wanted.stop - start]
                 wanted.of(engine.optimizer.state[wanted.stepped][kind]).copy_(read)
 

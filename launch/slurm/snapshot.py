@@ -50,6 +50,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
         write_listing(copy)
     diff = _git(project, "diff", "--binary", "HEAD") if commit else None
     record = {
+        "format": 1,
         "cat_lm": __version__,
         "commit": commit,
         "dirty": bool(diff or untracked) if commit else None,

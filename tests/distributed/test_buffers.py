@@ -185,18 +185,13 @@ def changed_checkpoints(ranks, data: str, folder: str) -> dict[str, str]:
         change(tensors)
         save_file(tensors, step / WEIGHTS, {"format": "pt"})
         seal(step)
-        line, held = trained(ranks, values_of(data, run, max_steps=4, resume="auto"))
-        found[what] = (run / "train.log").read_text() if what == "absent" else line
-        if what == "absent":
-            # One rank draws again what it drew.
-            assert held[name].equal(load_file(first / "checkpoints/step-00000002" / WEIGHTS)[name])
+        found[what], _ = trained(ranks, values_of(data, run, max_steps=4, resume="auto"))
     return found
 
 
 def test_checkpoints_with_other_buffers_or_none(tiny_corpus, tmp_path):
     (found,) = run_on_ranks(changed_checkpoints, 1, str(tiny_corpus), str(tmp_path))
-    said = "buffer model.layers.0.mixer.omega: model/model.safetensors has none, as earlier version"
-    assert said in found["absent"] and "finished: 4 steps" in found["absent"]
+    assert "omega: the file has none, the model [32, 8]" in found["absent"]
     assert "omega: the file has [32, 9], the model [32, 8]" in found["another shape"]
     assert "omega: is I64, must be F32" in found["another type"]
     assert "not finite" in found["not finite"]

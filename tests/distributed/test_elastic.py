@@ -299,7 +299,6 @@ DAMAGES = {
         lambda p: rewrite(p.parents[1] / "model/model.safetensors", cut),
         "the file has none, the model [",
     ),
-    "old layout": (lambda p: p.parent.rename(p.parents[1] / "engine"), "has no state/"),
 }
 
 
@@ -321,7 +320,7 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
         def prepare(source=source, checkpoint=checkpoint, damage=damage, name=name):
             shutil.copytree(source, checkpoint)
             damage(checkpoint / "state/rank-00001.safetensors")
-            if name in ("missing", "truncated", "old layout"):
+            if name in ("missing", "truncated"):
                 # In a run's folder it would be passed over for an older one.
                 assert not is_complete(checkpoint)
             seal(checkpoint)

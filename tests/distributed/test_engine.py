@@ -13,6 +13,7 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.training.engine import Engine, build_model, parameter_groups
 from cat_lm.training.optimizer_state import full_precision_weights
+from tests.checkpoints import STATE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import LAS
 from tests.unit.attention_entries import register_entries, registered_entries
@@ -289,9 +290,6 @@ def test_options_act_the_same_under_every_stage(stages, quick):
         assert losses["compiled", 0] == pytest.approx(losses["plain", 0], rel=1e-4)
     assert losses["checkpointed", 0] == pytest.approx(losses["plain", 0], rel=1e-6)
     assert not set(draws) & set(other_draws), "ranks must not draw the same dropout"
-
-
-STATE = {"step": 1, "tokens": 64, "data": {"fingerprint": "f"}}
 
 
 def settings_after_load(ranks, folder):

@@ -23,6 +23,7 @@ from cat_lm.training.fragments import stepped_tensors
 from cat_lm.training.optimizer_state import full_precision_weights
 from cat_lm.training.preflight import plans
 from cat_lm.training.preflight.dry_run import absent_moments
+from tests.checkpoints import STATE
 from tests.conftest import generated_text
 from tests.distributed.ranks import run_on_ranks
 from tests.prepared_data import random_documents, write_prepared
@@ -45,8 +46,7 @@ def saved_bytes(ranks, folder: str) -> tuple[int, int]:
     }
     engine.train_step(batch, 1e-3)
     checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
-    state = {"step": 1, "tokens": 64, "data": {"fingerprint": "f"}}
-    saved = checkpoints.save(engine, state, Path(folder) / "tokenizer")
+    saved = checkpoints.save(engine, STATE, Path(folder) / "tokenizer")
     checkpoints.close()
     files = saved.rglob("*.safetensors")
     return sum(f.stat().st_size for f in files), checkpoint_bytes(count_parameters(engine.model))

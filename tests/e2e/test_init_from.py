@@ -181,7 +181,7 @@ def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
 def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):
     source = shutil.copytree(pythia, tmp_path / "model")
     files = describe_files(source)
-    record = {"program": PROGRAM, "files": files, "dtype": "float32", "parameters": 1}
+    record = {"format": 1, "program": PROGRAM, "files": files, "dtype": "float32", "parameters": 1}
     record["sha256"] = files["model.safetensors"]["sha256"]
     (source / "export.json").write_text(json.dumps(record))
     config = write_config(tmp_path, values(tiny_corpus, tmp_path / "run", source))

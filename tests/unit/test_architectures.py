@@ -390,10 +390,10 @@ def renamed_in(folder: Path, pattern: str, replacement: str, **more: torch.Tenso
 
 
 @pytest.mark.parametrize("variant", [{}, {"conv_type": "none"}, {"family": "llama"}])
-def test_a_family_says_its_earlier_names(variant, tmp_path, monkeypatch):
+def test_family_reads_its_library_names(variant, tmp_path, monkeypatch):
     model = cat_model(attention_bias=True, **variant)
     kind = type(model.config)
-    monkeypatch.setattr(kind, "earlier_names", {r"^old_head\.": "lm_head."})
+    monkeypatch.setattr(kind, "library_names", {r"^old_head\.": "lm_head."})
     model.save_pretrained(tmp_path)
     expected = load_weights(tmp_path, model.config)
     assert expected.keys() == model.state_dict().keys()

@@ -53,7 +53,7 @@ def test_a_copy_has_the_commit_that_was_copied(runs_in, tmp_path):
     copy = checkout_at(tmp_path / "checkout") / "runs/mine/slurm/code"
     assert runs_in(copy) is None
     for found, dirty, said in (("abc", False, "abc"), ("abc", True, "abc+"), (None, None, None)):
-        record = json.dumps({"commit": found, "dirty": dirty})
+        record = json.dumps({"format": 1, "commit": found, "dirty": dirty})
         (copy.parent / "code.json").write_text(record, encoding="utf-8")
         assert runs_in(copy) == said
     (copy.parent / "code.json").write_text("no JSON")

@@ -40,11 +40,13 @@ def test_what_an_earlier_run_listed_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_results_of_earlier_versions_speak_for_their_tables(tmp_path, inside):
+def test_a_result_speaks_for_itself_alone(tmp_path, inside):
     result = {"rows": [], **(provenance() if inside else {"provenance": provenance()})}
     (tmp_path / "sweep.json").write_text(json.dumps(result))
     (tmp_path / "sweep.csv").write_text("length,loss\n")
-    claim_outputs(tmp_path, "sweep.json", NAMES)
+    with pytest.raises(UserError, match=r"sweep\.csv is not of an earlier run"):
+        claim_outputs(tmp_path, "sweep.json", NAMES)
+    claim_outputs(tmp_path, "sweep.json")
     claim_file(tmp_path / "sweep.json", "--json")
     (tmp_path / "link.json").symlink_to("sweep.json")
     for name in ("sweep.csv", "link.json"):
@@ -52,13 +54,15 @@ def test_results_of_earlier_versions_speak_for_their_tables(tmp_path, inside):
             claim_file(tmp_path / name, "--json")
 
 
-def test_a_damaged_listing_lists_nothing(tmp_path):
+def test_a_damaged_listing_or_another_version_s_lists_nothing(tmp_path):
     claim_outputs(tmp_path, "sweep.json")
     (listing,) = tmp_path.iterdir()
-    listing.write_text('{"program": "cat_lm", "files": 3}')
+    whole = json.loads(listing.read_text())
     (tmp_path / "sweep.json").write_text("mine")
-    with pytest.raises(UserError, match=r"sweep\.json is not of an earlier run"):
-        claim_outputs(tmp_path, "sweep.json")
+    for wrong in ({"files": 3}, {"format": 2}):
+        listing.write_text(json.dumps(whole | wrong))
+        with pytest.raises(UserError, match=r"sweep\.json is not of an earlier run"):
+            claim_outputs(tmp_path, "sweep.json")
 
 
 def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):

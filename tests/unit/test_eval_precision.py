@@ -57,7 +57,7 @@ def test_auto_on_a_gpu_is_what_all_were_trained_in(models, gpu, monkeypatch):
     assert chosen("bf16") == "float32"
 
 
-def test_records_without_it_are_read(models):
+def test_precision_that_nobody_gave_is_not_recorded(models):
     assert recorded_precision(models["bf16"]) == "bf16"
     assert recorded_precision(models["unknown"]) is None
     assert "precision" not in json.loads((models["unknown"] / "export.json").read_text())

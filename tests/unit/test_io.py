@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import threading
@@ -184,6 +185,21 @@ def test_only_listed_files_are_removed(tmp_path):
     (folder / "notes").unlink()
     assert own_files.remove_listed(folder, ["linked"]) == []
     assert not folder.exists() and (outside / "thesis").exists()
+
+
+def test_marks_and_listings_of_another_version_are_not_ours(tmp_path):
+    folder = tmp_path / "work"
+    own_files.make_marked(folder, "parts")
+    (folder / "part").write_text("x")
+    own_files.write_listing(folder)
+    for name in (own_files.MARK, own_files.LISTING):
+        record = json.loads((folder / name).read_text())
+        assert record.pop("format") == 1
+        (folder / name).write_text(json.dumps(record))
+    assert not own_files.is_marked(folder, "parts") and own_files.read_listing(folder) == []
+    with pytest.raises(UserError, match="was not made by this program"):
+        own_files.remove_marked(folder, "parts")
+    assert (folder / "part").exists()
 
 
 def test_a_marked_folder_is_ours_and_its_copy_is_not(tmp_path):

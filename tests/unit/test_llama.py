@@ -24,9 +24,9 @@ from tests.unit.tiny_models import (
     SIZES,
     VARIANTS,
     cat_model,
+    own_name,
     random_ids,
     stock_model,
-    todays_name,
     with_weights_of,
 )
 
@@ -68,7 +68,7 @@ def test_logits_and_gradients_equal_the_library(kind, heads, attn_implementation
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     ours = gradients(model)
     for name, gradient in gradients(stock).items():
-        own = ours[todays_name(model, name)]
+        own = ours[own_name(model, name)]
         torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

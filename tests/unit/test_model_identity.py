@@ -6,9 +6,9 @@ import torch
 from tests.unit.tiny_models import (
     cat_model,
     each_variant,
+    own_name,
     random_ids,
     stock_model,
-    todays_name,
     with_weights_of,
 )
 
@@ -35,7 +35,7 @@ def test_logits_and_gradients_equal_stock(variant, rotary_pct, attn_implementati
 
     ours, theirs = gradients(model, IDS), gradients(stock, IDS)
     for name, gradient in theirs.items():
-        own = ours[todays_name(model, name)]
+        own = ours[own_name(model, name)]
         torch.testing.assert_close(own, gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 

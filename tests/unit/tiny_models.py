@@ -36,9 +36,9 @@ LLAMA_VARIANTS = {
 }
 
 
-def todays_name(model, name):
+def own_name(model, name):
     """The name in a model of what the library calls `name`."""
-    return architectures.of_config(model.config).todays_name(model.config, name)
+    return architectures.of_config(model.config).own_name(model.config, name)
 
 
 def each_variant(*without):

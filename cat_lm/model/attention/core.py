@@ -79,9 +79,9 @@ class AttentionMixin:
         self.score_transform = attention.build(ScoreTransform, config)
         self.value_transform = attention.build(ValueTransform, config)
 
-    def _take_earlier_names(self) -> None:
-        """Read the library's and earlier versions' names of what the convolution holds now."""
-        self.register_load_state_dict_pre_hook(_rename_earlier_parameters)
+    def _take_library_names(self) -> None:
+        """Read the library's names of what the convolution holds."""
+        self.register_load_state_dict_pre_hook(_rename_library_parameters)
 
     def _divided(
         self,
@@ -260,10 +260,10 @@ def entry_weights(model: nn.Module) -> set[str]:
     }
 
 
-def _rename_earlier_parameters(
+def _rename_library_parameters(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Take the library's and earlier versions' names for what the convolution holds now."""
+    """Take the library's names for what the convolution holds."""
     renamings = module.config.renamings(convolved=True)
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[renamed(name, renamings)] = state_dict.pop(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cat_lm.errors import TemporaryError, UserError, describe_os_error
@@ -13,7 +13,7 @@ from cat_lm.io.checksums import checksums
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     MARKER,
-    Contents,
+    StoredFile,
     read_marker,
     refuse_unreadable,
 )
@@ -61,8 +61,7 @@ def is_complete(folder: Path) -> bool:
     What cannot be looked at now is not known to be complete.
     """
     try:
-        contents = read_marker(folder)
-        return _wrong_size(folder, contents, contents.sizes) is None
+        return wrong_size(folder, read_marker(folder)) is None
     except UserError:
         return False
 
@@ -71,8 +70,7 @@ def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
     """Find the newest whole checkpoint at `path`: a run, a `checkpoints` or a step folder.
 
     Every file of the folder that is returned is there and has the size and the checksum of its
-    marker, so it holds what training wrote, and that was finite. (Markers of earlier versions have
-    no checksums; their sizes are compared, and a line says so.) Newer ones that were passed over
+    marker, so it holds what training wrote, and that was finite. Newer ones that were passed over
     have a line each.
 
     Args:
@@ -103,7 +101,7 @@ def candidates(path: Path | str) -> list[Path]:
     raise UserError(f"{path}: holds no complete checkpoint (a step-… folder with {MARKER})")
 
 
-def newest_whole(found: list[Path], damage_of: Callable[[Path, Say], str | None], say: Say) -> Path:
+def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say: Say) -> Path:
     """Take the first of `found` that `damage_of` finds nothing wrong with.
 
     Raises:
@@ -111,7 +109,7 @@ def newest_whole(found: list[Path], damage_of: Callable[[Path, Say], str | None]
     """
     problems = []
     for folder in found:
-        problem = damage_of(folder, say)
+        problem = damage_of(folder)
         if problem is None:
             return folder
         problems.append(problem)
@@ -125,16 +123,15 @@ def newest_whole(found: list[Path], damage_of: Callable[[Path, Say], str | None]
     )
 
 
-def damage(folder: Path, say: Say) -> str | None:
+def damage(folder: Path) -> str | None:
     """Say what is wrong with a step folder, or None; reads all files, in threads."""
     try:
-        contents = read_marker(folder)
+        files = read_marker(folder)
     except TemporaryError:
         raise
     except UserError as error:
         return without_folder(error, folder)
-    say_without_checksums(folder, contents, say)
-    return wrong_file(folder, contents, contents.share())
+    return wrong_file(folder, files)
 
 
 def without_folder(error: UserError, folder: Path) -> str:
@@ -142,34 +139,25 @@ def without_folder(error: UserError, folder: Path) -> str:
     return str(error).removeprefix(f"{folder}/")
 
 
-def say_without_checksums(folder: Path, contents: Contents, say: Say) -> None:
-    """Say where only sizes can be compared."""
-    if not contents.checksums:
-        say(f"{folder}: an earlier version wrote it, without checksums: only sizes are compared")
-
-
 def wrong_file(
     folder: Path,
-    contents: Contents,
-    names: Iterable[str],
+    files: Mapping[str, StoredFile],
     reading: Callable[[Path], object] = lambda path: None,
 ) -> str | None:
-    """Say which of the files `names` is not as the marker lists it, or None.
+    """Say which of the files is not as the marker lists it, or None.
 
     Args:
         reading: as in `cat_lm.io.checksums.checksums`.
     """
-    names = list(names)
-    problem = _wrong_size(folder, contents, names)
-    if problem is not None or not contents.checksums:
+    if problem := wrong_size(folder, files):
         return problem
     try:
-        found = checksums([folder / name for name in names], ALGORITHM, reading)
+        found = checksums([folder / name for name in files], ALGORITHM, reading)
     except OSError as error:
         name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
         return _absent(folder, name, error)
-    for name in names:
-        if found[folder / name] != contents.checksums[name]:
+    for name, file in files.items():
+        if found[folder / name] != file.checksum:
             return f"{name}: its checksum differs from the one in {MARKER}"
     return None
 
@@ -180,14 +168,15 @@ def _absent(folder: Path, name: str, error: OSError) -> str:
     return f"{name}: {describe_os_error(error)}"
 
 
-def _wrong_size(folder: Path, contents: Contents, names: Iterable[str]) -> str | None:
-    for name in names:
+def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
+    """Say which of the files is missing or has not the size that the marker lists, or None."""
+    for name, file in files.items():
         try:
             found = (folder / name).stat()
         except OSError as error:
             return _absent(folder, name, error)
         if not stat.S_ISREG(found.st_mode):
             return f"{name}: is no file"
-        if found.st_size != contents.sizes[name]:
-            return f"{name}: has {found.st_size:,} bytes instead of {contents.sizes[name]:,}"
+        if found.st_size != file.bytes:
+            return f"{name}: has {found.st_size:,} bytes instead of {file.bytes:,}"
     return None

@@ -162,7 +162,7 @@ def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[P
 def _delete(doomed: Path, name: str, say: Say) -> None:
     """Delete the files that a checkpoint's own marker lists, the marker last; keep all others."""
     try:
-        listed = [*read_marker(doomed).sizes, MARKER]
+        listed = [*read_marker(doomed), MARKER]
     except UserError:
         listed = []  # nothing was in it but folders, or it is not ours
     try:

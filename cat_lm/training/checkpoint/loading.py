@@ -44,8 +44,8 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     """Read what a checkpoint says of itself.
 
     Raises:
-        UserError: it belongs to other data, another model or batch, to a run in which other weights
-            learn, or is of an older layout.
+        UserError: it belongs to other data, another model or batch, or to a run in which other
+            weights learn.
     """
     state = read_run_state(folder)
     if state.step != step_of(folder):
@@ -55,12 +55,6 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"{folder}: was trained on other data: its fingerprint is "
             f"{state.data.fingerprint[:12]}, {' + '.join(config.data.folders)} has "
             f"{fingerprint[:12]}"
-        )
-    if not (folder / "state").is_dir():
-        raise UserError(
-            f"{folder}: has no state/: it was written by cat_lm {state.code.cat_lm}, which kept "
-            "DeepSpeed's own files; finish the run with that version, or start anew from its "
-            "weights with train.init_from"
         )
     old = read_run_config(folder).model_dump(mode="json")
     changes = changed_values(old, config.model_dump(mode="json"))
@@ -119,10 +113,7 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
     def look() -> tuple[Restored, StateIndex]:
         restored = read_compatible(folder, config, ranks.world_size, fingerprint)
         # Before the moments, which lie flat and could not say what shape is stored.
-        for name in check_weights(engine, folder / WEIGHTS):
-            restored.changed.append(
-                f"buffer {name}: {WEIGHTS} has none, as earlier versions wrote none; it is as built"
-            )
+        check_weights(engine, folder / WEIGHTS)
         return restored, read_index(folder / "state", restored.state.world_size, engine)
 
     # The first rank alone reads what is the same for all; on a file system of many nodes that is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,14 +13,14 @@ from cat_lm.config import RunConfig
 from cat_lm.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.io.checksums import Algorithm
 from cat_lm.io.files import write_json
-from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_object, read_yaml
+from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
 
 MARKER = "complete.json"
 STATE = "state.json"
 RUN_CONFIG = "run_config.yaml"
 WEIGHTS = "model/model.safetensors"
 ALGORITHM: Algorithm = "xxh3_128"
-# What a checkpoint of any version has.
+# What every checkpoint has.
 _REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
 
 Size = Annotated[int, Field(ge=0)]
@@ -55,41 +54,16 @@ class StoredFile(Record):
     checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, of the marker's algorithm
 
 
-class Marker(Record):
-    """complete.json."""
+class Marker(Versioned):
+    """complete.json, of a checkpoint whose weights and moments were found finite."""
 
     program: Literal["cat_lm"]
     algorithm: Literal["xxh3_128"]
-    finite: bool = False  # whether weights and moments were looked at; not in earlier versions'
     files: dict[InsideName, StoredFile]
 
 
-class EarlierMarker(Record):
-    """complete.json as versions without checksums wrote it."""
-
-    files: dict[InsideName, Size]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The list of a marker of any version: sizes in bytes, and the checksums or none.
-
-    Attributes:
-        finite: whether weights and moments were found finite before they were hashed.
-    """
-
-    sizes: dict[str, int]
-    checksums: dict[str, str]
-    finite: bool = False
-
-    def share(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Return every `parts`-th file from the `part`-th on, the largest first."""
-        names = sorted(self.sizes, key=lambda name: (-self.sizes[name], name))
-        return names[part::parts]
-
-
-def read_marker(folder: Path) -> Contents:
-    """Read what a step folder must hold.
+def read_marker(folder: Path) -> dict[str, StoredFile]:
+    """Read which files a step folder must hold, the largest first.
 
     Raises:
         UserError: there is no marker, or it is none that this program writes; `Unreadable` where
@@ -101,26 +75,19 @@ def read_marker(folder: Path) -> Contents:
     except OSError as error:
         refuse_unreadable(path, error)
     try:
-        values = read_object(path)
+        files = read_json(path, Marker).files
     except TemporaryError as error:
         raise Unreadable(str(error)) from None
-    if "program" in values:
-        marker = check_shape(values, Marker, str(path))
-        sizes = {name: file.bytes for name, file in marker.files.items()}
-        checksums = {name: file.checksum for name, file in marker.files.items()}
-        found = Contents(sizes, checksums, marker.finite)
-    else:
-        found = Contents(check_shape(values, EarlierMarker, str(path)).files, {})
-    missing = [name for name in _REQUIRED if name not in found.sizes]
+    missing = [name for name in _REQUIRED if name not in files]
     if missing:
         raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
-    return found
+    return dict(sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])))
 
 
 def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
     """Write complete.json atomically, for weights and moments that were found finite."""
     listed = dict(sorted(files.items()))
-    marker = Marker(program="cat_lm", algorithm=ALGORITHM, finite=True, files=listed)
+    marker = Marker(format=1, program="cat_lm", algorithm=ALGORITHM, files=listed)
     write_json(folder / MARKER, marker.model_dump())
 
 
@@ -128,28 +95,28 @@ class DataState(Record):
     """The data that a run was trained on."""
 
     fingerprint: str
-    path: str | None = None  # none of a mixture
+    path: str | None  # none of a mixture
 
 
 class CodeVersion(Record):
     """The writer of a checkpoint: cat_lm's version, its git commit (`+`: with changes), plugins."""
 
-    cat_lm: str | None = None
-    commit: str | None = None
-    plugins: dict[str, str] = Field(default_factory=dict)
+    cat_lm: str
+    commit: str | None
+    plugins: dict[str, str]
 
 
-class RunState(Record):
+class RunState(Versioned):
     """state.json: where in its run a checkpoint stands."""
 
     step: Size
     tokens: Size
     data: DataState
     world_size: Annotated[int, Field(ge=1)]
-    skipped: Size = 0
-    skipped_in_a_row: Size = 0
-    code: CodeVersion = CodeVersion()
-    validated: bool = True  # whether the validation that is due after this step was made
+    skipped: Size
+    skipped_in_a_row: Size
+    code: CodeVersion
+    validated: bool  # whether the validation that is due after this step was made
 
 
 def read_run_state(folder: Path) -> RunState:
@@ -159,8 +126,6 @@ def read_run_state(folder: Path) -> RunState:
 
 def read_run_config(folder: Path) -> RunConfig:
     """Read the configuration that a step folder was trained with.
-
-    Keys that the version which wrote it did not know yet have their defaults.
 
     Raises:
         UserError: it cannot be read, or is no configuration; with the file and the first key.

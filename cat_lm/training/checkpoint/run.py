@@ -50,7 +50,7 @@ class Checkpoints:
         self._say, self._progress = say, progress
         self._current: Path | None = None  # saved or loaded last by this process
         self._older: list[Path] = []  # candidates before the one that was chosen, newest first
-        self._verifier = Verifier(ranks, say, progress)
+        self._verifier = Verifier(ranks, progress)
         self._lock = ranks.on_rank_zero(self._open)
 
     def _open(self) -> Lock:
@@ -120,7 +120,7 @@ class Checkpoints:
             ranks.on_rank_zero(lambda: self._check_mixture(None))
             ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
             return None
-        start = self._newest(found, lambda folder, say: self._verifier.look(folder))
+        start = self._newest(found, self._verifier.look)
         ranks.on_rank_zero(lambda: self._check_mixture(start))
         self._verifier.begin(start)
         return start
@@ -130,7 +130,7 @@ class Checkpoints:
         if line := leftovers.describe_asides(self.folder.parent):
             self._say(line)
 
-    def _newest(self, found: list[Path], damage: Callable[[Path, Say], str | None]) -> Path:
+    def _newest(self, found: list[Path], damage: Callable[[Path], str | None]) -> Path:
         """Take the newest whole one, and remember those before it."""
         try:
             start = newest_whole(found, damage, self._say)
@@ -179,8 +179,8 @@ class Checkpoints:
         configuration's; `changed` lists them, and another number of ranks, as lines for the log.
 
         Raises:
-            UserError: the checkpoint belongs to other data, another model or batch, is of an older
-                layout, is damaged, or holds numbers that are not finite; on every rank.
+            UserError: the checkpoint belongs to other data, another model or batch, or is damaged;
+                on every rank.
         """
         try:
             restored = self._restore_whole(folder, engine, fingerprint)
@@ -188,9 +188,6 @@ class Checkpoints:
             self.close()  # what is not continued holds nobody back
             raise
         folder = restored.folder
-        # Only what is finite is saved; but earlier versions did not look, or did not say so.
-        if not self._verifier.was_finite(folder) and (found := self._not_finite(engine)):
-            raise SharedError(f"{folder}: {found}; go on from an earlier one with train.resume")
         self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
         self._current = folder
         return restored
@@ -207,7 +204,7 @@ class Checkpoints:
         if not self._older:
             raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
         self._say(f"{folder}: passed over: {problem}")
-        older = self._newest(self._older, lambda path, say: self._verifier.read(path))
+        older = self._newest(self._older, self._verifier.read)
         return loading.restore(engine, older, fingerprint)
 
     def _not_finite(self, engine: Engine) -> str:

@@ -151,7 +151,8 @@ def write_own_files(
                 shutil.copytree(tokenizer, temporary / "tokenizer")
             engine.config.save(temporary / RUN_CONFIG)
             code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
-            write_json(temporary / STATE, {**state, "world_size": ranks.world_size, "code": code})
+            state = {"format": 1, **state, "world_size": ranks.world_size, "code": code}
+            write_json(temporary / STATE, state)
             copied = [temporary / "tokenizer", *(temporary / "tokenizer").rglob("*")]
             small = [*(temporary / "model").rglob("*"), *copied]
             for path in (temporary / RUN_CONFIG, temporary / STATE, *small):

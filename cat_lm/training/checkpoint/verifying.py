@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
-from cat_lm.training.checkpoint.finding import (
-    Say,
-    say_without_checksums,
-    without_folder,
-    wrong_file,
-)
-from cat_lm.training.checkpoint.records import Contents, Unreadable, read_marker
+from cat_lm.training.checkpoint.finding import without_folder, wrong_file, wrong_size
+from cat_lm.training.checkpoint.records import StoredFile, Unreadable, read_marker
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -34,9 +29,9 @@ class Verifier:
         progress: told which file is read, each time that some of it is.
     """
 
-    def __init__(self, ranks: Ranks, say: Say, progress: Callable[[str], object]) -> None:
-        self._ranks, self._say, self._progress = ranks, say, progress
-        self._contents: dict[Path, Contents] = {}
+    def __init__(self, ranks: Ranks, progress: Callable[[str], object]) -> None:
+        self._ranks, self._progress = ranks, progress
+        self._files: dict[Path, dict[str, StoredFile]] = {}
         self._begun: tuple[Path, Future[str | None]] | None = None
         self._stopped = threading.Event()
 
@@ -44,7 +39,7 @@ class Verifier:
         """Say what is wrong with marker, sizes and small files, or None."""
         ranks = self._ranks
 
-        def marker() -> Contents | str:
+        def marker() -> dict[str, StoredFile] | str:
             try:
                 return read_marker(folder)
             except Unreadable:
@@ -52,32 +47,30 @@ class Verifier:
             except UserError as error:
                 return without_folder(error, folder)
 
-        contents = ranks.broadcast(ranks.on_rank_zero(marker))
-        if isinstance(contents, str):
-            return contents
-        self._contents[folder] = contents
-        say_without_checksums(folder, contents, self._say)
-        sizes_only = Contents(contents.sizes, {})
+        files = ranks.broadcast(ranks.on_rank_zero(marker))
+        if isinstance(files, str):
+            return files
+        self._files[folder] = files
         return self._first(
             lambda: (
-                wrong_file(folder, sizes_only, self._share(contents))
-                or _compare(folder, contents, self._share(contents, large=False), self._progress)
+                wrong_size(folder, self._share(files))
+                or _compare(folder, self._share(files, large=False), self._progress)
             )
         )
 
     def begin(self, folder: Path) -> None:
         """Start to read the large files of a folder that was looked at, in threads."""
-        names = self._share(self._contents[folder], large=True)
+        files = self._share(self._files[folder], large=True)
         pool = ThreadPoolExecutor(1)
         # Nothing of this object's owner goes along, whose lock would be held as long as it reads.
-        contents, stopped, progress = self._contents[folder], self._stopped, self._progress
+        stopped, progress = self._stopped, self._progress
 
         def unless_stopped(what: str) -> None:
             if stopped.is_set():
                 raise CancelledError
             progress(what)
 
-        future = pool.submit(_compare, folder, contents, names, unless_stopped)
+        future = pool.submit(_compare, folder, files, unless_stopped)
         self._begun = (folder, future)
         pool.shutdown(wait=False)
 
@@ -90,17 +83,15 @@ class Verifier:
         found = self._begun[1]
         return self._first(found.result)
 
-    def was_finite(self, folder: Path) -> bool:
-        """Tell whether a folder that `read` found whole holds what was found finite at its save."""
-        return self._contents[folder].finite
-
     def stop(self) -> None:
         """End what `begin` has begun and nobody will wait for: the process ends only after it."""
         self._stopped.set()
 
-    def _share(self, contents: Contents, large: bool | None = None) -> list[str]:
-        names = contents.share(self._ranks.rank, self._ranks.world_size)
-        return [n for n in names if large in (None, contents.sizes[n] >= LARGE)]
+    def _share(
+        self, files: Mapping[str, StoredFile], large: bool | None = None
+    ) -> dict[str, StoredFile]:
+        share = list(files.items())[self._ranks.rank :: self._ranks.world_size]
+        return {name: file for name, file in share if large in (None, file.bytes >= LARGE)}
 
     def _first(self, find: Callable[[], str | None]) -> str | None:
         """The first rank's finding that is one."""
@@ -109,6 +100,6 @@ class Verifier:
 
 
 def _compare(
-    folder: Path, contents: Contents, names: Iterable[str], progress: Callable[[str], object]
+    folder: Path, files: Mapping[str, StoredFile], progress: Callable[[str], object]
 ) -> str | None:
-    return wrong_file(folder, contents, names, lambda path: progress(f"verifying {path}"))
+    return wrong_file(folder, files, lambda path: progress(f"verifying {path}"))

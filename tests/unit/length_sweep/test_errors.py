@@ -25,7 +25,7 @@ class TestBadInput:
         bytes_ = len(TEXT.encode())
         per_document = ("--documents", "per-document")
         rotary = ("--temperature-scope", "rotary")
-        broken = ('{"step": 1', "[]", '{"context_length": "x"}')
+        broken = ('{"step": 1', "[]", '{"program": "cat_lm.export"}')
         damaged = [shutil.copytree(cat, tmp_path / f"damaged{number}") for number in range(3)]
         for folder, content in zip(damaged, broken, strict=True):
             (folder / "export.json").write_text(content)
