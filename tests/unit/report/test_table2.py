@@ -103,7 +103,7 @@ class TestTable2:
         def warned(**second: object) -> str:
             for folder, changes in zip(folders, ({}, second), strict=True):
                 result = zero_shot(folder)
-                result["model"] |= {"max_length": 1024, "dtype": "float32"} | changes
+                result["model"] |= changes
                 rows = result["model"].pop("rows", "a")
                 key = {"rows_sha256": rows, "definition_sha256": "d"}
                 result["tasks"]["piqa"]["key"] = key
