@@ -81,10 +81,15 @@ class _Sweep(Versioned):
     command: str
 
 
+class _TaskKey(Record):
+    rows_sha256: str
+    definition_sha256: str
+
+
 class _TaskValues(Record):
     metrics: dict[str, _MaybeNumber]
     stderr: dict[str, _MaybeNumber]
-    key: dict[str, Any]
+    key: _TaskKey
 
 
 class _Model(Record):
@@ -119,7 +124,7 @@ class _Sample(Record):
 
 
 class _Export(Record):
-    parameters: int | None = None
+    parameters: int
     data_fingerprint: str | None = None
 
 

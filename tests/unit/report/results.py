@@ -11,6 +11,8 @@ from eval.common.models import folder_sha256
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.unit.calls import call_main
 
+KEY = {"rows_sha256": "a", "definition_sha256": "d"}
+
 
 def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     from eval.report.__main__ import main
@@ -24,7 +26,7 @@ def zero_shot(run: Path, scale: float = 1.0, leave_out: str = "", limit: int | N
     tasks: dict = {}
     for index, (column, (task, metric)) in enumerate(TASK_COLUMNS.items()):
         value = 30.0 / scale if column.endswith("_ppl") else 0.02 * (index + 10) * scale
-        new = {"metrics": {}, "stderr": {}, "version": 1, "n": 5, "key": {}}
+        new = {"metrics": {}, "stderr": {}, "version": 1, "n": 5, "key": KEY}
         found = tasks.setdefault(task, new)
         found["metrics"][metric] = value
         found["stderr"][metric] = 0.0123
