@@ -234,7 +234,7 @@ def test_a_picture_shows_which_models_have_lost_seeds():
     assert hollow == 2 and all("hollow: not of all seeds" in title for title in titles)
 
 
-@pytest.mark.parametrize("record, method", [("filters", "yarn"), ("small_study", "pi+temperature")])
+@pytest.mark.parametrize("record, method", [("filters", "yarn"), ("variants", "pi+temperature")])
 def test_the_panel_beside_positions_as_trained_is_of_what_was_swept(record, method):
     """Of models without positions as they are, where those with are read by YaRN."""
     summary = json.loads((ROOT / f"eval/records/{record}_cpu.json").read_text())
