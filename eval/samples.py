@@ -120,6 +120,7 @@ def write_samples(
     check_vocabulary(tokenizer, model.config)
     prompts, documents = held_out_prompts(data, count, prompt_tokens, max_new_tokens)
     result = {
+        "format": 1,
         "data": str(data),
         "documents": documents,
         "model_sha256": folder_sha256(Path(model.name_or_path)),

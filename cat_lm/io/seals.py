@@ -18,15 +18,11 @@ def write_sealed(path: Path, record: dict[str, Any]) -> None:
     write_json(path, {**stored, SEAL: _checksum(stored)})
 
 
-def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
-    """Take a record's seal off.
-
-    Returns:
-        The record without its seal, and whether it is whole; None where it bears no seal.
-    """
+def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a record without its seal, and whether the seal is that of its values."""
     record = dict(record)
     seal = record.pop(SEAL, None)
-    return record, None if seal is None else seal == _checksum(record)
+    return record, seal == _checksum(record)
 
 
 def _checksum(record: dict[str, Any]) -> str:

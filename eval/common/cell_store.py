@@ -16,7 +16,7 @@ from typing import Any
 
 from cat_lm.errors import UserError
 from cat_lm.io.folders import check_file
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
+from cat_lm.io.readers import Versioned, check_shape, parse_value, read_bytes, short
 from cat_lm.io.seals import opened, write_sealed
 
 
@@ -26,11 +26,14 @@ def key_hash(key: Mapping[str, Any], digits: int = 16) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
+_AGAIN = "delete it, and the same command makes it again"
+
+
 class DamagedCell(UserError):
     """A file that is no cell of its store, or not the one that was written."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: damaged: {why}; delete it, and the same command makes it again")
+        super().__init__(f"{path}: damaged: {why}; {_AGAIN}")
 
 
 @dataclass(frozen=True)
@@ -39,32 +42,31 @@ class CellStore:
 
     Attributes:
         shape: what every cell holds at least.
-        sealed: cells without a checksum, of earlier versions, count as not there.
     """
 
     folder: Path
-    shape: type[Record]
-    sealed: bool = False
+    shape: type[Versioned]
 
     def path(self, name: str) -> Path:
         """FOLDER/NAME.json."""
         return self.folder / f"{name}.json"
 
     def write(self, name: str, values: dict[str, Any]) -> None:
-        """Write a cell atomically."""
-        write_sealed(self.path(name), values)
+        """Write a cell atomically, with its format."""
+        write_sealed(self.path(name), {"format": 1, **values})
 
     def read(
         self, name: str, fits: Callable[[dict[str, Any]], bool] = lambda values: True
     ) -> dict[str, Any] | None:
-        """Read a cell; None where there is none.
+        """Read a cell without its format; None where there is none.
 
         Args:
             fits: whether values that have the shape are those of the cell that is asked for.
 
         Raises:
             DamagedCell: its file holds something else, or not what was written.
-            UserError: its file may not be read, or none can be written in its place.
+            UserError: its file may not be read or is another version's, or none can be written in
+                its place.
         """
         path = self.path(name)
         if not path.is_file():
@@ -72,11 +74,17 @@ class CellStore:
             return None
         text = read_bytes(path)  # what may not be read is no damage
         try:
-            values = self._unsealed(parse_value(text, str(path)), path)
+            values = parse_value(text, str(path))
+            if not isinstance(values, dict):
+                raise UserError(f"{path}: holds {short(values)}, must be an object")
         except UserError as error:
             raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
-        if values is None:
-            return None
+        check_shape(values, Versioned, str(path), _AGAIN)  # it is no damage, and is not replaced
+        values, whole = opened(values)
+        if not whole:
+            raise DamagedCell(path, "was changed after it was written")
+        check_shape(values, self.shape, str(path), _AGAIN)
+        del values["format"]
         if not fits(values):
             raise DamagedCell(path, "is of something else")
         return values
@@ -90,12 +98,3 @@ class CellStore:
         except DamagedCell:
             print(f"{self.path(name)}: damaged, is computed again", file=sys.stderr)
             return None
-
-    def _unsealed(self, values: Any, path: Path) -> dict[str, Any] | None:
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: holds {short(values)}, must be an object")
-        values, whole = opened(values)
-        if whole is False:  # None: of a version that made no seals
-            raise UserError(f"{path}: was changed after it was written")
-        check_shape(values, self.shape, str(path))
-        return None if whole is None and self.sealed else values

@@ -1,8 +1,7 @@
 """The files of results in a run folder, read with a check of all that is used of them.
 
-They are made by other commands, perhaps of another version, perhaps edited: what is wrong with one
-is a line that names the file, the place in it, and what would be right. The values are returned as
-they stand in the file, with what a later version has added.
+They are made by other commands, and perhaps edited: what is wrong with one is a line that names the
+file, the place in it, and what would be right. The values are returned as they stand in the file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from cat_lm.data.manifest import parse_manifest
 from cat_lm.io import readers
-from cat_lm.io.readers import Record, check_shape
+from cat_lm.io.readers import Record, Versioned, check_shape
 
 _ADVICE = "make the file again"
 _Count = Annotated[int, Field(ge=0)]
@@ -62,52 +61,60 @@ class _Row(Record):
     bits_per_byte: _MaybeNumber
     standard_error: _MaybeNumber
     training_length: int | None
-    document_count: int | None = None
-    stride: int | None = None
-    documents: str | None = None
-    dtype: str | None = None
-    factor: float | None = None
-    temperature_scope: str | None = None
-    positions: list[_Bin] | None = None
+    document_count: int
+    stride: int
+    documents: str
+    dtype: str
+    factor: float
+    temperature_scope: str
+    positions: list[_Bin]
 
 
-class _Sweep(Record):
+class _Protocol(Record):
+    windows: str
+
+
+class _Sweep(Versioned):
+    text: str
+    protocol: _Protocol
     rows: list[Any]
-    protocol: dict[str, Any] = Field(default_factory=dict)
-    command: str | None = None
+    command: str
+
+
+class _TaskKey(Record):
+    rows_sha256: str
+    definition_sha256: str
 
 
 class _TaskValues(Record):
     metrics: dict[str, _MaybeNumber]
-    stderr: dict[str, _MaybeNumber] = Field(default_factory=dict)
-    key: dict[str, Any] = Field(default_factory=dict)
+    stderr: dict[str, _MaybeNumber]
+    key: _TaskKey
 
 
 class _Model(Record):
-    sha256: str | None = None
-    max_length: _Length | None = None
-    dtype: str | None = None
+    sha256: str
+    max_length: _Length
+    dtype: str
 
 
 class _Settings(Record):
-    limit: int | None = None
+    limit: int | None
 
 
-class _ZeroShot(Record):
+class _ZeroShot(Versioned):
+    model: _Model
+    settings: _Settings
     tasks: dict[str, Any]
-    model: _Model = _Model()
-    settings: _Settings = _Settings()
-    command: str | None = None
 
 
-class _Samples(Record):
+class _Samples(Versioned):
     samples: list[Any]
     max_new_tokens: int
     seed: int
     temperature: float
     top_p: float
-    model_sha256: str | None = None
-    command: str | None = None
+    model_sha256: str
 
 
 class _Sample(Record):
@@ -116,8 +123,8 @@ class _Sample(Record):
     continuation: str
 
 
-class _Export(Record):
-    parameters: int | None = None
+class _Export(Versioned):
+    parameters: int
     data_fingerprint: str | None = None
 
 

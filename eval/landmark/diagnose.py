@@ -261,7 +261,7 @@ def _write(
 
     means = means_of(rows)
     record = {
-        "text": source, "label": subject.label, "model_sha256": subject.sha256,
+        "format": 1, "text": source, "label": subject.label, "model_sha256": subject.sha256,
         "length": questions.length, "local": questions.local, "wanted": questions.wanted,
         "rows": rows, "means": means, "bears": bears(means, questions.wanted), **provenance(),
     }  # fmt: skip

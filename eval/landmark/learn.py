@@ -20,10 +20,9 @@ from torch import nn
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write
-from cat_lm.io.readers import read_bytes, read_object
-from cat_lm.io.seals import opened, write_sealed
+from cat_lm.io.readers import Versioned, read_bytes
 from cat_lm.landmark_calibration import calibrate, ends_of
-from eval.common.cell_store import key_hash
+from eval.common.cell_store import CellStore, key_hash
 from eval.landmark.choices import STATE
 from eval.landmark.selectors import LearnedFilter
 
@@ -32,8 +31,11 @@ if TYPE_CHECKING:
 
     from eval.landmark.cores import Chooser
 
-# Of how selectors are learned; another number where that changes.
-VERSION = 2
+
+class _Learned(Versioned):
+    """Hold the checksum of a file of selectors, which lies beside it."""
+
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,15 @@ def learn(
         }
     key = identity | {
         "names": list(names), "blocks": list(blocks), "local": local, "tokens": lessons.tokens,
-        "length": lessons.length, "version": VERSION,
+        "length": lessons.length,
     }  # fmt: skip
     if "ssm" in names:
         key["state"] = lessons.state
     name = key_hash(key)
     every = nn.ModuleList(nn.ModuleList(chooser.learners.values()) for chooser in choosers)
-    path = folder / f"{name}.pt"
-    if path.is_file() and path.with_suffix(".json").is_file():  # earlier versions kept no checksum
-        _read(every, path)
+    store, path = CellStore(folder, _Learned), folder / f"{name}.pt"
+    if path.is_file():
+        _read(every, path, store.read(name))
         return name
     for chooser in choosers:
         chooser.local = local
@@ -103,7 +105,7 @@ def learn(
     content = io.BytesIO()
     torch.save(every.state_dict(), content)
     # The checksum comes first: after a kill in between, both are written again.
-    write_sealed(path.with_suffix(".json"), {"sha256": _sha256(content.getvalue())})
+    store.write(name, {"sha256": _sha256(content.getvalue())})
     with atomic_write(path, "wb") as file:
         file.write(content.getvalue())
     return name
@@ -113,16 +115,15 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _read(every: nn.Module, path: Path) -> None:
+def _read(every: nn.Module, path: Path, learned: dict[str, Any] | None) -> None:
     errors = (RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError)
     content = read_bytes(path)
     try:
-        record, whole = opened(read_object(path.with_suffix(".json")))
-        if not whole or record.get("sha256") != _sha256(content):
+        if learned is None or learned["sha256"] != _sha256(content):
             raise ValueError("it is not what was written")
         stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         every.load_state_dict(stored)
-    except (*errors, UserError) as error:
+    except errors as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: damaged: {why}; delete it, and the same command learns it again"

@@ -19,9 +19,9 @@ from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.locks import Lock
 from cat_lm.io.outputs import is_result
-from cat_lm.io.readers import Record, read_json, read_object, short
+from cat_lm.io.readers import Versioned, read_json, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt
-from eval.common.library_text import EXCLUDED, LIBRARY, refuse_codec_tables
+from eval.common.library_text import EXCLUDED, LIBRARY
 from eval.landmark.choices import LEARNED, SELECTORS
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
@@ -162,7 +162,7 @@ def _of_model(
     ]
 
 
-class Settings(Record):
+class Settings(Versioned):
     """Hold what all results of a study have in common.
 
     Attributes:
@@ -176,6 +176,12 @@ class Settings(Record):
     config_sha256: str
 
 
+class _OfModel(Versioned):
+    """Hold which model a stage's result is of."""
+
+    model_sha256: str
+
+
 def settings(scale: str, data: Path | None, verified: bool) -> Settings:
     """Look at the text that a study shall use, before anything is trained.
 
@@ -187,7 +193,7 @@ def settings(scale: str, data: Path | None, verified: bool) -> Settings:
     """
     config = hashlib.sha256((ROOT / CONFIG).read_bytes()).hexdigest()
     if data is None:
-        return Settings(scale=scale, data=OWN_TEXT, config_sha256=config)
+        return Settings(format=1, scale=scale, data=OWN_TEXT, config_sha256=config)
     from cat_lm.data.manifest import read_manifest
     from cat_lm.data.opening import open_verified
 
@@ -202,7 +208,7 @@ def settings(scale: str, data: Path | None, verified: bool) -> Settings:
     if verified:
         for split in ("train", "validation"):
             open_verified(data, split)
-    return Settings(scale=scale, data=manifest["fingerprint"], config_sha256=config)
+    return Settings(format=1, scale=scale, data=manifest["fingerprint"], config_sha256=config)
 
 
 def conduct(found: list[Stage], out: Path, wanted: Settings) -> None:
@@ -225,12 +231,10 @@ def claim(out: Path, wanted: Settings) -> None:
     """Note in a folder what study it has.
 
     Raises:
-        UserError: it has another, or text of its own that was prepared with codec tables.
+        UserError: it has another.
     """
     path = out / RECORD
     if not os.path.lexists(path):
-        if wanted.data == OWN_TEXT:
-            refuse_codec_tables(out / OWN_DATA)
         write_json(path, wanted.model_dump())
         return
     advice = "give another --out"
@@ -286,7 +290,8 @@ def _is_done(stage: Stage) -> bool:
     from cat_lm.pretrained import model_folder
     from eval.common.models import folder_sha256
 
-    return read_object(stage.done).get("model_sha256") == folder_sha256(model_folder(stage.model))
+    measured = read_json(stage.done, _OfModel).model_sha256
+    return measured == folder_sha256(model_folder(stage.model))
 
 
 def _say_end(heading: str, code: int) -> None:

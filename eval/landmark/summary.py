@@ -24,7 +24,7 @@ from typing import Any
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.outputs import PICTURES, claim_outputs, named
-from cat_lm.io.readers import read_object
+from cat_lm.io.readers import Versioned, check_shape, read_object
 from cat_lm.options import parse_specification
 from eval.common.text_table import aligned
 
@@ -93,6 +93,7 @@ def _record(
 ) -> dict[str, Any]:
     """Read a record with these keys, of which `points` can be made. Raises UserError."""
     values = read_object(path)
+    check_shape(values, Versioned, str(path), "make it again")
     missing = [key for key in keys if key not in values]
     if missing:
         raise UserError(f"{path}: has no {missing[0]!r}; it is not the record that is asked for")
@@ -191,7 +192,7 @@ def _setting(record: Mapping[str, Any]) -> dict[str, Any]:
     cell, mixer = record["cell"], record["mixer"]
     asked = {name: value for name, value in cell.items() if name not in _NOT_OF_MODEL}
     resolved = {name: record[name] for name in _OF_MIXER if name in record}
-    options = {_OPTION + name: value for name, value in mixer.get("options", {}).items()}
+    options = {_OPTION + name: value for name, value in mixer["options"].items()}
     own = {"label": mixer["label"], **asked, **resolved, **options}
     return {name: value for name, value in own.items() if value is not None}
 

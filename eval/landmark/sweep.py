@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
 from cat_lm.io.outputs import PICTURES, claim_outputs, named
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import choose_device, model_config, model_folder
 from eval.common.cell_store import CellStore, key_hash
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from eval.landmark.learn import Lessons
     from eval.length_sweep.token_stream import TokenStream
 
-# Of what cells hold, by selector; another number where that changes.
-VERSION = 1
-VERSIONS = {"random": 2, "learned": 2}
 DENSE = "dense"
 COLUMNS = (
     *("label", "length", "select", "block", "top_k", "local", "share", "perplexity", "loss"),
@@ -48,7 +45,7 @@ COLUMNS = (
 )
 
 
-class Cell(Record):
+class Cell(Versioned):
     """Hold a cell's values besides its key."""
 
     loss: float
@@ -190,7 +187,7 @@ class Cells:
             "length": length, "select": select, "block": block, "top_k": top_k,
             "local": self.grid.local if block else None,
             "learned": self._learn() if select in LEARNED else None,
-            "device": choose_device(self.device).type, "version": VERSIONS.get(select, VERSION),
+            "device": choose_device(self.device).type,
         }  # fmt: skip
         name = key_hash(key)
         values = self.store.read_intact(name, lambda values: key.items() <= values.items())
@@ -310,7 +307,8 @@ def _write(out: Path, rows: list[dict[str, Any]], source: str) -> None:
     from eval.common.provenance import provenance
 
     kept = [{name: row[name] for name in COLUMNS} for row in rows]
-    write_json(out / "landmark_sweep.json", {"text": source, "rows": kept, **provenance()})
+    record = {"format": 1, "text": source, "rows": kept, **provenance()}
+    write_json(out / "landmark_sweep.json", record)
     with atomic_write(out / "landmark_sweep.csv") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

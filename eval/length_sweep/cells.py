@@ -19,7 +19,7 @@ from cat_lm import plugins
 from cat_lm.errors import UserError
 from cat_lm.export_record import recorded_context_length
 from cat_lm.io.files import finite
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from cat_lm.pretrained import choose_device, load_model
 from eval.common.cell_store import CellStore, key_hash
 
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
     from eval.length_sweep.token_stream import TokenStream
 
-PROTOCOL_VERSION = 2  # counts up when the same key would give other numbers
 DOCUMENTS = ("concatenated", "per-document")
 PAGES = "pages"  # of WikiText, as the harness reads them; with documents of its own
 METHOD_SETS = ("all", "paper")
 
 
-class Measured(Record):
+class Measured(Versioned):
     """Hold a cell's values besides its key; infinities and NaN are null."""
 
     loss: float | None
@@ -43,9 +42,8 @@ class Measured(Record):
     bits_per_byte: float | None
     standard_error: float | None
     positions: list[dict[str, float | None]]
-    # Not in cells of earlier versions.
-    document_nlls: list[float] | None = None
-    document_tokens: list[int] | None = None
+    document_nlls: list[float] | None
+    document_tokens: list[int] | None
     tokens: int
     words: int
     bytes: int
@@ -148,10 +146,8 @@ class Cells:
             "config": fields,
             "dtype": protocol.dtype,
             "device": choose_device(protocol.device).type,
-            "protocol": PROTOCOL_VERSION,
+            "skip_tokens": protocol.skip_tokens,
         }
-        if protocol.skip_tokens:  # else the key is that of cells of earlier versions
-            key["skip_tokens"] = protocol.skip_tokens
         if used := plugins.describe():  # of which the model may have a part
             key["plugins"] = used
         name = key_hash(key)

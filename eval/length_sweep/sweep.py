@@ -77,7 +77,7 @@ COLUMNS = (
     "text_tokens",
     *(f"left_out_{reason}" for reason in REASONS),
 )
-# In the JSON alone; the latter two are not in cells of earlier versions.
+# In the JSON alone.
 LISTS = ("positions", "document_nlls", "document_tokens")
 
 
@@ -226,9 +226,10 @@ def _write_tables(
     write_json(
         out / "length_sweep.json",
         {
+            "format": 1,
             "text": stream.source,
             "protocol": protocol.describe(),
-            "rows": [{name: row.get(name) for name in (*COLUMNS, *LISTS)} for row in rows],
+            "rows": [{name: row[name] for name in (*COLUMNS, *LISTS)} for row in rows],
             **provenance(),
         },
     )

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import Field
-
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from eval.long_range.settings import Settings
 
 
-class CellRecord(Record):
+class CellRecord(Versioned):
     """Hold what every cell's record has."""
 
     cell: dict[str, Any]
@@ -23,15 +21,14 @@ class CellRecord(Record):
     data: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
     validation: dict[str, float]
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Cell(Settings):
     """A model's settings as a cell, see `eval.common.grids.cell`; none are stacked."""
 
-    protocol: ClassVar[int] = 2
-    shape: ClassVar[type[Record]] = CellRecord
+    shape: ClassVar[type[Versioned]] = CellRecord
 
     @property
     def kind(self) -> Cell:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.errors import UserError
-from eval.common.grids.cells import StaleCell, cell_path, finished
+from eval.common.grids.cells import cell_path, finished
 from eval.long_range.cell import Cell
 from eval.long_range.controls import Rows
 from eval.long_range.tasks import SPLITS
@@ -24,7 +24,7 @@ def check_data_there(out: Path, cells: Iterable[Cell]) -> None:
     """
     there: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        record = _finished(out, cell) if cell.make_task().reads_files else None
+        record = finished(out, cell) if cell.make_task().reads_files else None
         if record is None:
             continue
         if cell.task not in there:
@@ -57,14 +57,6 @@ def check_same_data(rows: Rows, out: Path) -> None:
 def origins_of(record: dict[str, Any]) -> dict[str, Any]:
     """Give what a record says of where each split is from."""
     return {split: found["origin"] for split, found in record["data"].items()}
-
-
-def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
-    """Read a record; none of a changed default, which the grid tells of all cells at once."""
-    try:
-        return finished(out, cell)
-    except StaleCell:
-        return None
 
 
 def _origins(cell: Cell) -> dict[str, Any]:

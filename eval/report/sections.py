@@ -75,7 +75,7 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
 
     figures = [drawn(draw, "lengths", _length_caption(runs, rows), _length_warning(rows))]
     # One line a run: the methods would hide each other.
-    plain = [row for row in rows if row["method"] == "none" and row.get("positions")]
+    plain = [row for row in rows if row["method"] == "none" and row["positions"]]
     if plain:
         caption = (
             "Loss by how many tokens of the window were seen before, in windows of "
@@ -102,10 +102,9 @@ def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _differ(rows: Sequence[dict[str, Any]], keys: Sequence[str], cell: Sequence[str] = ()) -> bool:
-    """Tell whether rows that are equal in `cell` differ in `keys`; older rows may lack these."""
-    known = [row for row in rows if all(row.get(key) is not None for key in keys)]
-    cells = {tuple(row[key] for key in cell) for row in known}
-    return len({tuple(row[key] for key in (*cell, *keys)) for row in known}) > len(cells)
+    """Tell whether rows that are equal in `cell` differ in `keys`."""
+    cells = {tuple(row[key] for key in cell) for row in rows}
+    return len({tuple(row[key] for key in (*cell, *keys)) for row in rows}) > len(cells)
 
 
 def _strangers_note(runs: Sequence[Run]) -> str:
@@ -119,11 +118,9 @@ def _strangers_note(runs: Sequence[Run]) -> str:
 def _length_caption(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> str:
     row = rows[0]
     sweep = next(run.sweep for run in runs if run.sweep)
-    windows = sweep.get("protocol", {}).get("windows", "non-overlapping")
     caption = (
-        f"{row['tokens']:,} tokens of {sweep.get('text', 'the held-out text')}, the same "
-        f"ones at every length, each scored once (windows: {windows}). Dashed: the length "
-        "of training. "
+        f"{row['tokens']:,} tokens of {sweep['text']}, the same ones at every length, each scored "
+        f"once (windows: {sweep['protocol']['windows']}). Dashed: the length of training. "
     )
     if has_error_bars(rows):
         caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."

@@ -51,7 +51,7 @@ class Row:
         limit: rows of each task that were used, where not all of them.
         context, dtype: the longest text that is read at once, in tokens, and the arithmetic's
             dtype, where known.
-        tasks: task -> digests of its rows and definition, where known.
+        tasks: task -> digests of its rows and definition.
         copied: a row that the paper took from elsewhere.
     """
 
@@ -97,12 +97,9 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _what_was_asked(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    keys = {task: values.get("key", {}) for task, values in tasks.items()}
     digests = ("rows_sha256", "definition_sha256")
     return {
-        task: tuple(key[name] for name in digests)
-        for task, key in keys.items()
-        if all(isinstance(key.get(name), str) for name in digests)
+        task: tuple(values["key"][name] for name in digests) for task, values in tasks.items()
     }
 
 

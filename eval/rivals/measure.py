@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cat_lm.io.files import finite
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Record, Versioned
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.models import folder_sha256
 from eval.length_sweep.perplexity import Window, document_spans, span_windows, token_nlls
@@ -23,7 +23,6 @@ from eval.rivals.text_recall import SLICES, Counts, count_pairs, overlapping, sl
 if TYPE_CHECKING:
     from eval.length_sweep.token_stream import TokenStream
 
-PROTOCOL_VERSION = 1  # counts up when the same key would give other numbers
 BATCH_TOKENS = 8192
 
 
@@ -38,7 +37,7 @@ class _Slice(Record):
     document_tokens: list[int]
 
 
-class _Cell(Record):
+class _Cell(Versioned):
     """One run's."""
 
     model_sha256: str
@@ -139,7 +138,6 @@ def measured(folder: Path, text: HeldOut, dtype: str) -> list[dict[str, Any]]:
         "train_fingerprint": text.fingerprint,
         "lengths": list(text.lengths),
         "dtype": dtype,
-        "protocol": PROTOCOL_VERSION,
     }
     store, name = CellStore(folder / "recall", _Cell), key_hash(key)
     values = store.read(name, lambda values: key.items() <= values.items())

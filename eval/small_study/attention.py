@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from eval.common.cell_store import CellStore
 from eval.common.models import folder_sha256
 from eval.small_study.plan import ROOT, Job, Study
@@ -18,7 +18,7 @@ ROWS = 64  # windows of the training length, of the held-out text that is scored
 _BATCH = 16
 
 
-class _Measured(Record):
+class _Measured(Versioned):
     """A run's attention.json, of the weights with this hash."""
 
     model_sha256: str
@@ -33,10 +33,8 @@ def attention_of(study: Study, job: Job) -> dict[str, Any]:
     Raises:
         UserError: the run's export cannot be read.
     """
-    store, sha256 = (
-        CellStore(ROOT / job.folder, _Measured, sealed=True),
-        folder_sha256(ROOT / job.folder / "model"),
-    )
+    store = CellStore(ROOT / job.folder, _Measured)
+    sha256 = folder_sha256(ROOT / job.folder / "model")
     found = store.read("attention")
     if found is None or found["model_sha256"] != sha256:
         found = {"model_sha256": sha256, **_measured(study, job)}

@@ -91,13 +91,13 @@ def _tokens(config: RunConfig) -> int:
 def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:
     """The commits, precisions, threads and runs at once that runs were trained with, and where.
 
-    Also those that chose rates; None for runs of a version that did not write it.
+    Also those that chose rates.
     """
     every = [*(job for job in known(study)[0] if result_path(job).is_file()), *jobs]
     check_precisions(study, every, {})
     records = [read_result(job) for job in every]
     keys = ("commit", "precision", "threads", "parallel", "reused", "machine")
-    return {key: list(dict.fromkeys(record.get(key) for record in records)) for key in keys}
+    return {key: list(dict.fromkeys(record[key] for record in records)) for key in keys}
 
 
 def _attention(study: Study, jobs: Sequence[Job]) -> dict[str, list[dict[str, Any]]]:
@@ -157,7 +157,7 @@ def _text(study: Study, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     keys = ("length", "method", "loss", "perplexity", "bits_per_byte", "standard_error")
     keys += ("tokens", "tokens_sha256", "document_count", "groups", "group_kind")
-    return {key: row.get(key) for key in keys}
+    return {key: row[key] for key in keys}
 
 
 def _sweep(job: Job, name: str) -> list[dict[str, Any]]:
@@ -184,11 +184,8 @@ def _model(
     """Describe a model and its trainings."""
     own = [job for job in jobs if job.model == model]
     speeds = [runs[job].tokens_per_second for job in own if runs[job].tokens_per_second]
-    seconds = [
-        r["seconds"]
-        for j, r in zip(jobs, records, strict=True)
-        if j in own and "seconds" in r and not r.get("reused")
-    ]
+    measured = [r for j, r in zip(jobs, records, strict=True) if j in own and not r["reused"]]
+    seconds = [r["seconds"] for r in measured]
     config = runs[own[0]].config if own else None
     return {
         "model": model,

@@ -19,7 +19,7 @@ from cat_lm.config import load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import finite
 from cat_lm.io.locks import Lock
-from cat_lm.io.readers import Record, read_json
+from cat_lm.io.readers import Versioned, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
 from eval.common.provenance import machine
@@ -166,9 +166,9 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     result: dict[str, Any] = {"model": job.model, "seed": job.seed, "diverged": False}
     # What a study that goes on elsewhere, or with other code, may mix.
     result |= {"commit": commit(), "threads": workers.threads, "parallel": workers.parallel}
-    result |= {"machine": machine()}
+    result |= {"machine": machine(), "reused": None}
     if origin := read_origin(job.folder):
-        result |= origin.model_dump()
+        result |= origin.model_dump(exclude={"format"})
     log = job.folder / "study.log"
     for stage, arguments in commands(workers.study, job).items():
         code = workers.process(arguments, log)
@@ -187,14 +187,14 @@ def complete_run(workers: Workers, job: Job) -> dict[str, Any]:
     return result
 
 
-class Origin(Record):
+class Origin(Versioned):
     """Say of a copied training how it was made, and in which study's folder."""
 
     commit: str | None
-    threads: int | None
-    parallel: int | None
+    threads: int
+    parallel: int
+    machine: str
     reused: str
-    machine: str | None = None  # not known of trainings of earlier versions
 
 
 def read_origin(run: Path) -> Origin | None:
@@ -229,18 +229,18 @@ def read_result(job: Job) -> dict[str, Any]:
     return result
 
 
-class _Result(Record):
+class _Result(Versioned):
     """Hold what is used of a finished job's record."""
 
     diverged: bool
-    seconds: float | None = None
+    seconds: float
     loss: float | None = None  # of a run that chooses a rate
-    # Those of before have none of these.
-    commit: str | None = None
-    precision: str | None = None
-    threads: int | None = None
-    parallel: int | None = None
-    machine: str | None = None
+    commit: str | None
+    precision: str | None
+    threads: int
+    parallel: int
+    machine: str
+    reused: str | None
 
 
 def precision_of(job: Job) -> str | None:
@@ -261,7 +261,7 @@ def check_precisions(study: Study, jobs: Sequence[Job], others: Mapping[str, str
         UserError: two of them were not, which it names; or a record is damaged.
     """
     done = [job for job in jobs if result_path(job).is_file()]
-    found = {job.name: read_result(job).get("precision") or precision_of(job) for job in done}
+    found = {job.name: read_result(job)["precision"] for job in done}
     first: dict[str, str] = {}
     for name, precision in (found | others).items():
         if precision is not None:

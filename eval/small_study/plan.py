@@ -11,7 +11,7 @@ from typing import Any
 from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
-from cat_lm.io.readers import read_object, read_yaml
+from cat_lm.io.readers import Versioned, check_shape, read_json, read_object, read_yaml
 from eval.small_study.questions import NONE, QUESTIONS, YARN, Question
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there
@@ -49,8 +49,6 @@ SIZES = {
     # It has few files of 4,096 tokens.
     "gpu": Size("gpu", 8192, "all", 80, parallel=False),
 }
-# What versions did that did not say it: a folder of theirs is another study's.
-UNSAID = {"skip_tokens": 0, "tuning_share": 1, "tuning_seeds": 1, "growth": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,16 +274,14 @@ class Study:
             if self.rates:
                 values["optimizer"] |= {"lr": list(self.rates), "min_lr": None}
             configs[model] = values
-        found: dict[str, Any] = {}
-        if self.rates:
-            # A share of 2 in folders of before, whose rates runs of half of the tokens chose.
-            found = {"tuning_share": 1, "tuning_seeds": self.tuning_seeds}
-        return found | {
+        return {
+            "format": 1,
             "question": self.question,
             "contrasts": [list(pair) for pair in self.asked.contrasts],
             "interactions": [[list(one) for one in pair] for pair in self.asked.interactions],
             "size": self.size.name,
             "configs": configs,
+            "tuning_seeds": self.tuning_seeds,
             "data_fingerprint": fingerprint,
             "lengths": self.lengths(),
             "methods": self.methods,
@@ -313,6 +309,17 @@ def deciding(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+class _Settings(Versioned):
+    """Hold what `--reuse` reads of another study's settings."""
+
+    data_fingerprint: str
+
+
+def read_fingerprint(folder: Path) -> str:
+    """Read the fingerprint of the text of the study in a folder. Raises UserError."""
+    return read_json(folder / SETTINGS, _Settings).data_fingerprint
+
+
 def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """The study's settings, compared with those that are in its folder.
 
@@ -322,16 +329,14 @@ def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     settings = study.settings(fingerprints)
     if not path.is_file():
         return settings
-    earlier = read_object(path, f"remove {study.out}, or give another --out")
-    if not earlier.keys() & settings.keys():
+    advice = f"remove {study.out}, or give another --out"
+    there = read_object(path, advice)
+    if not there.keys() & settings.keys():
         raise UserError(f"{path}: is of no study; move it away, or give another --out")
-    earlier = UNSAID | earlier
-    changes = changed_values(earlier, settings)
-    # A key that a later version added was not decided otherwise before; null is a decision.
-    other = [name for name in changes if _has(earlier, name) and _has(settings, name)]
-    if other:
+    check_shape(there, _Settings, str(path), advice)
+    if changes := changed_values(there, settings):
         # Of two values, one of which may follow from the other, a number says more than null.
-        name = min(other, key=lambda name: None in changes[name])
+        name = min(changes, key=lambda name: None in changes[name])
         old, new = changes[name]
         raise UserError(
             f"--out {study.out}: holds a study with another {name} ({old}, now {new}); give "
@@ -343,11 +348,3 @@ def check(study: Study, fingerprints: Mapping[str, str]) -> dict[str, Any]:
 def claim(study: Study, fingerprints: Mapping[str, str]) -> None:
     """Writes the settings into the study's folder, after `check`."""
     write_json(study.out / SETTINGS, check(study, fingerprints))
-
-
-def _has(values: Any, dotted: str) -> bool:
-    for part in dotted.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return False
-        values = values[part]
-    return True

@@ -202,7 +202,7 @@ class Progress:
     def finished(self, job: Job, result: dict[str, Any]) -> None:
         """A line about a finished run, and about the time that the others will take."""
         with self._lock:
-            self.done[job] = self.estimate.seconds_of(job, bool(result.get("reused")))
+            self.done[job] = self.estimate.seconds_of(job, bool(result["reused"]))
             number = self.total - len(self.todo) + len(self.done)
             what = "diverged" if result["diverged"] else _loss(job)
             self.bar.write(

@@ -15,7 +15,6 @@ from cat_lm.config import RunConfig, load_config
 from cat_lm.errors import UserError
 from cat_lm.io.files import write_json
 from cat_lm.io.own_files import make_marked, remove_marked
-from cat_lm.io.readers import read_object
 from eval.small_study.execute import (
     ORIGIN,
     JobFailed,
@@ -26,7 +25,7 @@ from eval.small_study.execute import (
     read_result,
     unfinished,
 )
-from eval.small_study.plan import SETTINGS, Job, Study, deciding
+from eval.small_study.plan import SETTINGS, Job, Study, deciding, read_fingerprint
 
 # What a training and its export leave in a run's folder.
 TRAINED = ("checkpoints", "config.yaml", "metrics.jsonl", "model", "train.log")
@@ -54,7 +53,7 @@ def check_reuse(study: Study, settings: dict[str, Any]) -> set[Job]:
             raise UserError(
                 f"--reuse {folder}: is no folder of a study, having no {SETTINGS}; leave it out"
             )
-        same = _same_text(settings, folder)
+        same = settings["data_fingerprint"] == read_fingerprint(folder)
         own = {job for job in jobs if same and _is_trained(study, job, _there(study, job, folder))}
         if not own:
             raise UserError(
@@ -82,19 +81,13 @@ def _take_over(study: Study, job: Job) -> None:
     """Copy the job's training from the first folder of `Study.reuse` that has it finished."""
     for folder in study.reuse:
         theirs = _there(study, job, folder)
-        same = _same_text(read_object(study.out / SETTINGS), folder)
+        same = read_fingerprint(study.out) == read_fingerprint(folder)
         if same and _is_trained(study, job, theirs, at_its_rate=True):
             record = read_result(theirs)
-            how = {name: record.get(name) for name in ("commit", "threads", "parallel", "machine")}
+            how = {name: record[name] for name in ("commit", "threads", "parallel", "machine")}
             # Theirs may be a copy, too.
-            origin = read_origin(theirs.folder) or Origin(**how, reused=str(folder))
+            origin = read_origin(theirs.folder) or Origin(format=1, **how, reused=str(folder))
             return _copy(theirs.folder, job.folder, origin)
-
-
-def _same_text(settings: dict[str, Any], folder: Path) -> bool:
-    """Tell whether another study, in `folder`, reads the text of these settings."""
-    theirs = read_object(folder / SETTINGS)
-    return settings["data_fingerprint"] == theirs.get("data_fingerprint")
 
 
 def _there(study: Study, job: Job, folder: Path) -> Job:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.errors import UserError
 from cat_lm.io.locks import Lock
-from eval.common.library_text import LIBRARY, refuse_codec_tables
+from eval.common.library_text import LIBRARY
 from eval.small_study.plan import ROOT, Job, Study, check, claim
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
     Args:
         own: the data are the user's and are not made here.
 
-    Raises UserError where a text has too few long documents or another tokenizer than the data,
-    and where the text that is made here is there from before, made otherwise.
+    Raises UserError where a text has too few long documents or another tokenizer than the data.
     """
     import numpy as np
 
@@ -153,7 +152,6 @@ def prepared(study: Study, own: bool) -> dict[str, str]:
     for folder in (*study.held_out, *([study.data] if own else [])):
         read_manifest(ROOT / folder)  # an error before any text is prepared
     if not own:
-        refuse_codec_tables(ROOT / study.data)
         # Much of the library: without codec tables it has some 300 files that are long enough.
         flags = [*LIBRARY, "--validation-fraction", "0.6"]
         flags += ["--tokenizer", f"train:sentencepiece:{study.size.vocabulary}"]

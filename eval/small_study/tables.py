@@ -85,25 +85,22 @@ def setting(summary: dict[str, Any]) -> str:
 
 def _mixed(summary: dict[str, Any]) -> str:
     """Say by what code and where runs were trained, which this page may not be of."""
-    found = summary.get("trained_with", {})
+    found = summary["trained_with"]
     commits = [
         commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
-        for commit in found.get("commit", ())
+        for commit in found["commit"]
     ]
     said = ""
     if len(commits) > 1:
         said += f" Runs were trained by code of different commits: {', '.join(commits)}."
-    elif commits not in ([], ["unknown"]):
+    elif commits != ["unknown"]:
         said += f" Runs were trained by code of commit {commits[0]}."
-    if others := [folder for folder in found.get("reused", ()) if folder]:
+    if others := [folder for folder in found["reused"] if folder]:
         said += f" Trainings that are the same there were taken over from {', '.join(others)}."
-    threads = [str(number or "unknown") for number in found.get("threads", ())]
-    if len(threads) > 1:
-        said += f" Runs had different numbers of threads ({', '.join(threads)}), so that tokens a"
-        said += " second do not compare."
-    # That of runs of earlier versions is not known.
-    machines = [machine for machine in found.get("machine", ()) if machine]
-    if len(machines) > 1:
+    if len(threads := found["threads"]) > 1:
+        said += f" Runs had different numbers of threads ({', '.join(map(str, threads))}), so that"
+        said += " tokens a second do not compare."
+    if len(machines := found["machine"]) > 1:
         said += f" Runs were trained on different machines ({'; '.join(machines)}), so that tokens"
         said += " a second do not compare."
     return said
@@ -329,7 +326,7 @@ def rule(summary: dict[str, Any]) -> str:
         said += " Rates were chosen by runs that are not in the tables; ≤ and ≥ mark the outermost."
     if summary["diverged"]:
         said += f" Training diverged in {', '.join(summary['diverged'])}."
-    if any(pair.get("lost") for text in texts for pair in text["comparisons"]):
+    if any(pair["lost"] for text in texts for pair in text["comparisons"]):
         said += (
             " A difference of which a seed diverged, or has no finite loss, is *unclear* and has "
             "no interval: the seeds that are left are no sample."
@@ -353,4 +350,4 @@ def value(summary: dict[str, Any] | None, places: int) -> str:
 
 def _is_partial(summary: dict[str, Any] | None) -> bool:
     """Tell whether seeds that were asked for are not in a mean."""
-    return summary is not None and summary["n"] != summary.get("asked", summary["n"])
+    return summary is not None and summary["n"] != summary["asked"]

@@ -32,6 +32,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     runs = {"conv": run_conv, "train": run_train, "decode": run_decode}
     measured = runs[options.benchmark](options, device)
     return {
+        "format": 1,
         "benchmark": options.benchmark,
         **started,
         "device": describe(device),

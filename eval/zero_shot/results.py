@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.utils import handle_non_serializable
-from pydantic import Field
 
 from cat_lm.errors import UserError
 from cat_lm.io.files import atomic_write, write_json
 from cat_lm.io.own_files import set_aside
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes
+from cat_lm.io.readers import Record, Versioned, check_shape, parse_value, read_bytes
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.text_table import aligned
 from eval.zero_shot.tasks.sources import needed_splits
@@ -29,7 +28,6 @@ SHARED = {
     "model_sha256": "the model",
     "tokenizer_sha256": "the tokenizer",
     "dtype": "--dtype",
-    "log_softmax": "log-probabilities in",
     "max_length": "--max-length",
     "limit": "--limit",
     "bootstrap_iterations": "--bootstrap-iterations",
@@ -53,9 +51,12 @@ class _Values(Record):
     seconds: float
     tokens_per_second: float
     key: dict[str, Any]
-    # Not in results of earlier versions.
-    left_out: dict[str, int] = Field(default_factory=dict)
-    requests: int = 0
+    left_out: dict[str, int]
+    requests: int
+
+
+class _Cell(_Values, Versioned):
+    """The file of a finished task."""
 
 
 def cell_name(name: str, key: Mapping[str, Any]) -> str:
@@ -65,7 +66,7 @@ def cell_name(name: str, key: Mapping[str, Any]) -> str:
 
 def task_store(out: Path) -> CellStore:
     """Open the store of finished tasks."""
-    return CellStore(out / "tasks", _Values)
+    return CellStore(out / "tasks", _Cell)
 
 
 def samples_file(out: Path, name: str, key: Mapping[str, Any]) -> Path:
@@ -105,14 +106,13 @@ def left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) 
 def counted(values: Mapping[str, Any]) -> str:
     """Say what was scored of a task and what was left out."""
     parts = [f"{values['n']} of {values['rows']} rows scored"]
-    # Absent in results of earlier versions.
-    for reason, rows in values.get("left_out", {}).items():
+    for reason, rows in values["left_out"].items():
         if rows:
             which = "by --limit" if reason == "by_limit" else "by the task's definition"
             parts.append(f"{rows} left out {which}")
     if values["truncated"]:
-        asked = f" of {values['requests']}" if "requests" in values else ""
-        parts.append(f"{values['truncated']}{asked} requests without the start of their context")
+        asked = f"{values['truncated']} of {values['requests']} requests"
+        parts.append(f"{asked} without the start of their context")
     return ", ".join(parts)
 
 
@@ -133,6 +133,7 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
         aside = set_aside(path)
         print(f"{path}: damaged, is written anew; it is kept as {aside}", file=sys.stderr)
         return {}
+    check_shape(result, Versioned, str(path), "use another --out")
     for name in [name for name, values in tasks.items() if not _is_whole(values)]:
         print(f"{path}: task {name}: damaged, is left out", file=sys.stderr)
         del tasks[name]

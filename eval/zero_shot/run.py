@@ -117,6 +117,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
                 claim_outputs(out, RESULT, [TABLE])
             earlier = earlier_tasks(out, shared) if scorer.rank == 0 else {}
         result = {
+            "format": 1,
             "model": description,
             "settings": _describe_settings(settings, scorer),
             "tasks": earlier,
@@ -306,11 +307,8 @@ def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
 
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """All else that they depend on; not the batch size and not the number of ranks."""
-    # Earlier results in narrow dtypes summed rounded log-probabilities; those in fp32 are the same.
-    added = {} if model["dtype"] == "float32" else {"log_softmax": "float32"}
-    if used := plugins.describe():  # of which the model may have a part
-        added["plugins"] = used
-    return added | {
+    used = plugins.describe()  # of which the model may have a part
+    return ({"plugins": used} if used else {}) | {
         "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
         "bootstrap_iterations": settings.bootstrap_iterations,

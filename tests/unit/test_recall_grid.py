@@ -15,7 +15,7 @@ from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution
-from eval.common.grids.summary import differences, summary, told_training, training
+from eval.common.grids.summary import differences, summary
 from eval.common.grids.tuning import TUNING_SEED, Choice
 from eval.recall.grids import contrasts
 from eval.recall.grids import figure as grid
@@ -185,16 +185,6 @@ def test_a_figure_runs_restarts_and_shows_every_run(name, tmp_path, monkeypatch,
     assert "> **The" not in said and "The positive control of MQAR failed" in said
     for control in record["controls"]["negative"]:
         assert control["chance"] == 1 / 32 < control["at_most"] < 0.12
-
-
-def test_a_figure_of_an_earlier_protocol_is_not_written_over(tmp_path):
-    made = {"provenance": {"command": "x", "versions": {}}, "lines": [1]}
-    (tmp_path / "accuracy.json").write_text(json.dumps(made))
-    with pytest.raises(UserError, match="json is of an earlier protocol"):
-        grid.figure("accuracy", "smoke", tmp_path, Execution("cpu"))
-    assert json.loads((tmp_path / "accuracy.json").read_text()) == made
-    (tmp_path / "accuracy.json").write_text(json.dumps(made | {"protocol": 2}))
-    grid._claim("accuracy", tmp_path)
 
 
 def test_more_seeds_than_the_scales(tmp_path, monkeypatch):
@@ -474,10 +464,3 @@ def test_controls_are_measured_against_their_limits():
     assert [x["chance"] for x in found["negative"]] == [1 / 32, 1 / 4]
     assert found["negative"][1]["at_most"] == 1.0
     assert TUNING_SEED not in (run.cell.seed for run in runs)
-
-
-def test_a_commit_is_told_once_however_its_changes_were_written():
-    own = {"date": "2026-01-02T03:04:05", "machine": "m", "device": "cpu"}
-    given = ["a" * 40 + "+changes", "a" * 40 + "+"]
-    told = told_training(training([{"provenance": own | {"commit": commit}} for commit in given]))
-    assert "at commit aaaaaaaaa+ (+: with changes); m, cpu." in told

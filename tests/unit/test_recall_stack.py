@@ -55,7 +55,7 @@ def no_dropout(monkeypatch):
 def assert_same(stacked, alone, rtol=1e-4):
     """Two records of a cell, up to the rounding of fp32."""
     assert set(stacked) == {*alone, "stacked"}
-    for name in ("cell", "task", "mixer", "layers", "parameters", "steps", "protocol"):
+    for name in ("cell", "task", "mixer", "layers", "parameters", "steps"):
         assert stacked[name] == alone[name]
     assert len(stacked["history"]) == len(alone["history"])
     for point, expected in zip(stacked["history"], alone["history"], strict=True):

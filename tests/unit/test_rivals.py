@@ -536,6 +536,8 @@ class TestComparison:
     def test_a_study_in_the_folder_is_another_one(self, arguments, tmp_path, monkeypatch, capsys):
         out = tmp_path / "out"
         out.mkdir()
-        (out / "settings.json").write_text('{"question": "variants", "configs": {}}')
+        (out / "settings.json").write_text(
+            '{"format": 1, "data_fingerprint": "", "question": "variants", "configs": {}}'
+        )
         code, _, err = run(monkeypatch, capsys, Rivals(), *arguments)
-        assert (code, err.count("\n")) == (2, 1) and "holds a study with another question" in err
+        assert (code, err.count("\n")) == (2, 1) and "holds a study with another " in err

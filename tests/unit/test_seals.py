@@ -21,7 +21,7 @@ def test_a_record_is_whole_until_a_value_changes(tmp_path):
     assert whole is True and SEAL not in record and record == json.loads(json.dumps(RECORD))
     for changed in ({"loss": 1.25}, {"more": 1}, {SEAL: "0" * 64}):
         assert opened(stored | changed)[1] is False
-    assert opened(record) == (record, None)  # of a version that made no seals
+    assert opened(record) == (record, False)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

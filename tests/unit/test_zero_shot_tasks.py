@@ -363,14 +363,15 @@ class TestPrefetch:
         ("content", "message"),
         [
             ("[]", "holds \\[\\]: should be an object"),
-            ('{"revisions": {}}', "has no files"),
-            ('{"revisions": {}, "files": {"../x": {}}}', "must be a path inside.*"),
-            ('{"revisions": {}, "files": {"piqa.jsonl": {}}}', "piqa.jsonl: has no task"),
+            ('{"revisions": {}, "files": {}}', "has no format, must be 1"),
+            ('{"format": 1, "revisions": {}}', "has no files"),
+            ('{"format": 1, "revisions": {}, "files": {"../x": {}}}', "must be a path inside.*"),
+            ('{"format": 1, "revisions": {}, "files": {"x": {}}}', "x: has no task"),
         ],
     )
     def test_a_manifest_of_another_shape_is_one_line(self, folder, content, message):
         (folder / "manifest.json").write_text(content)
-        with pytest.raises(UserError, match=f"manifest.json.*{message}; it is no manifest of"):
+        with pytest.raises(UserError, match=f"manifest.json.*{message}.*; give a folder that"):
             LocalFolder(folder)
 
     def test_folder_equals_the_hub(self, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 
 
 class AnyCell(Protocol):
@@ -14,7 +14,6 @@ class AnyCell(Protocol):
     Attributes:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
         d_model, seq_len, lr, seed: in the file's name too.
-        protocol: of what a record says; above 1 it is in the file's name.
         shape: what every record of this kind holds.
     """
 
@@ -24,8 +23,7 @@ class AnyCell(Protocol):
     seq_len: int
     lr: float
     seed: int
-    protocol: ClassVar[int]
-    shape: ClassVar[type[Record]]
+    shape: ClassVar[type[Versioned]]
 
     def key(self) -> dict[str, Any]:
         """Give all that decides the result and names its file."""

@@ -26,15 +26,18 @@ def _store(folder: Path, cell: AnyCell) -> CellStore:
 def _name(cell: AnyCell) -> str:
     what = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{cell.task}-{cell.mixer}")
     how = f"-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
-    if cell.protocol > 1:
-        how += f"-p{cell.protocol}"
     # A file's name has 255 bytes, a picture's and a temporary file's more than this; the hash is
     # of the whole, so that nothing is lost with the end of many options.
-    return f"{what[: _NAME - len(how)]}{how}-{key_hash(cell.key(), digits=8)}"
+    return f"{what[: _NAME - len(how)]}{how}-{key_hash(_key(cell), digits=8)}"
+
+
+def _key(cell: AnyCell) -> dict[str, Any]:
+    """Return all that decides a result, with what options that were left out mean today."""
+    return json.loads(json.dumps({"cell": cell.key(), **cell.resolved()}))
 
 
 def cell_path(folder: Path, cell: AnyCell) -> Path:
-    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-pP-HASH.json, without P for protocol 1."""
+    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
     return _store(folder, cell).path(_name(cell))
 
 
@@ -42,58 +45,10 @@ def finished(folder: Path, cell: AnyCell) -> dict[str, Any] | None:
     """Read the record of a finished cell, if it is there.
 
     Raises:
-        UserError: a file that is no such record, or one from before a default was changed.
+        UserError: a file that is no such record.
     """
-    record = _store(folder, cell).read(_name(cell), lambda record: _is_of(record, cell))
-    if record is not None and (changed := _changed_defaults(record, cell)):
-        raise StaleCell([cell_path(folder, cell)], changed)
-    return record
-
-
-def _is_of(record: dict[str, Any], cell: AnyCell) -> bool:
-    """Say whether a record is of this cell, not of another whose file was given its name."""
-    asked, own = json.loads(json.dumps(cell.key())), record.get("cell", {})
-    kinds = {key: type(value) for key, value in cell.resolved().items()}
-    same = all(name in own and own[name] == value for name, value in asked.items())
-    return same and all(isinstance(record.get(k), t) for k, t in kinds.items())
-
-
-class StaleCell(UserError):
-    """Finished cells whose options, where they were left out, mean something else today.
-
-    Attributes:
-        paths: their files.
-        changed: what differs in the first.
-    """
-
-    def __init__(self, paths: Sequence[Path], changed: str) -> None:
-        self.paths, self.changed = paths, changed
-        alike = dict.fromkeys(re.sub(r"-lr[^/]*$", "-lr*.json", str(path)) for path in paths)
-        these = str(paths[0]) if len(paths) == 1 else " ".join(alike)
-        super().__init__(
-            f"{len(paths)} finished, from before a default was changed ({changed}); to have the "
-            f"same command make them again, delete {these}"
-        )
-
-
-def _changed_defaults(record: dict[str, Any], cell: AnyCell) -> str:
-    """Name what differs from today's meaning, as `the mixer's window was 7, is 3`."""
-    resolved = json.loads(json.dumps(cell.resolved()))
-    of_model = [name for name in resolved if name not in ("task", "mixer")]
-    now, then = (
-        {
-            "task": values.get("task", {}),
-            "mixer": values.get("mixer", {}).get("options", {}),
-            "model": {name: values.get(name) for name in of_model},
-        }
-        for values in (resolved, record)
-    )
-    return ", ".join(
-        f"the {kind}'s {name} was {then[kind].get(name)}, is {value}"
-        for kind in now
-        for name in now[kind] | then[kind]
-        if (value := now[kind].get(name)) != then[kind].get(name)
-    )
+    key = _key(cell)
+    return _store(folder, cell).read(_name(cell), lambda record: key.items() <= record.items())
 
 
 def run(folder: Path, cell: AnyCell, device: str, *, quiet: bool = False) -> dict[str, Any]:

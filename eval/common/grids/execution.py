@@ -109,16 +109,7 @@ def _estimate(groups: Sequence[Sequence[AnyCell]], execution: Execution) -> None
 
 def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
     """Runs whose cell OUT does not hold."""
-    found, stale = [], []
-    for run in runs:
-        try:
-            if cells.finished(out, run.cell) is None:
-                found.append(run)
-        except cells.StaleCell as error:
-            stale.append(error)
-    if stale:  # of all of them, not one after the other
-        raise cells.StaleCell([path for error in stale for path in error.paths], stale[0].changed)
-    return found
+    return [run for run in runs if cells.finished(out, run.cell) is None]
 
 
 def _together(hours: float, execution: Execution) -> str:

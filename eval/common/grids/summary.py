@@ -125,8 +125,7 @@ def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def told_training(found: Mapping[str, Any]) -> str:
     """Write what `training` gives as a sentence."""
-    # Earlier versions wrote +changes for +.
-    commits = dict.fromkeys(each[:9] + "+" * ("+" in each) for each in found["commits"])
+    commits = dict.fromkeys(each[:9] + "+" * each.endswith("+") for each in found["commits"])
     plural = "s" if len(commits) > 1 else ""
     changed = " (+: with changes)" if "+" in "".join(commits) else ""
     machines = "; ".join(found["machines"])

@@ -21,7 +21,7 @@ from cat_lm.io.checksums import checksums
 from cat_lm.io.files import atomic_write
 from cat_lm.io.folders import atomic_folder
 from cat_lm.io.locks import hold
-from cat_lm.io.readers import Record, check_shape, read_object
+from cat_lm.io.readers import Versioned, check_shape, read_object
 from cat_lm.io.seals import opened, write_sealed
 from eval.common.cell_store import key_hash
 from eval.long_range.tasks.base import Place
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
     origin: dict[str, Any]
 
 
-class _Shape(Record):
+class _Shape(Versioned):
     """The record of a folder: the dtype and the shape of each array, and the files' SHA-256."""
 
     key: dict[str, Any]
@@ -95,7 +95,7 @@ def _make(
         origin = _made(make, work, folder.parent)
         digests = checksums((place / f"{name}.npy" for name in work.shapes), "sha256")
         record = {
-            "key": dict(key), "origin": dict(origin), "arrays": work.shapes,
+            "format": 1, "key": dict(key), "origin": dict(origin), "arrays": work.shapes,
             "sha256": {path.name: digest for path, digest in digests.items()},
         }  # fmt: skip
         write_sealed(place / _RECORD, record)
@@ -115,8 +115,6 @@ def _made(make: Callable[[Work], Mapping[str, Any]], work: Work, cache: Path) ->
 def _read(folder: Path) -> Stored:
     advice = f"delete {folder}, and the same command makes it again"
     values, whole = opened(read_object(folder / _RECORD, advice))
-    if "sha256" not in values:
-        raise UserError(f"{folder}: is of an earlier version, without checksums; {advice}")
     record = check_shape(values, _Shape, str(folder / _RECORD), advice)
     if not whole:
         raise UserError(f"{folder / _RECORD}: was changed after it was written; {advice}")

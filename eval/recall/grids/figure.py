@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
 from cat_lm.io.files import finite, write_json, write_text
-from cat_lm.io.outputs import PICTURES, claim_outputs, is_result, named
-from cat_lm.io.readers import read_object
+from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from cat_lm.labels import IGNORE_INDEX
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in
@@ -25,7 +23,6 @@ from eval.recall.grids.catalog import FIGURES
 from eval.recall.grids.plan import CONTROL, NEGATIVE, SCALES, Place, Run, plan
 from eval.recall.show import filter_plots, page
 from eval.recall.tasks import generate
-from eval.recall.train.cell import PROTOCOL
 
 if TYPE_CHECKING:
     from eval.common.grids.pictures import Points, Rows
@@ -79,7 +76,6 @@ def figure(
         "shows": FIGURES[name].shows,
         "number in the paper (AAAI / workshop / arXiv)": FIGURES[name].number,
         "scale": scale_name,
-        "protocol": PROTOCOL,
         "trained": training(all_records(places, out)),
         "tuning_seed": TUNING_SEED,
         "not_run": [one for one in _names(plan(name, SCALES[scale_name])) if one not in shown],
@@ -112,13 +108,7 @@ def _names(places: Sequence[Place]) -> list[str]:
 
 
 def _claim(name: str, out: Path) -> None:
-    """Lists the figure's files; those of an earlier protocol are not written over."""
-    earlier = out / f"{name}.json"
-    if is_result(earlier) and read_object(earlier).get("protocol") != PROTOCOL:
-        raise UserError(
-            f"--out {out}: {name}.json is of an earlier protocol of training and would be "
-            "replaced; give another folder"
-        )
+    """Lists the figure's files."""
     stems = (name, *(f"{name}-{kind}" for kind in ("fixed", "generated", "filters")))
     pictures_of = [file for stem in stems for file in named(stem, *PICTURES)]
     claim_outputs(out, f"{name}.json", [f"{name}.md", *pictures_of])

@@ -110,7 +110,7 @@ def _value(line: dict[str, Any]) -> str:
 def _difference(found: dict[str, Any]) -> str:
     if found["low"] is None:
         # A run that diverged leaves no interval, and fewer seeds than were run.
-        lost = f" ({found['n']} of {found['n'] + found['lost']} seeds)" if found.get("lost") else ""
+        lost = f" ({found['n']} of {found['n'] + found['lost']} seeds)" if found["lost"] else ""
         return f"{found['mean']:+.3f}{lost}"
     word = "" if found["verdict"] == UNCLEAR else f" {found['verdict']}"
     return f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]{word}"

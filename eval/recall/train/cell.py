@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from cat_lm.mixers import make_mixer
 from cat_lm.options import parse_specification
 from eval.common.grids.code import code_of_mixer
@@ -22,9 +22,6 @@ from eval.recall.train.records import TaskRecord, delays
 
 BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
 STOP_ABOVE = 0.99
-# Of what a record says. 1 stopped, and took the best epoch and rate, by the test rows; its cells
-# have other names.
-PROTOCOL = 2
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class Cell:
     test_lengths: tuple[int, ...] = ()
     fixed_items: bool = False
     embedding_dropout: float | None = None
-    protocol: ClassVar[int] = PROTOCOL
-    shape: ClassVar[type[Record]] = TaskRecord
+    shape: ClassVar[type[Versioned]] = TaskRecord
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
 from cat_lm.errors import UserError
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
@@ -69,14 +69,10 @@ class LanguageCell:
     document_tokens: int = 256
     task: str = "language"
     choosing_documents: int = 0
-    protocol: ClassVar[int] = 1  # see trial.py
-    shape: ClassVar[type[Record]] = FilterRecord
+    shape: ClassVar[type[Versioned]] = FilterRecord
 
     def key(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        if not self.choosing_documents:
-            del fields["choosing_documents"]  # the name that such a cell had before there were any
-        return fields | code_of_mixer(self.mixer)
+        return dataclasses.asdict(self) | code_of_mixer(self.mixer)
 
     @property
     def all_steps(self) -> int:
@@ -148,7 +144,7 @@ class LanguageCell:
         for of_choosing in others:
             found["validation"] = {key: of_choosing[key] for key in ("loss", "tokens_scored")}
         return {
-            "cell": dataclasses.asdict(self) | self.key(),
+            "cell": self.key(),
             **self.resolved(),
             "parameters": parameters(model),
             **found,

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
-
-from cat_lm.io.readers import Record
+from cat_lm.io.readers import Versioned
 
 
-class FilterRecord(Record):
+class FilterRecord(Versioned):
     """Hold what every cell's record has."""
 
     cell: dict[str, Any]
     filters: list[dict[str, Any]]
     delays: list[dict[str, list[int]]]
     provenance: dict[str, Any]
-    tests: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 class TaskRecord(FilterRecord):
@@ -29,7 +26,6 @@ class TaskRecord(FilterRecord):
     history: list[dict[str, Any]]
     steps: int
     tests: dict[str, dict[str, Any]]
-    seconds: dict[str, float]
 
 
 def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:

@@ -109,7 +109,6 @@ class Trial(BaseTrial):
         return {
             "cell": cell.key(),
             **cell.resolved(),
-            "protocol": cell.protocol,
             "parameters": parameters(self.model),
             "accuracy": accuracies["trained length"]["accuracy"],
             "validation": {name: self.chosen[name] for name in ("step", "accuracy")},

@@ -82,6 +82,7 @@ def _write_manifest(folder: Path, hub: Hub, records: dict[str, Any]) -> None:
     write_json(
         folder / MANIFEST,
         {
+            "format": 1,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {name: metadata.version(name) for name in ("lm_eval", "datasets")},
             "revisions": hub.revisions,

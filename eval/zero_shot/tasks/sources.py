@@ -22,7 +22,7 @@ from lm_eval.config.task import TaskConfig
 
 from cat_lm.errors import UserError
 from cat_lm.io.checksums import sha256
-from cat_lm.io.readers import InsideName, Record, check_shape, read_json, read_json_lines
+from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_json, read_json_lines
 from eval.zero_shot.tasks.rows import check_answers, check_columns, check_exact
 
 MANIFEST = "manifest.json"
@@ -206,7 +206,7 @@ def file_name(task: str, split: str, evaluated: str) -> str:
     return f"{task}.jsonl" if split == evaluated else f"{task}.{split}.jsonl"
 
 
-class _Manifest(Record):
+class _Manifest(Versioned):
     """The file that --prefetch writes beside its files."""
 
     revisions: dict[str, str | None]
@@ -226,7 +226,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         return {"revisions": {}, "files": {}}
-    advice = "it is no manifest of --prefetch"
+    advice = "give a folder that --prefetch wrote"
     manifest = read_json(path, _Manifest, advice).model_dump()
     for name, record in manifest["files"].items():
         check_shape(record, _PrefetchedFile, f"{path}, {name}", advice)

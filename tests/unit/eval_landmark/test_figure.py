@@ -13,7 +13,8 @@ def test_needles_by_length(command, tmp_path):
     def cell(name, mixer, lr, seed, valid, **accuracies):
         options = {"task": "needle:vocab_size=64", "seq_len": 32, "d_model": 16}
         tests = {n: {"seq_len": int(n[1:]), "accuracy": a} for n, a in accuracies.items()}
-        values = {"cell": options | {"lr": lr, "seed": seed}, "mixer": {"label": mixer}}
+        named = {"label": mixer, "options": {}}
+        values = {"format": 1, "cell": options | {"lr": lr, "seed": seed}, "mixer": named}
         values |= {"validation": {"accuracy": valid}, "tests": tests}
         (tmp_path / "cells" / f"{name}.json").write_text(json.dumps(values))
 
@@ -50,9 +51,10 @@ def test_needles_by_length(command, tmp_path):
     ):
         code, _, err = command("figure", "--recall", folder, "--out", tmp_path / "other")
         assert code == 2 and "error: --recall" in err and named in err and err.count("\n") == 1
-    other.write_text(json.dumps({"cell": {"task": "needle"}}))
-    code, _, err = command("figure", "--recall", tmp_path, "--out", tmp_path / "other")
-    assert code == 2 and "f.json: has no 'tests'" in err
+    for more, said in (({}, "has no format, must be 1"), ({"format": 1}, "has no 'tests'")):
+        other.write_text(json.dumps({"cell": {"task": "needle"}} | more))
+        code, _, err = command("figure", "--recall", tmp_path, "--out", tmp_path / "other")
+        assert code == 2 and f"f.json: {said}" in err
 
 
 NEEDLE = {"task": "needle:vocab_size=64", "mixer": "cat", "seq_len": 32, "d_model": 16, "lr": 1e-2}
@@ -63,7 +65,13 @@ def needles(path, accuracy=0.5, lengths=(32,), layers=2, **options):
     cell = NEEDLE | {"seed": 0, "epochs": 64, "layers": None, "test_lengths": []} | options
     name = {"label": cell["mixer"].partition(":window=4")[0], "options": {"window": 4}}
     tests = {str(i): {"seq_len": n, "accuracy": accuracy} for i, n in enumerate(lengths)}
-    values = {"cell": cell, "mixer": name, "layers": cell["layers"] or layers, "tests": tests}
+    values = {
+        "format": 1,
+        "cell": cell,
+        "mixer": name,
+        "layers": cell["layers"] or layers,
+        "tests": tests,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values | {"validation": {"accuracy": accuracy}}))
 
@@ -144,7 +152,7 @@ def test_sweeps_of_other_rows_are_no_seeds(command, tmp_path):
         [swept("mine-0", 0.1), swept("mine-2", 0.2)],
     ]
     for file, own in zip(files[:3], rows, strict=True):
-        file.write_text(json.dumps({"rows": own, "text": "t"}))
+        file.write_text(json.dumps({"format": 1, "rows": own, "text": "t"}))
     out = tmp_path / "out"
     code, said, err = command("figure", "--sweeps", *files[:3], "--out", out)
     assert code == 0 and "mine, local 16, text 11111111" in said, err
@@ -158,7 +166,7 @@ def test_sweeps_of_other_rows_are_no_seeds(command, tmp_path):
     assert points[2]["local"] == 16 and points[1]["tokens_sha256"] == "2" * 64
     for name, value, was in (("model_sha256", "of another", "of mine-0"), ("over_dense", 0.2, 0.1)):
         own = [swept("mine-0", **{"over": 0.1, name: value})]
-        files[3].write_text(json.dumps({"rows": own, "text": "t"}))
+        files[3].write_text(json.dumps({"format": 1, "rows": own, "text": "t"}))
         words = ("--sweeps", files[0], files[3], "--out", tmp_path / "other")
         code, _, err = command("figure", *words)
         assert (
@@ -173,7 +181,7 @@ def test_sweeps_are_drawn_at_the_largest_length_that_all_have(command, tmp_path)
     at = [(64, 128), (64,), (32,)]
     for file, name, lengths in zip(files, ("long", "short", "other"), at, strict=True):
         rows = [swept(name, 0.1 + length / 1000, length=length) for length in lengths]
-        file.write_text(json.dumps({"rows": rows, "text": "t"}))
+        file.write_text(json.dumps({"format": 1, "rows": rows, "text": "t"}))
     out = tmp_path / "out"
     code, _, err = command("figure", "--sweeps", *files[:2], "--out", out)
     assert code == 0, err
@@ -196,7 +204,7 @@ def test_figure(command, tmp_path):
         return swept(label, over, select=select, top_k=top_k, block=block, share=0.1 * top_k)
 
     def written(name, **values):
-        (tmp_path / name).write_text(json.dumps(values))
+        (tmp_path / name).write_text(json.dumps({"format": 1} | values))
         return tmp_path / name
 
     needed = 2 * 4 * np.log(30 / 2)

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from cat_lm.errors import UserError
 from cat_lm.export import export_model
 from cat_lm.io.seals import opened, write_sealed
 from cat_lm.pretrained import load_tokenizer
@@ -39,17 +40,18 @@ class TestFiles:
             assert (out / f"{name}.png").stat().st_size > 5000
             assert "training length" in (out / f"{name}.svg").read_text()
 
-    def test_cells_of_before_documents_were_kept_are_read(self, models, text, tmp_path):
-        rows = sweep([models["nope"]], [32], tmp_path, text=text)
+    @pytest.mark.parametrize("change", [{}, {"format": 2}])
+    def test_cells_of_another_version_are_refused(self, models, text, tmp_path, change):
+        sweep([models["nope"]], [32], tmp_path, text=text)
         [cell] = (tmp_path / "cells").glob("*.json")
         values, _ = opened(json.loads(cell.read_text()))
-        for name in ("document_nlls", "document_tokens"):
-            del values[name]
-        write_sealed(cell, values)
-        [again] = sweep([models["nope"]], [32], tmp_path, text=text)
-        assert again["seconds"] == rows[0]["seconds"], "not computed again"
-        stored = json.loads((tmp_path / "length_sweep.json").read_text())
-        assert stored["rows"][0]["document_nlls"] is None
+        assert values.pop("format") == 1
+        write_sealed(cell, values | change)
+        written = cell.read_bytes()
+        said = rf"{cell.name}: .*format.*, must be 1: another version of cat_lm wrote it; delete it"
+        with pytest.raises(UserError, match=said):
+            sweep([models["nope"]], [32], tmp_path, text=text)
+        assert cell.read_bytes() == written, "not written over"
 
     def test_finished_cells_are_not_computed_again(self, models, text, tmp_path, monkeypatch):
         out = tmp_path / "out"
@@ -89,8 +91,7 @@ class TestFiles:
         assert stored["rows"][0]["skip_tokens"] == 100
         assert stored["protocol"]["skipped"] == "the split's first 100 tokens"
         cells = [json.loads(path.read_text()) for path in (tmp_path / "cells").iterdir()]
-        found = sorted(opened(cell)[0].get("skip_tokens", -1) for cell in cells)
-        assert found == [-1, 100], "a key without skipping is that of earlier versions"
+        assert sorted(cell["skip_tokens"] for cell in cells) == [0, 100]
         monkeypatch.setattr(length_sweep_cells, "load_model", None)  # would fail when called
         assert sweep(*given, **options, skip_tokens=100) == [skipped]
         assert sweep(*given, **options) == [whole]
@@ -104,7 +105,6 @@ class TestFiles:
         for damaged in (
             whole[:100],
             b"",
-            b"{}",
             b"[]",
             b"\xff\xfe",
             json.dumps({k: v for k, v in values.items() if k != "positions"}).encode(),

@@ -90,7 +90,7 @@ def test_damage_in_the_cache_is_one_line(tmp_path):
         (ids, kept[ids][:-1] + b"\7", "test.ids.npy: is not the one that was written"),
         (record, kept[record].replace(b'"seed": 0', b'"seed": 1'), "was changed after"),
         (record, b"{", "record.json: is not JSON"),
-        (record, b'{"key": {}, "origin": {}, "arrays": {}}', "is of an earlier version, without"),
+        (record, b'{"key": {}, "origin": {}, "arrays": {}}', "has no format, must be 1"),
     ]
     for path, content, message in cases:
         path.write_bytes(content)

@@ -11,6 +11,8 @@ from eval.common.models import folder_sha256
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.unit.calls import call_main
 
+KEY = {"rows_sha256": "a", "definition_sha256": "d"}
+
 
 def report(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
     from eval.report.__main__ import main
@@ -24,12 +26,21 @@ def zero_shot(run: Path, scale: float = 1.0, leave_out: str = "", limit: int | N
     tasks: dict = {}
     for index, (column, (task, metric)) in enumerate(TASK_COLUMNS.items()):
         value = 30.0 / scale if column.endswith("_ppl") else 0.02 * (index + 10) * scale
-        found = tasks.setdefault(task, {"metrics": {}, "stderr": {}, "version": 1, "n": 5})
+        new = {"metrics": {}, "stderr": {}, "version": 1, "n": 5, "key": KEY}
+        found = tasks.setdefault(task, new)
         found["metrics"][metric] = value
         found["stderr"][metric] = 0.0123
     tasks.pop(leave_out, None)
     model = {"label": "x", "sha256": folder_sha256(run / "model")}
-    return {"model": model, "settings": {"limit": limit}, "tasks": tasks, "average": {}}
+    model |= {"max_length": 1024, "dtype": "float32"}
+    settings = {"limit": limit}
+    return {"format": 1, "model": model, "settings": settings, "tasks": tasks, "average": {}}
+
+
+def sweep(*rows: dict) -> dict:
+    """Return a result of eval.length_sweep."""
+    protocol = {"windows": "moving on by their whole length"}
+    return {"format": 1, "text": "x", "protocol": protocol, "rows": rows, "command": "a command"}
 
 
 def sweep_row(run: Path, label: str, perplexity: float, **changes: object) -> dict:
@@ -37,6 +48,8 @@ def sweep_row(run: Path, label: str, perplexity: float, **changes: object) -> di
     row = {"label": label, "method": "none", "length": 32, "training_length": 32, "tokens": 640}
     row |= {"perplexity": perplexity, "loss": 3.0, "bits_per_byte": 1.5, "standard_error": 0.1}
     row |= {"groups": 4, "group_kind": "documents", "tokens_sha256": "a" * 64}
+    row |= {"document_count": 4, "stride": 32, "documents": "concatenated", "dtype": "float32"}
+    row |= {"factor": 1.0, "temperature_scope": "logits", "positions": []}
     return row | {"model_sha256": folder_sha256(run / "model"), **changes}
 
 
@@ -44,7 +57,12 @@ def samples(run: Path) -> dict:
     """A result of eval.samples."""
     sample = {"prompt": "def f", "reference": "(x):", "continuation": "oo(y):"}
     options = {"max_new_tokens": 8, "seed": 0, "temperature": 0.8, "top_p": 0.95}
-    return {**options, "model_sha256": folder_sha256(run / "model"), "samples": [sample]}
+    return {
+        "format": 1,
+        **options,
+        "model_sha256": folder_sha256(run / "model"),
+        "samples": [sample],
+    }
 
 
 def change_weights(run: Path) -> None:

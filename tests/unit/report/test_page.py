@@ -9,7 +9,13 @@ import shutil
 import pytest
 
 from cat_lm.io.files import write_json
-from tests.unit.report.results import report, samples, sweep_row, zero_shot
+from tests.unit.report.results import report, samples, sweep, sweep_row, zero_shot
+
+ZERO_SHOT = """{"format": 1, "model": {"sha256": "", "max_length": 1, "dtype": ""},
+"settings": {"limit": null}, "tasks": %s}"""
+SWEEP = '{"format": 1, "text": "", "protocol": {"windows": ""}, "rows": %s, "command": ""}'
+SAMPLES = """{"format": 1, "max_new_tokens": 1, "seed": 0, "temperature": 1, "top_p": 1,
+"model_sha256": "", "samples": %s}"""
 
 
 class TestPage:
@@ -35,8 +41,8 @@ class TestPage:
         written["samples"][0] |= {"prompt": "<i>a&", "reference": "<i>b", "continuation": "<i>c"}
         write_json(run / "eval/samples.json", written)
         rows = [sweep_row(run, "x", 20.0)]
-        sweep = {"text": "<i>d", "protocol": {"windows": "<i>e"}, "command": "<i>f", "rows": rows}
-        write_json(run / "eval/length_sweep.json", sweep)
+        swept = {"text": "<i>d", "protocol": {"windows": "<i>e"}, "command": "<i>f"}
+        write_json(run / "eval/length_sweep.json", sweep(*rows) | swept)
         write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
         assert report(monkeypatch, capsys, run, "--title", "<i>g", "--out", tmp_path / "o")[0] == 0
         for name in ("index.html", "table2.html"):
@@ -58,32 +64,28 @@ class TestPage:
         [
             ("zero_shot/zero_shot.json", "{", "zero_shot.json: is not JSON"),
             ("zero_shot/zero_shot.json", "[]", "zero_shot.json: holds [], must be an object"),
-            ("zero_shot/zero_shot.json", "{}", "zero_shot.json: has no tasks"),
+            ("zero_shot/zero_shot.json", "{}", "zero_shot.json: has no format, must be 1"),
             (
                 "zero_shot/zero_shot.json",
-                '{"tasks": []}',
+                ZERO_SHOT % "[]",
                 "tasks is []: should be an object; make",
             ),
             (
                 "zero_shot/zero_shot.json",
-                '{"tasks": {"piqa": 3}}',
+                ZERO_SHOT % '{"piqa": 3}',
                 "piqa: holds 3: should be an",
             ),
             (
                 "zero_shot/zero_shot.json",
-                '{"tasks": {"piqa": {"metrics": {"acc": "x"}}}}',
+                ZERO_SHOT % '{"piqa": {"metrics": {"acc": "x"}}}',
                 'zero_shot.json, task piqa: metrics.acc is "x": should be a valid number',
             ),
             ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
-            ("eval/length_sweep.json", "{}", "length_sweep.json: has no rows"),
-            ("eval/length_sweep.json", '{"rows": [{}]}', "length_sweep.json, row 1: has no label"),
+            ("eval/length_sweep.json", "{}", "length_sweep.json: has no format, must be 1"),
+            ("eval/length_sweep.json", SWEEP % "[{}]", "length_sweep.json, row 1: has no label"),
             ("eval/samples.json", "3", "samples.json: holds 3, must be an object"),
-            ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no max_new_tokens"),
-            (
-                "eval/samples.json",
-                '{"samples": [{}], "max_new_tokens": 1, "seed": 0, "temperature": 1, "top_p": 1}',
-                "samples.json, sample 1: has no prompt",
-            ),
+            ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no format, must be 1"),
+            ("eval/samples.json", SAMPLES % "[{}]", "samples.json, sample 1: has no prompt"),
             ("model/export.json", "nothing", "export.json: is not JSON"),
             ("model/config.json", "{", "config.json: has 1 bytes, export.json lists"),
             ("model/model.safetensors", "short", "model.safetensors: has 5 bytes, export.json"),
@@ -145,7 +147,7 @@ class TestNames:
         parts = [{"start": 1, "stop": 32, "tokens": 600, "loss": 3.0}]
         for folder, name in zip(folders, names, strict=True):
             row = sweep_row(folder, name, 20.0, positions=parts)
-            write_json(folder / "eval/length_sweep.json", {"text": "x", "rows": [row]})
+            write_json(folder / "eval/length_sweep.json", sweep(row))
         out = tmp_path / "out"
         assert report(monkeypatch, capsys, *folders, "--out", out) == (0, "")
         pictures = [(out / f"{n}.svg").read_text() for n in ("loss", "perplexity_by_length")]

@@ -13,7 +13,7 @@ from cat_lm.io.files import write_json
 from eval.common.runs import read_run
 from eval.report import table2
 from tests.finished_runs import finished_run
-from tests.unit.report.results import report, zero_shot
+from tests.unit.report.results import KEY, report, zero_shot
 
 # What the paper underlines, column by column; bold is the best of each column.
 SECOND = {
@@ -103,10 +103,9 @@ class TestTable2:
         def warned(**second: object) -> str:
             for folder, changes in zip(folders, ({}, second), strict=True):
                 result = zero_shot(folder)
-                result["model"] |= {"max_length": 1024, "dtype": "float32"} | changes
+                result["model"] |= changes
                 rows = result["model"].pop("rows", "a")
-                key = {"rows_sha256": rows, "definition_sha256": "d"}
-                result["tasks"]["piqa"]["key"] = key
+                result["tasks"]["piqa"]["key"] = KEY | {"rows_sha256": rows}
                 write_json(folder / "zero_shot/zero_shot.json", result)
             out = tmp_path / "out"
             assert report(monkeypatch, capsys, *folders, "--out", out)[0] == 0

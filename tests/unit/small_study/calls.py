@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from cat_lm.config import load_config
+from cat_lm.io.readers import Versioned
+from eval.common.cell_store import CellStore
 from eval.small_study.__main__ import main
 from tests.unit.imitated_study import Imitation, run_command
 
@@ -18,6 +20,12 @@ class Shifted(Imitation):
     """Has a model of another question."""
 
     LOSS: ClassVar = Imitation.LOSS | {"kv_shift": 3.9}
+
+
+def change_result(run: Path, **changes: object) -> None:
+    """Change the record of a finished run."""
+    store = CellStore(run, Versioned)
+    store.write("study", store.read("study") | changes)
 
 
 def last_loss_of(run: Path) -> float:

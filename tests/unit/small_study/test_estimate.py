@@ -77,7 +77,7 @@ def test_what_is_left_is_corrected_by_runs_of_both_kinds(tmp_path, monkeypatch):
         progress.finished(jobs[0], {"seconds": 10, "diverged": False, "reused": "there"})
         assert progress.remaining() == 10 + 60
         now += 60  # at another rate than was foreseen, so that it was trained here
-        progress.finished(jobs[1], {"seconds": 60, "diverged": False})
+        progress.finished(jobs[1], {"seconds": 60, "diverged": False, "reused": None})
         assert progress.remaining() == 60
 
 

@@ -79,17 +79,17 @@ def test_a_folder_of_trials_that_is_not_ours_is_kept(arguments, tmp_path, monkey
     ("name", "content", "message"),
     [
         ("settings.json", "[]", "settings.json: holds [], must be an object; remove"),
-        ("settings.json", '{"configs": []}', "holds a study with another configs"),
-        ("settings.json", '{"configs": {"pythia": 3}}', "holds a study with another configs"),
+        ("settings.json", '{"configs": []}', "settings.json: has no format, must be 1"),
+        ("settings.json", '{"format": 1, "data_fingerprint": ""}', "holds a study with another "),
         ("runs/pythia-seed0/study.json", "{", "study.json: damaged: is not JSON"),
         (
             "runs/pythia-seed0/study.json",
             "{}",
-            "damaged: has no diverged; delete it",
+            "has no format, must be 1: another version of cat_lm wrote it; delete it",
         ),
-        ("runs/pythia-seed0/study.json", '{"diverged": 1}', "diverged is 1: should be"),
+        ("runs/pythia-seed0/study.json", '{"format": 1}', "damaged: was changed after"),
         ("runs/pythia-seed0/metrics.jsonl", b"\xff\n", "metrics.jsonl: is not UTF-8"),
-        ("runs/pythia-seed0/eval/length_sweep.json", '{"rows": [3]}', "row 1: holds 3: should"),
+        ("runs/pythia-seed0/eval/length_sweep.json", '{"rows": [3]}', "json: has no format, must"),
     ],
 )
 def test_damaged_records_are_one_line(

@@ -49,11 +49,6 @@ def test_rates_are_chosen_on_a_seed_that_is_not_reported(arguments, tmp_path, mo
     assert code == 2 and ".optimizer.lr ([0.001, 0.003, 0.01], now 0.003)" in err
     code, _, err = run_study(monkeypatch, capsys, Imitation(), *arguments, "--seeds", "1000")
     assert code == 2 and "--seeds 1000: chooses the rates" in err
-    # Rates that an earlier version chose by half of the tokens are not gone on with.
-    path = tmp_path / "out/settings.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tuning_share": 2}))
-    code, _, err = run_study(monkeypatch, capsys, half := Imitation(), *arguments)
-    assert (code, half.calls) == (2, []) and "another tuning_share (2, now 1)" in err
 
 
 def test_seeds_of_one_model_have_one_rate(arguments, tmp_path, monkeypatch, capsys):

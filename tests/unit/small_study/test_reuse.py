@@ -19,7 +19,7 @@ from eval.small_study.plan import Job
 from eval.small_study.progress import Estimate, measure
 from eval.small_study.reuse import COPIES
 from tests.unit.imitated_study import Imitation
-from tests.unit.small_study.calls import Shifted, last_loss_of, run_study
+from tests.unit.small_study.calls import Shifted, change_result, last_loss_of, run_study
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_training_that_is_not_the_same_is_made_again(
     change("pythia-seed2", "precision: fp32", "precision: bf16")
     change("pythia-seed3", "min_lr: 0.0003", "min_lr: 0.0")
     shutil.rmtree(earlier / "runs/pythia-seed4/checkpoints")
-    (earlier / "runs/pythia-seed5/study.json").write_text('{"diverged": true, "seconds": 2.0}')
+    change_result(earlier / "runs/pythia-seed5", diverged=True)
     call = [*arguments, "--seeds", "0,1,2,3,4,5,6", "--rates", "1e-3,3e-3,1e-2"]
     call += ["--reuse", earlier]
     assert run_study(monkeypatch, capsys, Imitation(), *call)[0] == 0

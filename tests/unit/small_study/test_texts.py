@@ -7,11 +7,8 @@ import json
 import shutil
 import subprocess
 
-import pytest
-
 from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_verified
-from cat_lm.errors import UserError
 from cat_lm.pretrained import load_tokenizer
 from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.plan import SIZES, Study
@@ -87,8 +84,7 @@ def test_the_library_is_prepared_without_codec_tables(long_corpus, tmp_path, mon
 
     def imitated(call, **options):
         called.append(call)
-        if len(called) == 1:
-            shutil.copytree(long_corpus, tmp_path / "library")
+        shutil.copytree(long_corpus, tmp_path / "library")
         return subprocess.CompletedProcess(call, 0)
 
     monkeypatch.setattr("eval.small_study.run.subprocess.run", imitated)
@@ -97,18 +93,6 @@ def test_the_library_is_prepared_without_codec_tables(long_corpus, tmp_path, mon
     (call,) = called
     assert call[call.index("--source") + 1] == "python-stdlib"
     assert call[call.index("--exclude") + 1] == "encodings/*"
-    # What is there from before, with the tables, is not taken for it.
-    with pytest.raises(UserError, match=r"library: was not prepared with --exclude 'enc") as no:
-        prepared(study, own=False)
-    assert "\n" not in str(no.value) and len(called) == 1
-    prepared(study, own=True)
-    assert len(called) == 1
-    path = tmp_path / "library/manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["arguments"]["exclude"] = ["encodings/*"]
-    path.write_text(json.dumps(manifest))
-    prepared(study, own=False)
-    assert len(called) == 2, "the preparation itself says that there is nothing to do"
 
 
 def test_a_missing_folder_is_named_before_any_text_is_prepared(tmp_path, monkeypatch, capsys):

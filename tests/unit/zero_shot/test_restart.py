@@ -187,7 +187,7 @@ class TestRestart:
             run(models["nope"], ["arc_easy"], tmp_path, settings(rows))
 
     def test_sources_of_plugins_count(self, model, rows, tmp_path, monkeypatch, evaluations):
-        """A model may have a part of theirs; without any the key is that of earlier versions."""
+        """A model may have a part of theirs."""
 
         def computed(code: str | None) -> bool:
             evaluations.clear()
@@ -209,7 +209,7 @@ class TestRestart:
         (path,) = (tmp_path / "tasks").iterdir()
         whole = path.read_bytes()
         keyless = json.loads(whole) | {"key": {}}
-        for damaged in (whole[:50], b"{}", b"[]", b"\xff", json.dumps(keyless).encode()):
+        for damaged in (whole[:50], b"[]", b"\xff", json.dumps(keyless).encode()):
             path.write_bytes(damaged)
             (tmp_path / "zero_shot.json").write_bytes(damaged)
             evaluations.clear()
@@ -220,9 +220,20 @@ class TestRestart:
             assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
         # What is not a result, perhaps somebody's own file of that name, is not lost.
         kept = {p.read_bytes() for p in tmp_path.glob("zero_shot.json.aside*")}
-        assert kept == {whole[:50], b"{}", b"[]", b"\xff", json.dumps(keyless).encode()}
+        assert kept == {whole[:50], b"[]", b"\xff", json.dumps(keyless).encode()}
         stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
         stored["tasks"]["arc_easy"] = {"metrics": 3}
         (tmp_path / "zero_shot.json").write_text(json.dumps(stored), encoding="utf-8")
         assert list(run(model, ["piqa"], tmp_path, settings(rows))["tasks"]) == ["piqa"]
         assert "task arc_easy: damaged, is left out" in capsys.readouterr().err
+
+    def test_results_of_another_version_are_refused(self, model, rows, tmp_path):
+        run(model, ["piqa"], tmp_path, settings(rows))
+        for path in (*(tmp_path / "tasks").iterdir(), tmp_path / "zero_shot.json"):
+            written = json.loads(path.read_text(encoding="utf-8"))
+            assert written.pop("format") == 1
+            path.write_text(json.dumps(written), encoding="utf-8")
+            said = f"{path.name}: has no format, must be 1: another version"
+            with pytest.raises(UserError, match=said):
+                run(model, ["piqa"], tmp_path, settings(rows))
+            assert json.loads(path.read_text(encoding="utf-8")) == written
