@@ -98,9 +98,7 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
 
 def _what_was_asked(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
     digests = ("rows_sha256", "definition_sha256")
-    return {
-        task: tuple(values["key"][name] for name in digests) for task, values in tasks.items()
-    }
+    return {task: tuple(values["key"][name] for name in digests) for task, values in tasks.items()}
 
 
 def paper_rows() -> list[Row]:
