@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from cat_lm.errors import UserError
 from cat_lm.model.attention.call import AttentionCall, visible_keys
 from cat_lm.ops.convolution.maps import places_of_real_keys
+from cat_lm.ops.documents import document_positions
 from cat_lm.ops.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.multi_token_options import length_problem
 from cat_lm.parameters import NothingDecays
@@ -46,7 +47,9 @@ class MultiTokenCore(NothingDecays):
         if visible is None:
             visible = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
         place = places_of_real_keys(visible[:, 0, -1]) if call.continues else None
-        positions = call.query_positions
+        # Position ids may go on over a document's start.
+        packed = call.documents is not None
+        positions = document_positions(call.documents) if packed else call.query_positions
         query, visible = self._with_earlier(query, visible, call)
         groups = query.shape[1] // key.shape[1]
         return multi_token_attention(

@@ -325,6 +325,16 @@ class TestMultiToken:
         check_sequences(fields, "eager")
         check_decoding(fields)
 
+    @torch.no_grad()
+    def test_documents_whose_positions_go_on_are_apart(self):
+        model, ids = multi_token(**MULTI["plain"]), random_ids(1, 30)
+        other = ids.clone()
+        other[:, :17] = 5
+        documents, positions = torch.arange(30)[None] // 17, torch.arange(30)[None]
+        given = {"document_ids": documents, "position_ids": positions}
+        one, two = (model(x, **given).logits[:, 17:] for x in (ids, other))
+        assert torch.equal(one, two)
+
     def test_a_static_cache_generates_where_nothing_is_padding(self):
         """transformers then leaves the attention mask out, and the prepared one hides it."""
         model, how = multi_token(**MULTI["plain"]), {"max_new_tokens": 4, "do_sample": False}
