@@ -47,7 +47,7 @@ class Imitation:
             return self.train(arguments)
         if arguments[1] == "cat_lm.export":
             (Path(arguments[3])).mkdir(exist_ok=True)
-            write_json(Path(arguments[3]) / "export.json", {"parameters": 1000})
+            write_json(Path(arguments[3]) / "export.json", {"format": 1, "parameters": 1000})
             config = {"model_type": "gpt_neox", "run": Path(arguments[2]).name}
             write_json(Path(arguments[3]) / "config.json", config)
             save_file({"weight": np.zeros(1)}, Path(arguments[3]) / "model.safetensors")
