@@ -139,9 +139,8 @@ def describe_mismatch(error: ValidationError) -> str:
     if first["type"] == "json_invalid":
         return f"is not JSON ({first['ctx']['error']})"
     if first["loc"] == ("format",):
-        found = (
-            "has no format" if first["type"] == "missing" else f"format is {short(first['input'])}"
-        )
+        is_there = first["type"] != "missing"
+        found = f"format is {short(first['input'])}" if is_there else "has no format"
         return f"{found}, must be 1: another version of cat_lm wrote it"
     if first["type"] == "missing":
         return f"has no {place}"

@@ -625,7 +625,6 @@ def test_weights_that_a_folder_lacks_start_as_new_ones(case, tmp_path):
 @torch.no_grad()
 def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
     model = model_of(case, tie_word_embeddings=tied)
-    model.config.use_cache = False  # of training alone
     checkpoint(tmp_path / "run", model, tiny_corpus / "tokenizer")
     out = export_checkpoint(tmp_path / "run", tmp_path / "out")
     settings = json.loads((out / "config.json").read_text())
@@ -633,7 +632,6 @@ def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
     assert architectures.find(settings) is family_of(case)
     family_of(case).check_settings(settings)
     again, rows = AutoModelForCausalLM.from_pretrained(out), tokens(2, 20)
-    assert again.config.use_cache
     kinds = family_of(case).classes()
     assert type(again) is kinds.causal_lm
     assert type(AutoConfig.from_pretrained(out)) is kinds.config
