@@ -102,7 +102,7 @@ def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _differ(rows: Sequence[dict[str, Any]], keys: Sequence[str], cell: Sequence[str] = ()) -> bool:
-    """Tell whether rows that are equal in `cell` differ in `keys`."""
+    """Return True if rows with the same values of `cell` differ in `keys`."""
     cells = {tuple(row[key] for key in cell) for row in rows}
     return len({tuple(row[key] for key in (*cell, *keys)) for row in rows}) > len(cells)
 

@@ -47,7 +47,7 @@ def test_every_stage_is_a_command_that_exists(scale, tmp_path):
 
 
 def test_the_library_is_read_without_codec_tables(tmp_path):
-    """As the small study does."""
+    """Tables of codecs, near-copies of each other, would inflate what models gain by copying."""
     words = listed("cpu", tmp_path)[0].words
     assert words[words.index("--source") + 1] == "python-stdlib"
     assert words[words.index("--exclude") + 1] == "encodings/*"

@@ -77,9 +77,9 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def can_decode(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether the kernel serves: in its dtypes, without gradients, outside of graphs.
+    """Return True if the kernel computes with these: of its dtypes, no gradients, no graph.
 
-    It reads memory: not of tensors that stand for others, as in torch.func and FakeTensorMode.
+    The kernel reads memory, which tensors of torch.func and FakeTensorMode do not have.
     """
     given = query, key, value
     return (

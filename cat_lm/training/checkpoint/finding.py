@@ -124,7 +124,7 @@ def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say
 
 
 def damage(folder: Path) -> str | None:
-    """Say what is wrong with a step folder, or None; reads all files, in threads."""
+    """Describe what is wrong with a step folder; None if nothing. Reads all files, in threads."""
     try:
         files = read_marker(folder)
     except TemporaryError:
@@ -144,7 +144,7 @@ def wrong_file(
     files: Mapping[str, StoredFile],
     reading: Callable[[Path], object] = lambda path: None,
 ) -> str | None:
-    """Say which of the files is not as the marker lists it, or None.
+    """Name the first file that is not as the marker lists it; None if all are.
 
     Args:
         reading: as in `cat_lm.io.checksums.checksums`.
@@ -169,7 +169,7 @@ def _absent(folder: Path, name: str, error: OSError) -> str:
 
 
 def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
-    """Say which of the files is missing or has not the size that the marker lists, or None."""
+    """Name the first file that is missing or of another size than listed; None if none."""
     for name, file in files.items():
         try:
             found = (folder / name).stat()
