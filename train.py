@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm import __version__, architectures
-from cat_lm.cli import Parser, whole
 from cat_lm.config import RunConfig, load_config
-from cat_lm.config_keys import ShowKeys
+from cat_lm.config.keys import ShowKeys
+from cat_lm.core.cli import Parser, whole
+from cat_lm.core.errors import SharedError, UserError, command, hard_exit, is_temporary
+from cat_lm.core.folders import check_output
+from cat_lm.core.numbers import RANKS
 from cat_lm.data.opening import open_data
-from cat_lm.errors import SharedError, UserError, command, hard_exit, is_temporary
-from cat_lm.io.folders import check_output
-from cat_lm.limits import RANKS
 from cat_lm.training import launcher
 from cat_lm.training.ancestors import find_launcher
 from cat_lm.training.checkpoint.finding import candidates
@@ -144,7 +144,7 @@ class Trainer:
 
     def _begin(self, start_from: Path | None) -> None:
         """Make model and optimizer, as initialised or as the checkpoint left them."""
-        from cat_lm.export_record import comparing_files
+        from cat_lm.pretrained.record import comparing_files
         from cat_lm.training.engine import (
             Engine,
             build_model,

@@ -31,7 +31,7 @@ def _architectures() -> list[Architecture]:
     A program that opens other models must go on.
     """
     from cat_lm import architectures
-    from cat_lm.errors import UserError
+    from cat_lm.core.errors import UserError
 
     try:
         names = architectures.names()

@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import start
+from cat_lm.core.registry import is_own, mishap
 from cat_lm.model import attention
-from cat_lm.parameters import start
-from cat_lm.registering import is_own, mishap
 
 if TYPE_CHECKING:
     from cat_lm.mixers.base import Mixer, Setting

@@ -16,9 +16,31 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from cat_lm.cli import Parser, number, output_path, path_name
-from cat_lm.errors import UserError, command
-from cat_lm.export_record import (
+from cat_lm.core.cli import Parser, number, output_path, path_name
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.numbers import SCALING_FACTOR
+from cat_lm.core.readers import (
+    Record,
+    check_shape,
+    read_json_lines,
+    resolve,
+    short,
+)
+from cat_lm.pretrained.card import model_card
+from cat_lm.pretrained.files import refuse_non_finite
+from cat_lm.pretrained.library_model import library_model
+from cat_lm.pretrained.loading import (
+    DTYPES,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    model_config,
+    model_label,
+    quiet_transformers,
+)
+from cat_lm.pretrained.record import (
     CARD,
     PROGRAM,
     RECORD,
@@ -27,28 +49,6 @@ from cat_lm.export_record import (
     describe_files,
     listing,
     read_record,
-)
-from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import atomic_folder, check_output
-from cat_lm.io.readers import (
-    Record,
-    check_shape,
-    read_json_lines,
-    resolve,
-    short,
-)
-from cat_lm.library_model import library_model
-from cat_lm.limits import SCALING_FACTOR
-from cat_lm.model_card import model_card
-from cat_lm.model_files import refuse_non_finite
-from cat_lm.pretrained import (
-    DTYPES,
-    check_vocabulary,
-    load_model,
-    load_tokenizer,
-    model_config,
-    model_label,
-    quiet_transformers,
 )
 from cat_lm.training.checkpoint import find_checkpoint
 from cat_lm.training.checkpoint.finding import STEP_FOLDER
@@ -76,7 +76,7 @@ def export_checkpoint(
 ) -> Path:
     """Writes the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
-    With a `method` of `cat_lm.scaled_models`, the exported model reads contexts of `factor`
+    With a `method` of `cat_lm.pretrained.scaled`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
     transformers' own class, if that computes the same.
 
@@ -106,7 +106,7 @@ def export_checkpoint(
 def _scaled_config(
     config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
 ) -> PreTrainedConfig:
-    from cat_lm.scaled_models import scaled_config, scaled_fields
+    from cat_lm.pretrained.scaled import scaled_config, scaled_fields
 
     try:
         fields = scaled_fields(config, method, factor, training_length, scope)

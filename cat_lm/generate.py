@@ -12,15 +12,13 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.cli import Parser, add_skip_checksums, number, whole
-from cat_lm.errors import UserError, command
-from cat_lm.export_record import comparing_files
-from cat_lm.host import GIB
-from cat_lm.io.readers import decode
-from cat_lm.limits import EXTRAPOLATION, FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
-from cat_lm.memory import free_bytes, generation_bytes
-from cat_lm.model_files import reason
-from cat_lm.pretrained import (
+from cat_lm.core.cli import Parser, add_skip_checksums, number, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.host import GIB
+from cat_lm.core.numbers import EXTRAPOLATION, FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
+from cat_lm.core.readers import decode
+from cat_lm.pretrained.files import reason
+from cat_lm.pretrained.loading import (
     check_vocabulary,
     load_model,
     load_tokenizer,
@@ -28,6 +26,8 @@ from cat_lm.pretrained import (
     quiet_transformers,
     refuse_beyond_positions,
 )
+from cat_lm.pretrained.memory import free_bytes, generation_bytes
+from cat_lm.pretrained.record import comparing_files
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_verified
 from cat_lm.data.windows import StreamWindows
-from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

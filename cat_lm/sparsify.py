@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.architectures.transformer import PATTERNS_OWN
-from cat_lm.cli import Parser, add_skip_checksums, output_path, whole
-from cat_lm.errors import UserError, command
+from cat_lm.core.cli import Parser, add_skip_checksums, output_path, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
 from cat_lm.export import refuse_checkpoints
-from cat_lm.export_record import comparing_files
-from cat_lm.io.folders import atomic_folder, check_output
-from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
-from cat_lm.limits import CONTEXT, CONV_STATE, TOKENS, Range
 from cat_lm.model.attention.landmark import ALL_FILTERS, ENTRY
-from cat_lm.model_card import describe_model
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained import (
+from cat_lm.pretrained.card import describe_model
+from cat_lm.pretrained.library_model import TOLERANCE, checked_ids, difference_of_logits
+from cat_lm.pretrained.loading import (
     choose_device,
     load_model,
     model_config,
     model_folder,
     quiet_transformers,
 )
+from cat_lm.pretrained.record import comparing_files
 from cat_lm.upcycle import copy_tokenizer, refuse_used
 
 if TYPE_CHECKING:

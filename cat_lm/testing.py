@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.causality import CUT, ROWS, TIME, apart, changed, is_same, layer_of, stir
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import build_options
+from cat_lm.core.parameters import start
+from cat_lm.core.registry import mishap
 from cat_lm.mixers.base import Mixer, MixerKind, Setting
 from cat_lm.model import CatModel, attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.scores import ScoreModule
 from cat_lm.model.configuration import CatConfig
-from cat_lm.options import build_options
-from cat_lm.parameters import start
-from cat_lm.registering import mishap
 from cat_lm.training import buffers
 
 __all__ = ["check_entry"]

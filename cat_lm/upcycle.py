@@ -16,19 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.cli import Parser, add_skip_checksums, output_path, whole
-from cat_lm.errors import UserError, command
+from cat_lm.core.cli import Parser, add_skip_checksums, output_path, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.numbers import CONV_STATE, WINDOW
+from cat_lm.core.readers import read_object
 from cat_lm.export import refuse_checkpoints
-from cat_lm.export_record import comparing_files, verify
-from cat_lm.io.folders import atomic_folder, check_output
-from cat_lm.io.readers import read_object
-from cat_lm.library_model import TOLERANCE, checked_ids, difference_of_logits
-from cat_lm.limits import CONV_STATE, WINDOW
 from cat_lm.model.rules import DEFAULT_WINDOW
-from cat_lm.model_card import describe_model
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained import (
+from cat_lm.pretrained.card import describe_model
+from cat_lm.pretrained.library_model import TOLERANCE, checked_ids, difference_of_logits
+from cat_lm.pretrained.loading import (
     is_of_tokenizer,
     load_model,
     load_tokenizer,
@@ -38,6 +37,7 @@ from cat_lm.pretrained import (
     quiet_transformers,
     skeleton,
 )
+from cat_lm.pretrained.record import comparing_files, verify
 
 if TYPE_CHECKING:
     from torch import Tensor

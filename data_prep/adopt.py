@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from cat_lm import limits
-from cat_lm.cli import Parser, output_path, whole
-from cat_lm.errors import UserError, command
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, output_path, whole
+from cat_lm.core.errors import UserError, command
 
 DOCUMENTS = ("marks", "sequences", "eod")
 LINKS = ("hard", "symbolic", "copy")
@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--validation-documents",
-        type=whole(limits.DOCUMENTS),
+        type=whole(numbers.DOCUMENTS),
         metavar="N",
         help="instead: hold out the last N documents of the last PREFIX (with --link copy)",
     )

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cat_lm.config_sections import parse_count
-from cat_lm.errors import UserError
-from cat_lm.limits import TOKENS
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import TOKENS, check_whole
 
 _MOST_CHARACTERS = 40
 
@@ -16,16 +15,9 @@ _MOST_CHARACTERS = 40
 def amount(flag: str, text: str) -> int:
     """Read a count such as 500000000, 5e8, 500M or 15B (10^9). Raises UserError for others."""
     try:
-        value = parse_count(text.upper())
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise UserError(
-            f"{flag} {cut(text)}: give a whole number of at least 1, such as 500M or 15B"
-        )
-    if problem := TOKENS.problem(value):
-        raise UserError(f"{flag} {cut(text)}: {problem}")
-    return value
+        return check_whole(text, TOKENS.at_least(1))
+    except ValueError as error:
+        raise UserError(f"{flag} {cut(text)}: {error}") from None
 
 
 def split_sizes(flag: str, text: str) -> list[int]:

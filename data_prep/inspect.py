@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from cat_lm.cli import Parser, output_file, output_path, path, whole
-from cat_lm.errors import UserError, command
-from cat_lm.io.folders import check_output, check_scratch
-from cat_lm.io.outputs import claim_file, claim_outputs
-from cat_lm.limits import CONTEXT, SAMPLES, WORKERS, Range
+from cat_lm.core.cli import Parser, output_file, output_path, path, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output, check_scratch
+from cat_lm.core.numbers import CONTEXT, SAMPLES, WORKERS, Range
+from cat_lm.core.outputs import claim_file, claim_outputs
 
 EXIT_CODES = """exit codes:
   0  intact

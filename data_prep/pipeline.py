@@ -9,10 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.folders import check_output
 from cat_lm.data.manifest import MANIFEST, read_manifest
 from cat_lm.data.tokenizers import check_spec, spec_sha256
-from cat_lm.errors import UserError, is_temporary
-from cat_lm.io.folders import check_output
 from data_prep.assemble import output_folder
 from data_prep.assemble.stage import UselessInput, assemble
 from data_prep.encode.encoding import PLACES, Encoding

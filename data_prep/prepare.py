@@ -7,9 +7,9 @@ import os
 import re
 import signal
 
-from cat_lm.cli import Once, Parser, number, output_path, path_name, whole
-from cat_lm.errors import UserError, command
-from cat_lm.limits import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
+from cat_lm.core.cli import Once, Parser, number, output_path, path_name, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.numbers import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
 from data_prep import amounts
 
 RAW = "raw-bytes"

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.folders import check_output
+from cat_lm.core.locks import Busy
+from cat_lm.core.own_files import MARK, empty_marked, make_marked, remove_marked
+from cat_lm.core.readers import resolve
 from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
 from cat_lm.data.verified import note_shards
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.folders import check_output
-from cat_lm.io.locks import Busy
-from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
-from cat_lm.io.readers import resolve
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.locks import file_lock
 from data_prep.unfinished import TOKENIZER

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 
 @dataclass(frozen=True)

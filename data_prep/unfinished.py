@@ -16,12 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from cat_lm.data.manifest import listed_shards
-from cat_lm.data.packing import PACKING, plan_files
-from cat_lm.data.verified import NOTE
-from cat_lm.errors import UserError
-from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.own_files import (
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.own_files import (
     bears_mark,
     is_marked,
     is_only_begun,
@@ -29,7 +26,10 @@ from cat_lm.io.own_files import (
     remove_marked,
     set_aside,
 )
-from cat_lm.io.readers import Versioned, read_json
+from cat_lm.core.readers import Versioned, read_json
+from cat_lm.data.manifest import listed_shards
+from cat_lm.data.packing import PACKING, plan_files
+from cat_lm.data.verified import NOTE
 
 MARKER = "unfinished.json"
 PROGRAM = "cat_lm data_prep.prepare"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
 WORKERS_PER_CORE = 8

@@ -18,12 +18,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, output_path, path_name, whole
-from cat_lm.errors import UserError, command
-from cat_lm.export_record import comparing_files
-from cat_lm.io.folders import check_output
-from cat_lm.pretrained import load_model, load_tokenizer, model_folder, quiet_transformers
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.loading import load_model, load_tokenizer, model_folder, quiet_transformers
+from cat_lm.pretrained.record import comparing_files
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
 MAX_TOKENS = 65_536  # where the run's own validation has no limit
@@ -73,12 +73,12 @@ def main() -> None:
     parser.add_argument("--title", help="headline of the report")
     parser.add_argument(
         "--max-tokens",
-        type=whole(limits.SCORED_TOKENS),
+        type=whole(numbers.SCORED_TOKENS),
         metavar="N",
         help="held-out tokens to score for each length, at least one window of the largest",
     )
     parser.add_argument(
-        "--seed", type=whole(limits.SEED), default=0, help="of the sampled continuations"
+        "--seed", type=whole(numbers.SEED), default=0, help="of the sampled continuations"
     )
     add_skip_checksums(parser)
     arguments = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
     quiet_transformers()
-    from cat_lm.io.outputs import claim_outputs
+    from cat_lm.core.outputs import claim_outputs
     from eval.common.runs import EVALUATION
     from eval.report.write import report
 

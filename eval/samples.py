@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, path_name, whole
-from cat_lm.errors import UserError, command
-from cat_lm.export_record import comparing_files
-from cat_lm.io.files import write_json
-from cat_lm.pretrained import check_vocabulary, load_model, load_tokenizer, quiet_transformers
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, add_skip_checksums, path_name, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.files import write_json
+from cat_lm.pretrained.loading import (
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    quiet_transformers,
+)
+from cat_lm.pretrained.record import comparing_files
 from eval.common.precision import DTYPES, HELP, evaluation_dtype
 
 if TYPE_CHECKING:
@@ -112,7 +117,7 @@ def write_samples(
     """Samples after `count` held-out prompts and writes them to the JSON file `out`.
 
     Args:
-        model: of a folder (see `cat_lm.pretrained.load_model`), whose hash is put into the file.
+        model: of a folder (see `cat_lm.pretrained.loading.load_model`); its hash is kept.
     """
     from eval.common.models import folder_sha256
     from eval.common.provenance import provenance
@@ -163,16 +168,16 @@ def main() -> None:
     parser.add_argument(
         "--data", type=path_name, metavar="DIR", help="prepared data; default: the run's own"
     )
-    parser.add_argument("--count", type=whole(limits.SAMPLES), default=4)
-    parser.add_argument("--prompt-tokens", type=whole(limits.PROMPT_TOKENS), default=48)
-    parser.add_argument("--max-new-tokens", type=whole(limits.NEW_TOKENS), default=96)
-    parser.add_argument("--seed", type=whole(limits.SEED), default=0)
+    parser.add_argument("--count", type=whole(numbers.SAMPLES), default=4)
+    parser.add_argument("--prompt-tokens", type=whole(numbers.PROMPT_TOKENS), default=48)
+    parser.add_argument("--max-new-tokens", type=whole(numbers.NEW_TOKENS), default=96)
+    parser.add_argument("--seed", type=whole(numbers.SEED), default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help=HELP)
     add_skip_checksums(parser)
     arguments = parser.parse_args()
     quiet_transformers()
     from cat_lm.config import load_config
-    from cat_lm.io.outputs import claim_outputs
+    from cat_lm.core.outputs import claim_outputs
 
     run = Path(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):

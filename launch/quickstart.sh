@@ -27,7 +27,7 @@ fail_usage() {
     exit 2
 }
 
-# What cat_lm/limits.py takes for an address.
+# What cat_lm/core/numbers.py takes for an address.
 scheme='[A-Za-z][A-Za-z0-9+.-]+'
 address="^(\\./+)*(($scheme::)*$scheme:/|[^/@:]+@[^/@:]+:)"
 project_root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -11,7 +11,7 @@ from typing import Any
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 from tests.checkpoints import STATE, seal
 from tests.runs import run_values, write_config
 
@@ -70,7 +70,7 @@ def finished_run(run: Path, data: Path, model: Any, **model_keys: Any) -> Path:
         model_keys: beside those of `run_values`; of another family, all of them.
     """
     from cat_lm.export import export_model
-    from cat_lm.pretrained import load_tokenizer
+    from cat_lm.pretrained.loading import load_tokenizer
 
     run.mkdir(parents=True)
     values = run_values(data, run)

@@ -2,8 +2,8 @@
 
 Whatever depends on a family (the YAML's keys, classes, FLOPs, memory, words) asks its
 `Architecture` here. A family is one file in this folder and its name in `_BUILT_IN`; one of an
-installed package (`cat_lm.plugins`) or of a script is given to `register`. Imports neither torch
-nor transformers.
+installed package (`cat_lm.core.plugins`) or of a script is given to `register`. Imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import plugins
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
-from cat_lm.errors import UserError
-from cat_lm.registering import check_entry, take_built_in
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.registry import check_entry, take_built_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from cat_lm import limits
-from cat_lm.config_sections import Section, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import Section, whole
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +28,11 @@ class ModelSection(Section):
     """The keys that every family has; its own section adds the others."""
 
     architecture: str
-    hidden_size: Annotated[int, whole(limits.HIDDEN_SIZE)] = Field(
+    hidden_size: Annotated[int, whole(numbers.HIDDEN_SIZE)] = Field(
         description="channels of a token between layers"
     )
-    num_hidden_layers: Annotated[int, whole(limits.LAYERS)] = Field(description="layers")
-    vocab_size: Annotated[int, whole(limits.VOCABULARY)] | None = Field(
+    num_hidden_layers: Annotated[int, whole(numbers.LAYERS)] = Field(description="layers")
+    vocab_size: Annotated[int, whole(numbers.VOCABULARY)] | None = Field(
         None, description="default: the tokenizer's"
     )
     tie_word_embeddings: bool = Field(False, description="one table for embeddings and logits")
@@ -60,7 +60,7 @@ class Architecture:
         Section: the keys of `model:`.
         embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
-        scales_positions: whether longer contexts can be read by `cat_lm.scaled_models`.
+        scales_positions: whether longer contexts can be read by `cat_lm.pretrained.scaled`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
         recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
-from cat_lm.config_sections import number
+from cat_lm.core import numbers
+from cat_lm.core.fields import number
 from cat_lm.mixers.shared import delta_numbers
 from cat_lm.model.linear_rules import DeltaNetShape
 
@@ -17,10 +17,10 @@ class DeltaNetSection(DeltaNetShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
 
     architecture: Literal["delta_net"] = "delta_net"
-    expand_k: Annotated[float, number(limits.EXPANSION)] = Field(
+    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
         1.0, description="channels of all keys over hidden_size"
     )
-    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
         1.0, description="channels of all values over hidden_size"
     )
 

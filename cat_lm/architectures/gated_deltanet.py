@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.delta_net import DeltaNet
 from cat_lm.architectures.linear import LinearSection
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.model.linear_rules import GatedDeltaNetShape
 
 
@@ -17,10 +17,10 @@ class GatedDeltaNetSection(GatedDeltaNetShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's GatedDeltaNetConfig."""
 
     architecture: Literal["gated_deltanet"] = "gated_deltanet"
-    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] | None = Field(
+    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] | None = Field(
         None, description="of keys; default: 3/4 x hidden_size / num_heads"
     )
-    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
         2.0, description="channels of a head's values over head_dim"
     )
 

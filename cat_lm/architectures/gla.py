@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.mixers.shared import LOW_RANK
 from cat_lm.model.linear_rules import GlaShape
 from cat_lm.ops.recurrence import EVERY
@@ -18,11 +18,11 @@ class GlaSection(GlaShape, LinearSection):
     """Shape of the model, in the names of flash-linear-attention's GLAConfig."""
 
     architecture: Literal["gla"] = "gla"
-    num_heads: Annotated[int, whole(limits.HEADS)] = Field(4, description="heads")
-    expand_k: Annotated[float, number(limits.EXPANSION)] = Field(
+    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(4, description="heads")
+    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
         0.5, description="channels of all keys over hidden_size"
     )
-    expand_v: Annotated[float, number(limits.EXPANSION)] = Field(
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
         1.0, description="channels of all values over hidden_size"
     )
     use_short_conv: bool = Field(False, description="convolve q, k and v")

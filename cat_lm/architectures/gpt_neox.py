@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import (
     AttentionKeys,
@@ -16,7 +15,8 @@ from cat_lm.architectures.transformer import (
     Transformer,
 )
 from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.model import rules
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ class GPTNeoXSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' GPT-NeoX and CatConfig."""
 
     architecture: Literal["gpt_neox"] = "gpt_neox"
-    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 4 x hidden_size"
     )
-    rotary_pct: Annotated[float, number(limits.FRACTION, above=0)] = Field(
+    rotary_pct: Annotated[float, number(numbers.FRACTION, above=0)] = Field(
         0.25, description="share of a head's channels that is rotated"
     )
     use_parallel_residual: bool = Field(
         True, description="attention and MLP read the same; false: one after the other"
     )
-    layer_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    layer_norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         1e-5, description="added to variances in layer norms"
     )
     hidden_dropout: Dropout = Field(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import (
     Architecture,
     Classes,
@@ -14,7 +13,8 @@ from cat_lm.architectures.base import (
     halo_problems,
     head_division_problems,
 )
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.mixers.shared import LOW_RANK, convolution_flops
 from cat_lm.model.linear_rules import exact
 from cat_lm.model.rules import gated_width, tap_problems
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 class LinearSection(ModelSection):
     """What all three have, in the names of flash-linear-attention's configurations."""
 
-    num_heads: Annotated[int, whole(limits.HEADS)] = Field(description="heads")
-    conv_size: Annotated[int, whole(limits.WINDOW)] = Field(
+    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(description="heads")
+    conv_size: Annotated[int, whole(numbers.WINDOW)] = Field(
         4, description="W of the short convolutions of q, k and v"
     )
-    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 8/3 x hidden_size, up to a multiple of 256"
     )
-    norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         1e-6, description="added to mean squares in RMS norms"
     )
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         0.02, description="standard deviation of first weights"
     )
     conv_init: Literal["normal", "uniform"] = Field(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import Classes
 from cat_lm.architectures.transformer import AttentionKeys, ConvolutionKeys, Transformer
 from cat_lm.architectures.transformer_parts import CanonKeys, KernelKeys
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.model import rules
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ class LlamaSection(CanonKeys, KernelKeys, ConvolutionKeys, AttentionKeys):
     """Shape and kind of the model, in the names of `transformers`' Llama and CatLlamaConfig."""
 
     architecture: Literal["llama"] = "llama"
-    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 8/3 x hidden_size, up to a multiple of 256"
     )
-    num_key_value_heads: Annotated[int, whole(limits.HEADS)] | None = Field(
+    num_key_value_heads: Annotated[int, whole(numbers.HEADS)] | None = Field(
         None, description="default: num_attention_heads; fewer are shared by groups of queries"
     )
-    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] | None = Field(
+    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] | None = Field(
         None, description="default: hidden_size / num_attention_heads"
     )
-    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    rms_norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         1e-6, description="added to mean squares in RMS norms"
     )
     attention_bias: bool = Field(False, description="biases in the projections of attention")

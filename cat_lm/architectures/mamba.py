@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import (
     Architecture,
     Classes,
@@ -15,7 +14,8 @@ from cat_lm.architectures.base import (
     halo_problems,
     head_division_problems,
 )
-from cat_lm.config_sections import number, parse_count, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.mixers.shared import convolution_flops
 from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
 from cat_lm.model.rules import tap_problems
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-_Start = Annotated[float, number(limits.TIME_STEP)]
+_Start = Annotated[float, number(numbers.TIME_STEP)]
 
 
 class StateSpaceSection(ModelSection):
     """What both Mambas have, in the names of `transformers`' configurations."""
 
-    state_size: Annotated[int, whole(limits.STATE_SIZE)] = Field(
+    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
         16, description="numbers of the state a channel"
     )
-    conv_kernel: Annotated[int, whole(limits.WINDOW)] = Field(
+    conv_kernel: Annotated[int, whole(numbers.WINDOW)] = Field(
         4, description="taps of the short convolution"
     )
-    expand: Annotated[int, whole(limits.EXPANSION.at_least(1))] = Field(
+    expand: Annotated[int, whole(numbers.EXPANSION.at_least(1))] = Field(
         2, description="channels inside a layer over hidden_size"
     )
     use_bias: bool = Field(False, description="of the first and the last projection of a layer")
     use_conv_bias: bool = Field(True, description="a bias in the short convolution")
-    layer_norm_epsilon: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    layer_norm_epsilon: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         1e-5, description="added to mean squares in RMS norms"
     )
     residual_in_fp32: bool = Field(True, description="the residual stream in bf16 training")
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         0.02, description="standard deviation of first weights"
     )
     rescale_prenorm_residual: bool = Field(
@@ -192,12 +192,13 @@ class StateSpace(Architecture):
 
 def _auto_or_rank(value: Any) -> Any:
     """Check a rank, which may be auto. Raises ValueError."""
-    rank = value
+    if value == "auto":
+        return value
     with contextlib.suppress(ValueError):
-        rank = parse_count(value)
-    if rank != "auto" and (type(rank) is not int or limits.HIDDEN_SIZE.problem(rank)):
-        raise ValueError(f"must be auto, or a whole number from 1 to {limits.HIDDEN_SIZE.high:,}")
-    return rank
+        rank = numbers.check_whole(value, numbers.HIDDEN_SIZE)
+        if type(rank) is int:
+            return rank
+    raise ValueError(f"must be auto, or a whole number from 1 to {numbers.HIDDEN_SIZE.high:,}")
 
 
 class MambaSection(StateSpaceSection):

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import Classes
 from cat_lm.architectures.mamba import StateSpace, StateSpaceSection
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.model.mamba_rules import inner_size, limit_problems, state_head_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NO_LIMIT = (0.0, float("inf"))
-_Bound = Annotated[float, number(limits.Range(*_NO_LIMIT))]
+_Bound = Annotated[float, number(numbers.Range(*_NO_LIMIT))]
 
 
 def _pair(value: Any) -> Any:
@@ -29,16 +29,16 @@ class Mamba2Section(StateSpaceSection):
     """Shape of the model, in the names of `transformers`' Mamba-2 and CatMamba2Config."""
 
     architecture: Literal["mamba2"] = "mamba2"
-    state_size: Annotated[int, whole(limits.STATE_SIZE)] = Field(
+    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
         128, description="numbers of the state a channel"
     )
-    head_dim: Annotated[int, whole(limits.HIDDEN_SIZE)] = Field(
+    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] = Field(
         64, description="channels of a head"
     )
-    num_heads: Annotated[int, whole(limits.HEADS)] | None = Field(
+    num_heads: Annotated[int, whole(numbers.HEADS)] | None = Field(
         None, description="default: expand x hidden_size / head_dim"
     )
-    n_groups: Annotated[int, whole(limits.HEADS)] = Field(
+    n_groups: Annotated[int, whole(numbers.HEADS)] = Field(
         1, description="each with its own keys and queries, for all heads in it"
     )
     time_step_limit: Annotated[tuple[_Bound, _Bound] | None, BeforeValidator(_pair)] = Field(

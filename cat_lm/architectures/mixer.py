@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from cat_lm import limits, mixers
+from cat_lm import mixers
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
 from cat_lm.model.rules import gated_width
@@ -41,16 +42,16 @@ class MixerSection(ModelSection):
     mixer_options: dict[str, Any] = Field(
         default_factory=dict, description="as {heads: 4, window: 3}; see cat_lm/mixers"
     )
-    intermediate_size: Annotated[int, whole(limits.INTERMEDIATE_SIZE)] | None = Field(
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
         None, description="default: 8/3 x hidden_size, up to a multiple of 256"
     )
-    learned_positions: Annotated[int, whole(limits.CONTEXT)] | None = Field(
+    learned_positions: Annotated[int, whole(numbers.CONTEXT)] | None = Field(
         None, description="rows of the table of positions, of a mixer that has one"
     )
-    rms_norm_eps: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    rms_norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         1e-6, description="added to mean squares in RMS norms"
     )
-    initializer_range: Annotated[float, number(limits.NORM_EPSILON)] = Field(
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
         0.02, description="standard deviation of first weights"
     )
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from cat_lm import limits
 from cat_lm.architectures import filter_counts
 from cat_lm.architectures.base import (
     Architecture,
@@ -17,7 +16,8 @@ from cat_lm.architectures.base import (
     key_value_bytes,
     layer_channels,
 )
-from cat_lm.config_sections import number, whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
 from cat_lm.model import attention, rules
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
@@ -62,14 +62,16 @@ def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
 _PatternName = Annotated[str, _known_entry(attention.Pattern)]
 _ScoreTransformName = Annotated[str, _known_entry(attention.ScoreTransform)]
 _ValueTransformName = Annotated[str, _known_entry(attention.ValueTransform)]
-Dropout = Annotated[float, number(limits.FRACTION, below=1)]
+Dropout = Annotated[float, number(numbers.FRACTION, below=1)]
 
 
 class AttentionKeys(ModelSection):
     """Heads, positions and what computes attention."""
 
-    num_attention_heads: Annotated[int, whole(limits.HEADS)] = Field(description="heads of queries")
-    rope_theta: Annotated[float, number(limits.ROPE_BASE)] = Field(
+    num_attention_heads: Annotated[int, whole(numbers.HEADS)] = Field(
+        description="heads of queries"
+    )
+    rope_theta: Annotated[float, number(numbers.ROPE_BASE)] = Field(
         10000.0, description="base of the rotary positions"
     )
     position_embedding: Literal["rope", "none"] = Field(
@@ -78,7 +80,7 @@ class AttentionKeys(ModelSection):
     rope_parameters: Annotated[dict[str, Any] | None, AfterValidator(_check_rope)] = Field(
         None, description="scaled positions, such as {rope_type: yarn, factor: 4, …}"
     )
-    attention_temperature: Annotated[float, number(limits.TEMPERATURE)] = Field(
+    attention_temperature: Annotated[float, number(numbers.TEMPERATURE)] = Field(
         1.0, description="logits are divided by it"
     )
     temperature_scope: Literal["logits", "rotary"] = Field(
@@ -116,7 +118,7 @@ class ConvolutionKeys(ModelSection):
     conv_type: Annotated[str, AfterValidator(_known_kind)] = Field(
         "none", description="kind of convolution, such as head, or none"
     )
-    conv_window: Annotated[int, whole(limits.WINDOW)] = Field(21, description="taps of a filter")
+    conv_window: Annotated[int, whole(numbers.WINDOW)] = Field(21, description="taps of a filter")
     conv_streams: str = Field("qkv", description="some of q, k and v")
     conv_init: Literal["identity", "uniform", "residual"] = Field(
         "identity", description="start of the filters"

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from cat_lm import limits
 from cat_lm.architectures.base import ModelSection
-from cat_lm.config_sections import whole
+from cat_lm.core import numbers
+from cat_lm.core.fields import whole
 from cat_lm.ops.long_filter import filters
 
 
@@ -25,10 +25,10 @@ class KernelKeys(ModelSection):
     conv_filter: Annotated[str, AfterValidator(_known_filter)] = Field(
         "taps", description="or exponential, ssm: as long as the text, for each head"
     )
-    conv_state: Annotated[int, whole(limits.CONV_STATE)] = Field(
+    conv_state: Annotated[int, whole(numbers.CONV_STATE)] = Field(
         0, description="N, the numbers of state of such a filter"
     )
-    conv_rank: Annotated[int, whole(limits.WINDOW)] = Field(
+    conv_rank: Annotated[int, whole(numbers.WINDOW)] = Field(
         1, description="of the scores' kernel that filters of q and k make, one for each head"
     )
     conv_norm: Literal["none", "l1"] = Field(
@@ -44,5 +44,5 @@ class CanonKeys(ModelSection):
     """Canon layers of the block, see `cat_lm.model.canon`."""
 
     canon: str = Field("none", description="some of the places A, C and D, as in ACD; or none")
-    canon_window: Annotated[int, whole(limits.WINDOW)] = Field(4, description="taps of a filter")
+    canon_window: Annotated[int, whole(numbers.WINDOW)] = Field(4, description="taps of a filter")
     canon_init: Literal["uniform", "zero"] = Field("uniform", description="start of Canon layers")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.listed_shards import ListedShard
 from cat_lm.data.manifest import MANIFEST, open_shard, splits_of
 from cat_lm.data.shards import Shard
-from cat_lm.errors import UserError
 
 # Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.packing import PackedWindows
@@ -28,7 +29,6 @@ from cat_lm.data.windows import (
     read_windows,
     scattered,
 )
-from cat_lm.errors import UserError
 
 __all__ = [
     "Batch",

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import VOCABULARY
+from cat_lm.core.readers import Record, check_shape, parse_value, read_bytes, short
 from cat_lm.data.shards import Shard
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, check_shape, parse_value, read_bytes, short
-from cat_lm.limits import VOCABULARY
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

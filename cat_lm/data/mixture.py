@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.errors import UserError
 
 BLOCK = 10_000
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.manifest import check_fingerprint, read_manifest
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.storage import is_remote
 from cat_lm.data.verified import verify
-from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
     from cat_lm.config import DataSection, RunConfig

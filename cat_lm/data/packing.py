@@ -19,6 +19,13 @@ from typing import Literal
 
 import numpy as np
 
+from cat_lm.core.checksums import checksums
+from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.locks import hold_patiently
+from cat_lm.core.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
+from cat_lm.core.readers import Record, read_json
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
@@ -26,13 +33,6 @@ from cat_lm.data.shards import Shard
 from cat_lm.data.storage import cache_folder
 from cat_lm.data.verified import NOTE, Listed, Notes, changed_files, verify
 from cat_lm.data.windows import Batch, check_batch
-from cat_lm.errors import UserError, is_temporary
-from cat_lm.io.checksums import checksums
-from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.locks import hold_patiently
-from cat_lm.io.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
-from cat_lm.io.readers import Record, read_json
-from cat_lm.labels import IGNORE_INDEX
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError, file_error
+from cat_lm.core.files import atomic_write
+from cat_lm.core.host import GIB
+from cat_lm.core.own_files import empty_marked, make_marked, remove_marked
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
 from cat_lm.data.remote_shards import RemoteShard, alone
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
 from cat_lm.data.verified import Notes
-from cat_lm.errors import UserError, file_error
-from cat_lm.host import GIB
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import atomic_write
-from cat_lm.io.own_files import empty_marked, make_marked, remove_marked
 
 COPY_THREADS = 4
 TOKENIZER = "tokenizer"

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sync_directory
+from cat_lm.core.locks import hold_patiently
 from cat_lm.data.listed_shards import ListedShard
 from cat_lm.data.manifest import open_shard
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import Storage
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory
-from cat_lm.io.locks import hold_patiently
 
 CHUNK = 32 * 2**20
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import read_bytes
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import read_bytes
 
 EOD_PIECE = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space inside its pieces

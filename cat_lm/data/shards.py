@@ -31,9 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sync_directory
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.errors import UserError
-from cat_lm.io.retries import reason_of, retrying, status_of
+from cat_lm.core.errors import UserError
+from cat_lm.core.retries import reason_of, retrying, status_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import VOCABULARY
+from cat_lm.core.readers import Record, clipped, read_json, read_object, read_text
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SentencePieceModel
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, clipped, read_json, read_object, read_text
-from cat_lm.limits import VOCABULARY
-from cat_lm.model_files import asks_for_code, reason
+from cat_lm.pretrained.files import asks_for_code, reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -26,6 +26,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.numbers import VOCABULARY
+from cat_lm.core.readers import short
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SPACE, SentencePieceModel, train_model
 from cat_lm.data.tokenizer_kinds import (
     auto_tokenizer,
@@ -36,12 +41,7 @@ from cat_lm.data.tokenizer_kinds import (
 )
 from cat_lm.data.unigram_ids import UnigramIds
 from cat_lm.data.word_cache import WordCache
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import write_json, write_text
-from cat_lm.io.readers import short
-from cat_lm.limits import VOCABULARY
-from cat_lm.model_files import reason
+from cat_lm.pretrained.files import reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cat_lm.core.checksums import checksums, sha256
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.readers import Versioned, parse_json, read_object, resolve, short
 from cat_lm.data.manifest import Count, Digest
 from cat_lm.data.storage import cache_folder
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.checksums import checksums, sha256
-from cat_lm.io.readers import Versioned, parse_json, read_object, resolve, short
 
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus, has_outside
-from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
 
 Batch = dict[str, np.ndarray]
 

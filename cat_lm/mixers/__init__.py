@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm import plugins
-from cat_lm.errors import UserError
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import build_options, parse_specification
+from cat_lm.core.registry import check_entry, take_built_in
 from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
-from cat_lm.options import build_options, parse_specification
-from cat_lm.registering import check_entry, take_built_in
 
 __all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]

@@ -25,7 +25,7 @@ whose recipe is Zoology's, decays all of them, and asks all the same, since a mi
 
 Linear layers and embeddings start as the model's, other parameters as the module built them, and
 what its `initial_values()` gives by name from there. A module with `keeps_initialisation` true is
-left as it built itself (see `cat_lm.parameters`).
+left as it built itself (see `cat_lm.core.parameters`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import inspect
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.errors import UserError
-from cat_lm.options import changed_options
-from cat_lm.registering import is_own, mishap, module_problem
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import changed_options
+from cat_lm.core.registry import is_own, mishap, module_problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,7 @@ class MixerKind:
 
     Attributes:
         name: as in `model.mixer` and before the colon of a specification.
-        Options: a frozen dataclass of plain values, see cat_lm/options.py.
+        Options: a frozen dataclass of plain values, see cat_lm/core/options.py.
         layers: that the paper's comparison gives it.
         block: of eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
@@ -169,7 +169,7 @@ class Mixer:
                 says, or does not say what it must of its parameters; of a mixer that is not ours,
                 one that reads later tokens.
         """
-        from cat_lm.parameters import check_parameters  # imports torch
+        from cat_lm.core.parameters import check_parameters  # imports torch
 
         self.check(setting)
         try:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
-from cat_lm.limits import FRACTION, NORM_EPSILON
+from cat_lm.core.numbers import FRACTION, NORM_EPSILON
 from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from cat_lm.limits import (
+from cat_lm.core.numbers import (
     CONTEXT,
     EXPANSION,
     HEADS,

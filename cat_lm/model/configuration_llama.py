@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from cat_lm.limits import HEADS, HIDDEN_SIZE, NORM_EPSILON
+from cat_lm.core.numbers import HEADS, HIDDEN_SIZE, NORM_EPSILON
 from cat_lm.model.rope_scaling import (
     check_rope_number,
     check_rope_numbers,

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.mamba.configuration_mamba import MambaConfig
 from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 
-from cat_lm import limits
+from cat_lm.core import numbers
 from cat_lm.model.mamba_rules import limit_problems, state_head_problems, step_problems
 from cat_lm.model.settings import (
     RecurrentSettings,
@@ -22,25 +22,25 @@ from cat_lm.model.settings import (
 )
 
 _WHOLE_NUMBERS = {
-    "hidden_size": limits.HIDDEN_SIZE,
-    "num_hidden_layers": limits.LAYERS,
-    "vocab_size": limits.VOCABULARY,
-    "state_size": limits.STATE_SIZE,
-    "conv_kernel": limits.WINDOW,
-    "expand": limits.EXPANSION.at_least(1),
+    "hidden_size": numbers.HIDDEN_SIZE,
+    "num_hidden_layers": numbers.LAYERS,
+    "vocab_size": numbers.VOCABULARY,
+    "state_size": numbers.STATE_SIZE,
+    "conv_kernel": numbers.WINDOW,
+    "expand": numbers.EXPANSION.at_least(1),
 }
 _NUMBERS = {
-    "layer_norm_epsilon": limits.NORM_EPSILON,
-    "initializer_range": limits.NORM_EPSILON,
-    "time_step_min": limits.TIME_STEP,
-    "time_step_max": limits.TIME_STEP,
-    "time_step_floor": limits.TIME_STEP,
+    "layer_norm_epsilon": numbers.NORM_EPSILON,
+    "initializer_range": numbers.NORM_EPSILON,
+    "time_step_min": numbers.TIME_STEP,
+    "time_step_max": numbers.TIME_STEP,
+    "time_step_floor": numbers.TIME_STEP,
 }
 _SWITCHES = (
     *("use_bias", "use_conv_bias", "residual_in_fp32", "rescale_prenorm_residual"),
     *("tie_word_embeddings", "use_cache"),
 )
-_HEADS = {"num_heads": limits.HEADS, "head_dim": limits.HIDDEN_SIZE, "n_groups": limits.HEADS}
+_HEADS = {"num_heads": numbers.HEADS, "head_dim": numbers.HIDDEN_SIZE, "n_groups": numbers.HEADS}
 
 
 @strict
@@ -68,7 +68,7 @@ class CatMambaConfig(RecurrentSettings, MambaConfig):
         return ("intermediate_size",)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_numbers(self, {"max_position_embeddings": limits.CONTEXT}, whole=True)
+        check_numbers(self, {"max_position_embeddings": numbers.CONTEXT}, whole=True)
         check_fields(self)
         super().__post_init__(**kwargs)
 
@@ -89,7 +89,7 @@ class CatMamba2Config(RecurrentSettings, Mamba2Config):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_numbers(self, {"max_position_embeddings": limits.CONTEXT}, whole=True)
+        check_numbers(self, {"max_position_embeddings": numbers.CONTEXT}, whole=True)
         check_head_fields(self)
         super().__post_init__(**kwargs)
         self.time_step_limit = tuple(self.time_step_limit)
@@ -126,7 +126,7 @@ def check_fields(config: CatMambaConfig | SimpleNamespace) -> None:
     """
     _check_shared(config)
     if config.time_step_rank != "auto":
-        check_numbers(config, {"time_step_rank": limits.HIDDEN_SIZE}, whole=True)
+        check_numbers(config, {"time_step_rank": numbers.HIDDEN_SIZE}, whole=True)
 
 
 def check_head_fields(config: CatMamba2Config | SimpleNamespace) -> None:

@@ -11,8 +11,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
-from cat_lm.limits import (
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import (
     CONTEXT,
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,

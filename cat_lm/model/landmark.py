@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.attention.varlen import (
     attend_within_borders,
@@ -43,7 +44,6 @@ from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
-from cat_lm.parameters import NothingDecays
 
 if TYPE_CHECKING:
     from cat_lm.model.settings import AttentionSettings

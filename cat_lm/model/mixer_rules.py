@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, Setting
 
 

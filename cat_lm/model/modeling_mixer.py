@@ -16,7 +16,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import kept_parts
 from cat_lm.mixers import Setting
 from cat_lm.model.configuration_mixer import CatMixerConfig
 from cat_lm.model.loss import LanguageModelHead
@@ -24,7 +25,6 @@ from cat_lm.model.masks import positions_of
 from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.mixer_rules import mixer_of
 from cat_lm.model.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
-from cat_lm.parameters import kept_parts
 
 
 class GatedMLP(nn.Module):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.attention.call import AttentionCall, visible_keys
 from cat_lm.ops.convolution.maps import places_of_real_keys
 from cat_lm.ops.documents import document_positions
 from cat_lm.ops.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.multi_token_options import length_problem
-from cat_lm.parameters import NothingDecays
 
 
 class MultiTokenCore(NothingDecays):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.model.settings import AttentionSettings
-from cat_lm.parameters import NothingDecays
 
 _EPSILON = 1e-6  # of the mean square
 

@@ -53,7 +53,7 @@ class RecurrentPreTrained(AsksForStarts):
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
     from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
-    `initial_values()`, see `cat_lm.parameters`.
+    `initial_values()`, see `cat_lm.core.parameters`.
     """
 
     supports_gradient_checkpointing = True

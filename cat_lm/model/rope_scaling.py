@@ -27,8 +27,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import limits
-from cat_lm.io.readers import clipped
+from cat_lm.core import numbers
+from cat_lm.core.readers import clipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -53,16 +53,16 @@ _OPTIONAL_KEYS = {
     "yarn": {"attention_factor", "beta_fast", "beta_slow", "truncate"},
 }
 _RANGES = {
-    "factor": limits.SCALING_FACTOR,
-    "original_max_position_embeddings": limits.CONTEXT,
-    "attention_factor": limits.ROPE_MAGNITUDE,
-    "beta_fast": limits.ROTATIONS,
-    "beta_slow": limits.ROTATIONS,
-    "rope_theta": limits.ROPE_BASE,
-    "partial_rotary_factor": limits.FRACTION,
+    "factor": numbers.SCALING_FACTOR,
+    "original_max_position_embeddings": numbers.CONTEXT,
+    "attention_factor": numbers.ROPE_MAGNITUDE,
+    "beta_fast": numbers.ROTATIONS,
+    "beta_slow": numbers.ROTATIONS,
+    "rope_theta": numbers.ROPE_BASE,
+    "partial_rotary_factor": numbers.FRACTION,
     # As keys of the configuration itself.
-    "rotary_emb_base": limits.ROPE_BASE,
-    "rotary_pct": limits.FRACTION,
+    "rotary_emb_base": numbers.ROPE_BASE,
+    "rotary_pct": numbers.FRACTION,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm.io.readers import short
+from cat_lm.core.readers import short
 from cat_lm.model.rope_scaling import (
     TEMPERATURE_SCOPES,
     has_rope,

@@ -13,7 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from cat_lm.limits import (
+from cat_lm.core.numbers import (
     CONTEXT,
     CONV_STATE,
     FRACTION,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import initialization as init
 
-from cat_lm.parameters import start
+from cat_lm.core.parameters import start
 
 
 class AsksForStarts:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.long_convolution import convolve_long
 from cat_lm.model.qk_norm import QueryKeyNorm
@@ -20,7 +21,6 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import filters as long_filters
-from cat_lm.parameters import NothingDecays
 
 RANK_START = 2.0**-6  # exact in half precision too
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from cat_lm.errors import UserError
-from cat_lm.parameters import takes_decay
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import takes_decay
 
 
 def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 # GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
 # at least have.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from cat_lm.errors import (
+from cat_lm.core.errors import (
     TemporaryError,
     UserError,
     describe_os_error,

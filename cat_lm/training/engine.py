@@ -14,8 +14,8 @@ import torch
 
 from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_model, load_tokenizer, model_config, model_folder
+from cat_lm.pretrained.loading import load_model, load_tokenizer, model_config, model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

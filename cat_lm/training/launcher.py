@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 _PORTS = range(1, 65536)
 

@@ -15,9 +15,9 @@ from typing import Any
 from tqdm import tqdm
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
-from cat_lm.io.files import AppendedFile, atomic_write, finite, write_text
-from cat_lm.io.readers import read_json_lines, short
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import AppendedFile, atomic_write, finite, write_text
+from cat_lm.core.readers import read_json_lines, short
 
 
 class RunLog:

@@ -28,8 +28,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.causes import causes_told, os_error
+from cat_lm.core.causes import causes_told, os_error
+from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.training import buffers
 from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from cat_lm.errors import UserError
-from cat_lm.io.causes import causes_told
-from cat_lm.io.readers import read_bytes
+from cat_lm.core.causes import causes_told
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import read_bytes
 
 
 def save_random_states(path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from types import FrameType
 
-from cat_lm.errors import REQUEUE_EXIT_CODE
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
 
 INTERRUPTED_EXIT_CODE = 130
 _CODES = (REQUEUE_EXIT_CODE, INTERRUPTED_EXIT_CODE)  # of two the later is agreed on

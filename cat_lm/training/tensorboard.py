@@ -18,8 +18,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import AppendedFile
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import AppendedFile
 
 _files_made = itertools.count()
 

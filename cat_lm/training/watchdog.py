@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from cat_lm.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError
 from cat_lm.training.ancestors import Launcher
 from cat_lm.training.stop import StopSignal
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.locks import Busy
+from cat_lm.core.own_files import is_marked, remove_files, remove_marked
 from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.locks import Busy
-from cat_lm.io.own_files import is_marked, remove_files, remove_marked
 from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 from data_prep.locks import file_lock
 from data_prep.unfinished import (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.files import atomic_write
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import atomic_write
 from data_prep.assemble.selection import Selection
 from data_prep.encode.parts import (
     Parts,

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write
 from data_prep.amounts import Limit
 from data_prep.assemble import output_folder
 from data_prep.assemble.manifest import build_manifest, print_summary

@@ -12,7 +12,7 @@ from math import ceil
 
 import numpy as np
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.assemble.selection import Copies, Selection, SubsetEnd
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.plan import MARGIN, Shortage, place_for

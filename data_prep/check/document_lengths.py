@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write
 from data_prep.check.integrity import document_ends
 
 PICTURE = "document_lengths.png"

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import cat_lm
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import listed_shards, read_manifest, splits_of
 from cat_lm.data.tokenizers import DocumentEncoder
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
 from data_prep.check import excerpts
 from data_prep.check.document_lengths import PICTURE, Lengths, draw_lengths
 from data_prep.check.duplicates import Duplicates, find_duplicates

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import check_fingerprint, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.data.verified import check_tokenizer
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
 from data_prep.progress import TextProgress
 from data_prep.workers import run_tasks
 

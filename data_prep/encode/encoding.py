@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
-from cat_lm.errors import UserError
 from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
 from data_prep.locks import file_lock
 from data_prep.sources import Source

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.manifest import SPLITS
-from cat_lm.errors import UserError
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.job import Job
 from data_prep.encode.parts import DOCUMENT

@@ -23,11 +23,11 @@ from typing import IO
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory
-from cat_lm.io.readers import Versioned, check_shape, read_object
-from cat_lm.io.seals import opened, write_sealed
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sync_directory
+from cat_lm.core.readers import Versioned, check_shape, read_object
+from cat_lm.core.seals import opened, write_sealed
 
 DOCUMENT = np.dtype(
     [

@@ -10,11 +10,11 @@ from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.files import sync_directory
+from cat_lm.core.own_files import make_marked, remove_marked
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory
-from cat_lm.io.own_files import make_marked, remove_marked
 from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.encode.parts import read_record, write_record
 from data_prep.encode.sample import Measured

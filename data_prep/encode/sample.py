@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
-from cat_lm.errors import UserError
 from data_prep.encode.encoding import (
     MAX_DOCUMENT,
     Encoding,

@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError
-from cat_lm.io.own_files import (
+from cat_lm.core.errors import UserError
+from cat_lm.core.own_files import (
     MARK,
     bears_mark,
     is_marked,
@@ -24,7 +24,7 @@ from cat_lm.io.own_files import (
     remove_marked,
     take_over,
 )
-from cat_lm.io.readers import resolve
+from cat_lm.core.readers import resolve
 
 INSIDE = "parts"
 ASSEMBLY = "assembly.json"  # the plan of the shards

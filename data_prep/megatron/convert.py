@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.folders import check_output
+from cat_lm.core.locks import Busy
+from cat_lm.core.own_files import MARK, empty_marked, make_marked, remove_marked
+from cat_lm.core.readers import resolve
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import sync_directory, write_json
-from cat_lm.io.folders import check_output
-from cat_lm.io.locks import Busy
-from cat_lm.io.own_files import MARK, empty_marked, make_marked, remove_marked
-from cat_lm.io.readers import resolve
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.locks import file_lock
 from data_prep.megatron.text_bytes import TextBytes

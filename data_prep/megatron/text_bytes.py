@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.shards import Shard
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
-from cat_lm.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

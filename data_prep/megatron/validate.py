@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, Shard
 from cat_lm.data.tokenizers import TokenizerInfo
-from cat_lm.errors import UserError
 
 BLOCK_TOKENS = 1 << 22
 

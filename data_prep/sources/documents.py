@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import IO
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.readers import clipped
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.readers import clipped
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources.base import Part, in_natural_order
 from data_prep.sources.documents import (
     Malformed,

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.own_files import MARK
+from cat_lm.core.readers import clipped
 from cat_lm.data.manifest import MANIFEST
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.own_files import MARK
-from cat_lm.io.readers import clipped
 from data_prep.amounts import cut
 from data_prep.sources.base import LeftOut, Part, Source, in_natural_order, read_once, set_name
 from data_prep.sources.documents import (

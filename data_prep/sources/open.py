@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources.base import Source
 from data_prep.sources.documents import Reading
 from data_prep.sources.hub import HUB_PREFIX, SAMPLE, WHOLE, Hub

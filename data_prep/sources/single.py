@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources.base import Part, Piece
 from data_prep.sources.documents import (
     COMPRESSED,

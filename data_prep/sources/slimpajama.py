@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources.base import UNKNOWN_SET, LeftOut, Part, Source, read_once, set_name
 from data_prep.sources.documents import Document, Malformed, Reading, Record, read_file
 from data_prep.sources.local import describe_unread, find_files

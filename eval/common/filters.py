@@ -11,7 +11,7 @@ import numpy as np
 
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters as long_filters
-from cat_lm.pretrained import load_weights, model_config, skeleton, weight_files
+from cat_lm.pretrained.loading import load_weights, model_config, skeleton, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor

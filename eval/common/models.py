@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from cat_lm.export_record import digests
-from cat_lm.pretrained import weight_files
+from cat_lm.pretrained.loading import weight_files
+from cat_lm.pretrained.record import digests
 
 
 def folder_sha256(folder: Path) -> str:

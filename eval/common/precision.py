@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm import pretrained
-from cat_lm.export_record import recorded_precision
+from cat_lm.pretrained import loading
+from cat_lm.pretrained.record import recorded_precision
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("auto", *pretrained.DTYPES)
+DTYPES = ("auto", *loading.DTYPES)
 BF16_BOUND = 0.01  # nats a token
 HELP = "auto (default): float32; on a GPU bfloat16 for exports of bf16 runs"
 
@@ -38,7 +38,7 @@ def evaluation_device(name: str) -> torch.device:
     from cat_lm.ops.runtime.cpu import make_process_ready
     from cat_lm.ops.runtime.precision import sum_products_in_fp32
 
-    device = pretrained.choose_device(name)
+    device = loading.choose_device(name)
     sum_products_in_fp32()
     make_process_ready(device)
     return device
@@ -64,5 +64,5 @@ def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
         return asked
     if chosen.type != "cuda" or torch.cuda.get_device_capability(chosen) < (8, 0):
         return "float32"
-    trained = {recorded_precision(pretrained.model_folder(folder)) for folder in folders}
+    trained = {recorded_precision(loading.model_folder(folder)) for folder in folders}
     return "bfloat16" if trained == {"bf16"} else "float32"

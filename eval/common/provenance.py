@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cat_lm import plugins
-from cat_lm.commit import commit
+from cat_lm.core import plugins
+from cat_lm.core.commit import commit
 
 PACKAGES = (
     *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),

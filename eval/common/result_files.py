@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from cat_lm.core import readers
+from cat_lm.core.readers import Record, Versioned, check_shape
 from cat_lm.data.manifest import parse_manifest
-from cat_lm.io import readers
-from cat_lm.io.readers import Record, Versioned, check_shape
 
 _ADVICE = "make the file again"
 _Count = Annotated[int, Field(ge=0)]

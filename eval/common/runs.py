@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, load_config
+from cat_lm.core.errors import UserError
 from cat_lm.data.mixture import block_counts, joint_fingerprint
-from cat_lm.errors import UserError
-from cat_lm.pretrained import weight_files
+from cat_lm.pretrained.loading import weight_files
 from cat_lm.training.checkpoint import is_complete, read_run_state, step_folders
 from eval.common.filters import Filters, read_filters
 from eval.common.models import folder_sha256

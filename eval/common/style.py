@@ -17,7 +17,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from cat_lm.io.files import atomic_write
+from cat_lm.core.files import atomic_write
 
 # After Okabe and Ito: distinct under the common kinds of colour blindness, in print and on screen.
 RUN_COLOURS = (

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 
-from cat_lm import limits
-from cat_lm.cli import (
+from cat_lm.core import numbers
+from cat_lm.core.cli import (
     Parser,
     add_skip_checksums,
     listed,
@@ -24,8 +24,8 @@ from cat_lm.cli import (
     whole,
     whole_numbers,
 )
-from cat_lm.errors import UserError, command
-from cat_lm.io.folders import check_output
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output
 from eval.landmark.choices import SELECTORS, STATE, USUAL
 from eval.landmark.study import POSITIONS, SCALES, conduct, entered, settings, shown, stages
 
@@ -67,7 +67,7 @@ def _add_figure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--block",
-        type=whole(limits.CONTEXT),
+        type=whole(numbers.CONTEXT),
         metavar="N",
         help="of the sweeps (default: the smallest that all have)",
     )
@@ -89,7 +89,7 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=whole_numbers(limits.SEED, "0,1,2"),
+        type=whole_numbers(numbers.SEED, "0,1,2"),
         default=(0, 1, 2),
         metavar="LIST",
         help="default: 0,1,2",
@@ -116,7 +116,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     )
     _add_text(parser)
     parser.add_argument(
-        "--lengths", type=whole_numbers(limits.CONTEXT, "256,512"), required=True, metavar="LIST"
+        "--lengths", type=whole_numbers(numbers.CONTEXT, "256,512"), required=True, metavar="LIST"
     )
     _add_choice(parser, "16,32,64", "1,2,4,8")
     parser.add_argument(
@@ -130,20 +130,23 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         "--calibrate", metavar="DATA", help="prepared data that selectors are learned from"
     )
     parser.add_argument(
-        "--tokens", type=whole(limits.TOKENS.at_least(1)), help="of it (default: 1,000,000)"
+        "--tokens", type=whole(numbers.TOKENS.at_least(1)), help="of it (default: 1,000,000)"
     )
     parser.add_argument(
         "--state",
-        type=whole(limits.CONV_STATE.at_least(1)),
+        type=whole(numbers.CONV_STATE.at_least(1)),
         metavar="N",
         help=f"of --select ssm: numbers of state for each channel (default: {STATE})",
     )
     parser.add_argument(
-        "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
+        "--max-tokens",
+        type=whole(numbers.SCORED_TOKENS),
+        metavar="N",
+        help="score at most N tokens",
     )
     parser.add_argument(
         "--batch-tokens",
-        type=whole(limits.BATCH_TOKENS),
+        type=whole(numbers.BATCH_TOKENS),
         default=8192,
         metavar="N",
         help="tokens per forward pass",
@@ -154,17 +157,17 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _add_diagnose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=path_name, metavar="MODEL", help="transformers or run folder")
     _add_text(parser)
-    parser.add_argument("--length", type=whole(limits.CONTEXT), required=True, metavar="N")
+    parser.add_argument("--length", type=whole(numbers.CONTEXT), required=True, metavar="N")
     parser.add_argument(
         "--windows",
-        type=whole(limits.Range(1, 10**6)),
+        type=whole(numbers.Range(1, 10**6)),
         default=8,
         metavar="N",
         help="of the text (default: 8)",
     )
     parser.add_argument(
         "--queries",
-        type=whole(limits.CONTEXT),
+        type=whole(numbers.CONTEXT),
         default=64,
         metavar="N",
         help="of each window (default: 64)",
@@ -172,7 +175,7 @@ def _add_diagnose(parser: argparse.ArgumentParser) -> None:
     _add_choice(parser, "8,16,32,64", "1,2,4,8,16")
     parser.add_argument(
         "--wanted",
-        type=number(limits.FRACTION),
+        type=number(numbers.FRACTION),
         default=0.9,
         metavar="SHARE",
         help="of what dense attention finds (default: 0.9)",
@@ -193,7 +196,7 @@ def _add_choice(parser: argparse.ArgumentParser, blocks: str, top_k: str) -> Non
         ("blocks", blocks, "tokens of a block"),
         ("top-k", top_k, "blocks chosen"),
     ):
-        parse = whole_numbers(limits.CONTEXT, usual)
+        parse = whole_numbers(numbers.CONTEXT, usual)
         parser.add_argument(
             f"--{name}",
             type=parse,
@@ -203,7 +206,7 @@ def _add_choice(parser: argparse.ArgumentParser, blocks: str, top_k: str) -> Non
         )
     parser.add_argument(
         "--local",
-        type=whole(limits.CONTEXT),
+        type=whole(numbers.CONTEXT),
         default=2,
         metavar="N",
         help="blocks near the query that it always reads (default: 2)",
@@ -226,8 +229,8 @@ def main() -> None:
     if options.command == "figure":
         print(_figure(options))
         return
-    from cat_lm.export_record import comparing_files
-    from cat_lm.pretrained import quiet_transformers
+    from cat_lm.pretrained.loading import quiet_transformers
+    from cat_lm.pretrained.record import comparing_files
 
     quiet_transformers()
     with comparing_files(skip=options.skip_checksums):

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write, write_json
-from cat_lm.io.outputs import claim_outputs
-from cat_lm.pretrained import model_config, model_folder, model_label
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.outputs import claim_outputs
+from cat_lm.pretrained.loading import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned

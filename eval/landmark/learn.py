@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write
-from cat_lm.io.readers import Versioned, read_bytes
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write
+from cat_lm.core.readers import Versioned, read_bytes
 from cat_lm.landmark_calibration import calibrate, ends_of
 from eval.common.cell_store import CellStore, key_hash
 from eval.landmark.choices import STATE

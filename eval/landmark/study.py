@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import REQUEUE_EXIT_CODE, UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.locks import Lock
-from cat_lm.io.outputs import is_result
-from cat_lm.io.readers import Versioned, read_json, short
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.locks import Lock
+from cat_lm.core.outputs import is_result
+from cat_lm.core.readers import Versioned, read_json, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt
 from eval.common.library_text import EXCLUDED, LIBRARY
 from eval.landmark.choices import LEARNED, SELECTORS
@@ -287,7 +287,7 @@ def _is_done(stage: Stage) -> bool:
         return False
     if stage.model is None:
         return True
-    from cat_lm.pretrained import model_folder
+    from cat_lm.pretrained.loading import model_folder
     from eval.common.models import folder_sha256
 
     measured = read_json(stage.done, _OfModel).model_sha256

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
-from cat_lm.io.readers import Versioned, check_shape, read_object
-from cat_lm.options import parse_specification
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.options import parse_specification
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.readers import Versioned, check_shape, read_object
 from eval.common.text_table import aligned
 
 # Edges of x's bins, equal in its logarithm.

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write, write_json
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
-from cat_lm.io.readers import Versioned
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.readers import Versioned
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained import choose_device, model_config, model_folder
+from cat_lm.pretrained.loading import choose_device, model_config, model_folder
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.comparison import ratio_error
 from eval.common.models import folder_sha256

@@ -10,7 +10,7 @@ Models with another tokenizer than the first one's get the same text in their ow
 those by bits per byte.
 
 Beyond the training length a model can be read as it is (`none`) or with scaled positions and
-attention temperature: see cat_lm/scaled_models.py for what has which.
+attention temperature: see cat_lm/pretrained/scaled.py for what has which.
 
 OUT gets length_sweep.json, .csv, .png and .svg, loss_by_position.png and .svg, and cells/, one
 file for each finished combination, which a later call does not compute again.
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import argparse
 
-from cat_lm import limits
-from cat_lm.cli import (
+from cat_lm.core import numbers
+from cat_lm.core.cli import (
     Parser,
     add_skip_checksums,
     number,
@@ -30,10 +30,10 @@ from cat_lm.cli import (
     whole,
     whole_numbers,
 )
-from cat_lm.errors import UserError, command
-from cat_lm.export_record import comparing_files
-from cat_lm.io.folders import check_output
-from cat_lm.pretrained import quiet_transformers
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.loading import quiet_transformers
+from cat_lm.pretrained.record import comparing_files
 from eval.common.precision import DTYPES, HELP
 from eval.length_sweep.cells import DOCUMENTS
 from eval.length_sweep.sweep import sweep, table
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--split", choices=HELD_OUT, help="of --data (default: validation; raw bytes have a test)"
     )
-    lengths = whole_numbers(limits.CONTEXT, "256,512")
+    lengths = whole_numbers(numbers.CONTEXT, "256,512")
     parser.add_argument("--lengths", type=lengths, required=True, metavar="256,512,...")
     parser.add_argument(
         "--methods",
@@ -75,11 +75,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
-        "--max-tokens", type=whole(limits.SCORED_TOKENS), metavar="N", help="score at most N tokens"
+        "--max-tokens",
+        type=whole(numbers.SCORED_TOKENS),
+        metavar="N",
+        help="score at most N tokens",
     )
     parser.add_argument(
         "--skip-tokens",
-        type=whole(limits.SCORED_TOKENS),
+        type=whole(numbers.SCORED_TOKENS),
         default=0,
         metavar="N",
         help="of --data: leave out the first N tokens of the split, on which training validates; "
@@ -95,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_protocol(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stride",
-        type=whole(limits.CONTEXT),
+        type=whole(numbers.CONTEXT),
         metavar="N",
         help="move windows on by N tokens (default: the length)",
     )
@@ -115,13 +118,13 @@ def _add_protocol(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--min-document-tokens",
-        type=whole(limits.SCORED_TOKENS),
+        type=whole(numbers.SCORED_TOKENS),
         metavar="N",
         help="per-document: leave shorter documents out (default: the largest length)",
     )
     group.add_argument(
         "--max-document-tokens",
-        type=whole(limits.SCORED_TOKENS),
+        type=whole(numbers.SCORED_TOKENS),
         metavar="N",
         help="per-document: of longer documents score the first N tokens (default: all)",
     )
@@ -130,7 +133,7 @@ def _add_protocol(group: argparse._ArgumentGroup) -> None:
 def _add_scaling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--factor",
-        type=number(limits.SCALING_FACTOR),
+        type=number(numbers.SCALING_FACTOR),
         metavar="S",
         help="one scaling factor for all lengths (default: test length / training length, >= 1)",
     )
@@ -142,7 +145,7 @@ def _add_scaling(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--training-length",
-        type=whole(limits.CONTEXT),
+        type=whole(numbers.CONTEXT),
         metavar="N",
         help="default: what the model's folder says",
     )
@@ -153,7 +156,7 @@ def _add_computing(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     group.add_argument(
         "--batch-tokens",
-        type=whole(limits.BATCH_TOKENS),
+        type=whole(numbers.BATCH_TOKENS),
         default=8192,
         metavar="N",
         help="tokens per forward pass",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cat_lm.errors import UserError
-from cat_lm.host import GIB
-from cat_lm.memory import forward_bytes, free_bytes
+from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
+from cat_lm.pretrained.memory import forward_bytes, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

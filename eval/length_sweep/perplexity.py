@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.memory import LOGIT_ELEMENTS
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.memory import LOGIT_ELEMENTS
 from eval.common.comparison import ratio_error
 from eval.length_sweep.memory import NotEnoughMemory, require_memory
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write, write_json
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
-from cat_lm.pretrained import (
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.pretrained.loading import (
     model_config,
     model_folder,
     model_label,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.errors import UserError
-from cat_lm.pretrained import check_vocabulary, load_tokenizer
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.loading import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

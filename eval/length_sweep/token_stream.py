@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.io import readers
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.core import readers
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.loading import load_tokenizer
 
 # Why tokens of a text are not scored -> the same for people.
 REASONS = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.pretrained import check_vocabulary, load_tokenizer
+from cat_lm.pretrained.loading import check_vocabulary, load_tokenizer
 from eval.length_sweep.text import WIKITEXT, long_enough
 from eval.length_sweep.token_stream import TokenStream
 from eval.zero_shot.harness import quiet, require_harness

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cat_lm import limits
-from cat_lm.cli import Parser, number, or_word, output_path, whole
-from cat_lm.errors import UserError, command
-from cat_lm.io.folders import check_output
-from cat_lm.pretrained import choose_device
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, number, or_word, output_path, whole
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.loading import choose_device
 from eval.common.grids.options import add_grid_options, add_seeds, execution_of
 from eval.long_range.catalog import FIGURES
 from eval.long_range.ranges import RANGES
@@ -93,7 +93,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     for split in ("train", "validation", "test"):
         add(f"--{split}-rows", type=_whole(f"{split}_rows"), help="so many of the task's")
     add("--shuffle-labels", action="store_true", help="a control: train with other rows' labels")
-    add("--workers", type=whole(limits.WORKERS), default=1, help="processes that prepare rows")
+    add("--workers", type=whole(numbers.WORKERS), default=1, help="processes that prepare rows")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     add_place(parser)
     parser.set_defaults(run=_run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cat_lm.io.readers import Versioned
+from cat_lm.core.readers import Versioned
 from eval.long_range.settings import Settings
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import build_options, parse_specification
 from cat_lm.mixers import Mixer, MixerKind, Setting
 from cat_lm.mixers.shared import attention_flops
-from cat_lm.options import build_options, parse_specification
 from eval.long_range.options import Options
 
 if TYPE_CHECKING:

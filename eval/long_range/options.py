@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from cat_lm import limits
+from cat_lm.core import numbers
 from cat_lm.mixers.shared import check_choice, check_counts
 from cat_lm.model.attention.exponential_decay import LEAST, SPACINGS
 
@@ -52,7 +52,7 @@ class Options:
         check_choice(self, "decay", ("none", *SPACINGS))
         if not LEAST <= self.bound < 1:
             raise ValueError(f"bound={self.bound}: must be between {LEAST:g} and 1, without 1")
-        if self.chunk and (problem := limits.CONTEXT.problem(self.chunk)):
+        if self.chunk and (problem := numbers.CONTEXT.problem(self.chunk)):
             raise ValueError(f"chunk={self.chunk}: {problem}; 0 for the whole row")
         if self.decay != "none" and self.heads == 1:
             raise ValueError("heads=1: the first head does not decay; decay needs at least 2")

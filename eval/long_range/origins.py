@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.grids.cells import cell_path, finished
 from eval.long_range.cell import Cell
 from eval.long_range.controls import Rows

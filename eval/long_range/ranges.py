@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from cat_lm import limits
+from cat_lm.core import numbers
 
 RANGES = {
-    "d_model": limits.SMALL_WIDTH,
-    "layers": limits.SMALL_DEPTH,
-    "lr": limits.LEARNING_RATE,
-    "seed": limits.SEED,
-    "epochs": limits.EPOCHS,
-    "batch_size": limits.BATCH,
-    "weight_decay": limits.WEIGHT_DECAY,
-    "patience": limits.EPOCHS,
-    "eval_steps": limits.STEPS.at_least(1),
-    "train_rows": limits.ROWS,
-    "validation_rows": limits.ROWS,
-    "test_rows": limits.ROWS,
+    "d_model": numbers.SMALL_WIDTH,
+    "layers": numbers.SMALL_DEPTH,
+    "lr": numbers.LEARNING_RATE,
+    "seed": numbers.SEED,
+    "epochs": numbers.EPOCHS,
+    "batch_size": numbers.BATCH,
+    "weight_decay": numbers.WEIGHT_DECAY,
+    "patience": numbers.EPOCHS,
+    "eval_steps": numbers.STEPS.at_least(1),
+    "train_rows": numbers.ROWS,
+    "validation_rows": numbers.ROWS,
+    "test_rows": numbers.ROWS,
 }

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer
 from eval.common.grids.code import code_of_mixer
 from eval.common.grids.training import count_steps, steps

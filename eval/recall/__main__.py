@@ -7,8 +7,8 @@ import dataclasses
 import sys
 from collections.abc import Callable
 
-from cat_lm import limits
-from cat_lm.cli import (
+from cat_lm.core import numbers
+from cat_lm.core.cli import (
     Parser,
     number,
     or_word,
@@ -18,9 +18,9 @@ from cat_lm.cli import (
     whole,
     whole_numbers,
 )
-from cat_lm.errors import UserError, command
-from cat_lm.io.folders import check_output
-from cat_lm.pretrained import choose_device
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.loading import choose_device
 from eval.common.grids.options import add_grid_options, add_seeds, execution_of
 from eval.recall.grids.catalog import FIGURES
 from eval.recall.ranges import RANGES
@@ -269,7 +269,7 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=_whole("seed"), default=0)
-    trials = whole(limits.TRIALS)
+    trials = whole(numbers.TRIALS)
     parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")
     parser.add_argument(
         "--trials", type=trials, default=400, help="trials of the slower simulations (default 400)"

@@ -18,9 +18,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cat_lm.core.parameters import kept_parts, start
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.modules.projections import Filters
-from cat_lm.parameters import kept_parts, start
 
 SPREAD = 0.02
 

@@ -5,23 +5,23 @@ Imports no torch, so that `--help` and wrong numbers answer at once.
 
 from __future__ import annotations
 
-from cat_lm import limits
+from cat_lm.core import numbers
 
 RANGES = {
-    "d_model": limits.SMALL_WIDTH,
-    "seq_len": limits.SMALL_CONTEXT,
-    "lr": limits.LEARNING_RATE,
-    "seed": limits.SEED,
-    "epochs": limits.EPOCHS,
-    "train_examples": limits.ROWS,
-    "test_examples": limits.ROWS,
-    "validation_examples": limits.ROWS,
-    "layers": limits.SMALL_DEPTH,
-    "batch_size": limits.BATCH,
-    "weight_decay": limits.WEIGHT_DECAY,
-    "stop_above": limits.STOP_ACCURACY,
-    "eval_steps": limits.STEPS.at_least(1),
-    "embedding_dropout": limits.DROPOUT,
+    "d_model": numbers.SMALL_WIDTH,
+    "seq_len": numbers.SMALL_CONTEXT,
+    "lr": numbers.LEARNING_RATE,
+    "seed": numbers.SEED,
+    "epochs": numbers.EPOCHS,
+    "train_examples": numbers.ROWS,
+    "test_examples": numbers.ROWS,
+    "validation_examples": numbers.ROWS,
+    "layers": numbers.SMALL_DEPTH,
+    "batch_size": numbers.BATCH,
+    "weight_decay": numbers.WEIGHT_DECAY,
+    "stop_above": numbers.STOP_ACCURACY,
+    "eval_steps": numbers.STEPS.at_least(1),
+    "embedding_dropout": numbers.DROPOUT,
 }
 # Rows times their length, of which each takes 8 bytes.
 MOST_TOKENS = 2**36

@@ -11,10 +11,10 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 
 from __future__ import annotations
 
-from cat_lm.cli import Parser, add_skip_checksums, output_path, path_name
-from cat_lm.errors import command
-from cat_lm.export_record import comparing_files
-from cat_lm.io.folders import check_output
+from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name
+from cat_lm.core.errors import command
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.record import comparing_files
 from eval.report.write import report
 
 

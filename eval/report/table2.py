@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.io.files import atomic_write
-from cat_lm.io.readers import Record, check_shape, read_object
+from cat_lm.core.files import atomic_write
+from cat_lm.core.readers import Record, check_shape, read_object
 from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
 

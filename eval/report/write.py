@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write, write_json, write_text
-from cat_lm.io.own_files import set_aside
-from cat_lm.io.readers import read_bytes
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json, write_text
+from cat_lm.core.own_files import set_aside
+from cat_lm.core.readers import read_bytes
 
 if TYPE_CHECKING:
     from eval.common.runs import Run
@@ -23,7 +23,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
     Raises UserError for a folder that is no run, and for two runs with the same name.
     """
-    from cat_lm.io.outputs import PICTURES, claim_outputs, named
+    from cat_lm.core.outputs import PICTURES, claim_outputs, named
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
     from eval.common.style import save_figure

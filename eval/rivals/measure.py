@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cat_lm.io.files import finite
-from cat_lm.io.readers import Record, Versioned
+from cat_lm.core.files import finite
+from cat_lm.core.readers import Record, Versioned
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.models import folder_sha256
 from eval.length_sweep.perplexity import Window, document_spans, span_windows, token_nlls
@@ -111,7 +111,7 @@ def held_out(
         UserError: the data cannot be read, or have no document that is long enough.
     """
     from cat_lm.data.opening import open_verified
-    from cat_lm.pretrained import load_tokenizer
+    from cat_lm.pretrained.loading import load_tokenizer
 
     tokenizer = load_tokenizer(data / "tokenizer")
     choice = Documents(at_least=longest, at_most=longest)
@@ -148,7 +148,7 @@ def measured(folder: Path, text: HeldOut, dtype: str) -> list[dict[str, Any]]:
 
 
 def _scored(model_folder: Path, text: HeldOut, dtype: str) -> list[dict[str, Any]]:
-    from cat_lm.pretrained import load_model
+    from cat_lm.pretrained.loading import load_model
 
     print(f"recall of {model_folder.parent.name}", file=sys.stderr)
     model = load_model(model_folder, dtype=dtype)

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm.cli import Parser
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.cli import Parser
+from cat_lm.core.errors import UserError
 from eval.small_study.arguments import add_options, chosen_models, common_values, from_root
 from eval.small_study.plan import ROOT, SIZES, Job, Study
 from eval.small_study.questions import YARN, Question

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.errors import command
-from cat_lm.io.files import write_json
-from cat_lm.io.folders import check_output
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.errors import command
+from cat_lm.core.files import write_json
+from cat_lm.core.folders import check_output
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.plan import ROOT, Study
 from eval.small_study.run import prepared, run_missing

@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cat_lm import limits
-from cat_lm.cli import Parser, listed, output_path, path, rates, whole, whole_numbers
-from cat_lm.config_sections import parse_count
-from cat_lm.errors import UserError
-from cat_lm.io.readers import clipped
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, listed, output_path, path, rates, whole, whole_numbers
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import clipped
 from eval.small_study.plan import ROOT, SEEDS, SIZES, TUNING_SEED, Study, tuning_seeds
 from eval.small_study.questions import QUESTIONS, Question
 
@@ -77,7 +76,7 @@ def add_options(
     )
     add(
         "--documents",
-        type=whole(limits.ROWS.at_least(2)),
+        type=whole(numbers.ROWS.at_least(2)),
         metavar="N",
         help=f"held-out documents that are scored of each text (default: {documents})",
     )
@@ -99,7 +98,7 @@ def _add_training(
     add = parser.add_argument
     add(
         "--seeds",
-        type=whole_numbers(limits.SEED, "0,1,2", distinct=True),
+        type=whole_numbers(numbers.SEED, "0,1,2", distinct=True),
         default=seeds,
         metavar="N,N,…",
         help=f"default: {','.join(map(str, seeds))}",
@@ -114,7 +113,7 @@ def _add_training(
     )
     add(
         "--tuning-seeds",
-        type=whole(limits.REPEATS),
+        type=whole(numbers.REPEATS),
         default=1,
         metavar="N",
         help=f"runs at each of the --rates, of seeds {TUNING_SEED}, {TUNING_SEED + 1}, …, whose "
@@ -122,28 +121,17 @@ def _add_training(
     )
     add(
         "--tokens",
-        type=_tokens,
+        type=whole(numbers.TOKENS.at_least(1)),
         metavar="N",
         help=f"training tokens of a run, such as 1B (default: {tokens})",
     )
     add(
         "--parallel",
-        type=whole(limits.WORKERS),
+        type=whole(numbers.WORKERS),
         metavar="N",
         help="runs at once (default: cpu: the cores; gpu: 1)",
     )
     add("--estimate", action="store_true", help="measure how long it would take, and stop")
-
-
-def _tokens(text: str) -> int:
-    try:
-        # The tables print 20K, whose lower case is as clear.
-        count = parse_count(text.upper())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{clipped(text)!r} {error}") from None
-    if problem := limits.TOKENS.at_least(1).problem(count):
-        raise argparse.ArgumentTypeError(f"{clipped(text)!r} {problem}")
-    return count
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Versioned
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import Versioned
 from eval.common.cell_store import CellStore
 from eval.common.models import folder_sha256
 from eval.small_study.plan import ROOT, Job, Study
@@ -46,7 +46,7 @@ def _measured(study: Study, job: Job) -> dict[str, Any]:
     import torch
 
     from cat_lm.data.opening import open_verified
-    from cat_lm.pretrained import load_model
+    from cat_lm.pretrained.loading import load_model
 
     length = study.config(job).data.context_length
     corpus = open_verified(ROOT / study.data, "validation")

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import finite
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite
 from eval.common import comparison
 from eval.common.models import folder_sha256
 from eval.common.provenance import provenance

@@ -14,12 +14,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from cat_lm.commit import commit
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
-from cat_lm.io.files import finite
-from cat_lm.io.locks import Lock
-from cat_lm.io.readers import Versioned, read_json
+from cat_lm.core.commit import commit
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite
+from cat_lm.core.locks import Lock
+from cat_lm.core.readers import Versioned, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
 from eval.common.provenance import machine

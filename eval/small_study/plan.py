@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, changed_values, load_config
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import Versioned, check_shape, read_json, read_object, read_yaml
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.readers import Versioned, check_shape, read_json, read_object, read_yaml
 from eval.small_study.questions import NONE, QUESTIONS, YARN, Question
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout; all commands run there

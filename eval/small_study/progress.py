@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
-from cat_lm.io.own_files import make_marked, remove_marked
+from cat_lm.core.errors import UserError
+from cat_lm.core.own_files import make_marked, remove_marked
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import (
     JobFailed,

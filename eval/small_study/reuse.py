@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import RunConfig, load_config
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.own_files import make_marked, remove_marked
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.own_files import make_marked, remove_marked
 from eval.small_study.execute import (
     ORIGIN,
     JobFailed,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cat_lm.io.files import atomic_write, write_text
+from cat_lm.core.files import atomic_write, write_text
 from eval.common.style import short_count
 from eval.common.text_table import markdown_table
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
-from cat_lm.errors import command
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, number, output_file, whole, whole_numbers
+from cat_lm.core.errors import command
 from eval.speed.arguments import names, shape
 from eval.speed.choices import (
     DTYPES,
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     for parser_ in benchmarks.choices.values():
         parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
         parser_.add_argument(
-            "--threads", type=whole(limits.CORES), metavar="N", help="of a CPU; default: all"
+            "--threads", type=whole(numbers.CORES), metavar="N", help="of a CPU; default: all"
         )
         parser_.add_argument(
             "--json", type=output_file, metavar="FILE", help="where to write the record"
@@ -56,7 +56,7 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--windows",
-        type=whole_numbers(limits.WINDOW, "3,4,8"),
+        type=whole_numbers(numbers.WINDOW, "3,4,8"),
         default=(3, 4, 8, 21, 64),
         metavar="LIST",
         help="W (default: 3,4,8,21,64)",
@@ -85,7 +85,7 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repeats",
-        type=whole(limits.REPEATS),
+        type=whole(numbers.REPEATS),
         metavar="N",
         help="default: 10 on a CPU, 100 on a GPU",
     )
@@ -106,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
         help=f"of {', '.join(known)}; or all (default: {', '.join(usual)})",
     )
     _add_size(parser)
-    parser.add_argument("--batch-size", type=whole(limits.BATCH), metavar="N")
+    parser.add_argument("--batch-size", type=whole(numbers.BATCH), metavar="N")
     _add_repeats(parser, repeats)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
@@ -116,27 +116,27 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
 
 def _add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
     of_it = {"default": default, "help": f"default: {default}"}
-    parser.add_argument("--repeats", type=whole(limits.REPEATS), metavar="N", **of_it)
+    parser.add_argument("--repeats", type=whole(numbers.REPEATS), metavar="N", **of_it)
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
-    sizes = {"hidden-size": limits.HIDDEN_SIZE, "layers": limits.LAYERS, "heads": limits.HEADS}
+    sizes = {"hidden-size": numbers.HIDDEN_SIZE, "layers": numbers.LAYERS, "heads": numbers.HEADS}
     for name, allowed in sizes.items():
         parser.add_argument(
             f"--{name}", type=whole(allowed), metavar="N", help="default: the size's"
         )
     parser.add_argument(
-        "--vocab-size", type=whole(limits.VOCABULARY), default=VOCAB_SIZE, metavar="N"
+        "--vocab-size", type=whole(numbers.VOCABULARY), default=VOCAB_SIZE, metavar="N"
     )
-    parser.add_argument("--window", type=whole(limits.WINDOW), default=21, metavar="W")
+    parser.add_argument("--window", type=whole(numbers.WINDOW), default=21, metavar="W")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(models()), repeats=5)
     parser.set_defaults(batch_size=4)
     parser.add_argument(
-        "--context-length", type=whole(limits.CONTEXT), metavar="N", help="default: the size's"
+        "--context-length", type=whole(numbers.CONTEXT), metavar="N", help="default: the size's"
     )
     parser.add_argument(
         "--optimizer",
@@ -147,7 +147,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument(
         "--peak-tflops",
-        type=number(limits.TFLOPS),
+        type=number(numbers.TFLOPS),
         metavar="X",
         help="of the device in this dtype, for MFU (default: by its name in bf16)",
     )
@@ -159,7 +159,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     read = parser.add_mutually_exclusive_group()
     read.add_argument(
         "--contexts",
-        type=whole_numbers(limits.CONTEXT, "16384,131072"),
+        type=whole_numbers(numbers.CONTEXT, "16384,131072"),
         metavar="LIST",
         help="decode after so many random keys and values, over all of them and with landmark "
         "attention, in one layer and in the model (CPU)",
@@ -169,27 +169,27 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         ("top-k", "blocks chosen (default: 8)"),
         ("local", "blocks near the token (default: 2)"),
     ):
-        allowed = limits.Range(0, limits.CONTEXT.high) if name == "top-k" else limits.CONTEXT
+        allowed = numbers.Range(0, numbers.CONTEXT.high) if name == "top-k" else numbers.CONTEXT
         parser.add_argument(
             f"--{name}", type=whole(allowed), metavar="N", help=f"--contexts: {what}"
         )
     read.add_argument(
         "--prompts",
-        type=whole_numbers(limits.CONTEXT, "256,1024", distinct=True),
+        type=whole_numbers(numbers.CONTEXT, "256,1024", distinct=True),
         default=(2048, 16384),
         metavar="LIST",
         help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",
     )
     parser.add_argument(
         "--new-tokens",
-        type=whole(limits.NEW_TOKENS.at_least(2)),
+        type=whole(numbers.NEW_TOKENS.at_least(2)),
         default=32,
         metavar="N",
         help="with cache; the prompt's pass gives the first of them",
     )
     parser.add_argument(
         "--uncached-tokens",
-        type=whole(limits.NEW_TOKENS),
+        type=whole(numbers.NEW_TOKENS),
         metavar="N",
         help="without cache (default: 4)",
     )
@@ -198,8 +198,8 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
 @command
 def main() -> None:
     options = _parser().parse_args()
-    from cat_lm.io.files import write_json
-    from cat_lm.io.outputs import claim_file
+    from cat_lm.core.files import write_json
+    from cat_lm.core.outputs import claim_file
     from eval.speed.run import measure
     from eval.speed.tables import table
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from cat_lm import limits
-from cat_lm.cli import whole_numbers
-from cat_lm.io.readers import clipped
+from cat_lm.core import numbers
+from cat_lm.core.cli import whole_numbers
+from cat_lm.core.readers import clipped
 
 # Names that an error line has room for.
 _NAMED = 10
@@ -15,7 +15,7 @@ _NAMED = 10
 
 def shape(text: str) -> tuple[int, ...]:
     """Four numbers: B,T,H,D."""
-    found = whole_numbers(limits.CONTEXT, "4,1024,8,64")(text)
+    found = whole_numbers(numbers.CONTEXT, "4,1024,8,64")(text)
     if len(found) != 4:
         raise argparse.ArgumentTypeError(
             f"{clipped(text)!r} must be four numbers B,T,H,D: 4,1024,8,64"

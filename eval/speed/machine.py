@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.ops.runtime.cpu import make_process_ready
-from cat_lm.pretrained import choose_device
+from cat_lm.pretrained.loading import choose_device
 from eval.speed.timing import time_in_turn
 
 # Larger than any cache, so that a copy of it runs at the speed of memory.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
-from cat_lm.host import GIB
+from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
 from eval.speed.choices import SHAPES, SIZES, models
 
 
@@ -22,7 +22,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     # Before torch loads: it may bind this thread to one core.
     _check_threads(options.threads)
-    from cat_lm.pretrained import quiet_transformers
+    from cat_lm.pretrained.loading import quiet_transformers
     from eval.common.provenance import provenance
     from eval.speed.machine import describe, open_device
 

@@ -20,12 +20,12 @@ import argparse
 import os
 from pathlib import Path
 
-from cat_lm import limits
-from cat_lm.cli import Parser, add_skip_checksums, or_word, output_path, path_name, whole
-from cat_lm.errors import UserError, command, hard_exit
-from cat_lm.export_record import comparing_files
-from cat_lm.io.folders import check_output
-from cat_lm.pretrained import model_folder, quiet_transformers
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, add_skip_checksums, or_word, output_path, path_name, whole
+from cat_lm.core.errors import UserError, command, hard_exit
+from cat_lm.core.folders import check_output
+from cat_lm.pretrained.loading import model_folder, quiet_transformers
+from cat_lm.pretrained.record import comparing_files
 from eval.common.precision import DTYPES
 from eval.zero_shot.harness import require_harness
 
@@ -57,18 +57,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--prefetch", type=output_path, metavar="DIR", help="write such a folder from the Hub"
     )
     parser.add_argument(
-        "--limit", type=whole(limits.ROWS), metavar="N", help="the first N rows of every task"
+        "--limit", type=whole(numbers.ROWS), metavar="N", help="the first N rows of every task"
     )
     parser.add_argument(
         "--batch-size",
-        type=or_word(whole(limits.BATCH), "auto"),
+        type=or_word(whole(numbers.BATCH), "auto"),
         default="auto",
         metavar="N",
         help="rows, or auto (default)",
     )
     parser.add_argument(
         "--max-length",
-        type=whole(limits.Range(2, limits.CONTEXT.high)),
+        type=whole(numbers.Range(2, numbers.CONTEXT.high)),
         metavar="T",
         help="context; default: config.json",
     )
@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", action="store_true", help="log every prompt and answer")
     parser.add_argument(
         "--bootstrap-iterations",
-        type=whole(limits.BOOTSTRAP_ITERATIONS),
+        type=whole(numbers.BOOTSTRAP_ITERATIONS),
         default=1000,
         metavar="N",
         help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 
 def require_harness() -> None:

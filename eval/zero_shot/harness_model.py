@@ -16,10 +16,10 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.generate import refuse_nonsense
-from cat_lm.memory import free_bytes
-from cat_lm.pretrained import check_vocabulary, choose_device, load_model, load_tokenizer
+from cat_lm.pretrained.loading import check_vocabulary, choose_device, load_model, load_tokenizer
+from cat_lm.pretrained.memory import free_bytes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,7 +39,7 @@ class Scorer(HFLM):
 
     Args:
         folder: a transformers folder.
-        dtype: of the weights; a name of `cat_lm.pretrained.DTYPES`.
+        dtype: of the weights; a name of `cat_lm.pretrained.loading.DTYPES`.
         batch_size: rows per forward pass, or None for the largest that fits.
         max_length: context in tokens; None takes `max_position_embeddings`.
         accelerator: of `launched_accelerator`.

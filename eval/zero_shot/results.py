@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.utils import handle_non_serializable
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import atomic_write, write_json
-from cat_lm.io.own_files import set_aside
-from cat_lm.io.readers import Record, Versioned, check_shape, parse_value, read_bytes
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.own_files import set_aside
+from cat_lm.core.readers import Record, Versioned, check_shape, parse_value, read_bytes
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.text_table import aligned
 from eval.zero_shot.tasks.sources import needed_splits

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
-from cat_lm import plugins
-from cat_lm.errors import UserError
-from cat_lm.io.files import finite
-from cat_lm.io.outputs import claim_outputs
-from cat_lm.io.readers import read_object, short
-from cat_lm.pretrained import (
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite
+from cat_lm.core.outputs import claim_outputs
+from cat_lm.core.readers import read_object, short
+from cat_lm.pretrained.loading import (
     DTYPES,
     model_config,
     model_folder,

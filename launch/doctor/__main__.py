@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import limits
-from cat_lm.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.config import RunConfig, load_config
-from cat_lm.errors import UserError, command
-from cat_lm.io.outputs import write_result
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, number, output_file, whole, whole_numbers
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.outputs import write_result
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, device_by_option
 from launch.doctor.costs import ASSUMED_MFU
 
@@ -143,23 +143,23 @@ def parser() -> Parser:
     add("--json", type=output_file, metavar="FILE", help="where to write the findings")
     add(
         "--ranks",
-        type=whole_numbers(limits.RANKS, "8,16,32", distinct=True),
+        type=whole_numbers(numbers.RANKS, "8,16,32", distinct=True),
         metavar="N[,N…]",
         help="look at the run on so many ranks, of which none is started, instead of at this "
         "machine: batch, samples, memory, schedule, checkpoints; several: a table of "
         "what they cost",
     )
     add("--device", metavar="NAME", help="that the ranks have, for costs: h100, h200, a100, …")
-    add("--gpus-per-node", type=whole(limits.PER_NODE), metavar="G", help="default: 8")
+    add("--gpus-per-node", type=whole(numbers.PER_NODE), metavar="G", help="default: 8")
     add(
         "--mfu",
-        type=number(limits.FRACTION, above=0),
+        type=number(numbers.FRACTION, above=0),
         metavar="X",
         help=f"share of the peak that a GPU reaches (default: {ASSUMED_MFU}, an assumption)",
     )
     add(
         "--interconnect",
-        type=number(limits.BANDWIDTH),
+        type=number(numbers.BANDWIDTH),
         metavar="GB/s",
         help=f"that a GPU sends to other nodes (default: {ASSUMED_INTERCONNECT:g})",
     )

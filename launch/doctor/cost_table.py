@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from cat_lm.config import RunConfig
-from cat_lm.host import GIB
+from cat_lm.core.host import GIB
 from launch.doctor.costs import (
     ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.devices import Device
 
 if TYPE_CHECKING:

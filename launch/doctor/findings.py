@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 
 @dataclass(frozen=True)

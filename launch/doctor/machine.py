@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from cat_lm.host import GIB
+from cat_lm.core.host import GIB
 from launch.doctor.findings import Finding
 from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
-from cat_lm.host import GIB
-from cat_lm.io.folders import check_output
+from cat_lm.core.errors import UserError
+from cat_lm.core.folders import check_output
+from cat_lm.core.host import GIB
 from launch.doctor.findings import Finding
 
 # Of data that are not there: that of the paper's tokenizer.

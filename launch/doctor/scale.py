@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
-from cat_lm.host import GIB
+from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
 from launch.doctor.cost_table import TIGHT, assumptions, cost_lines, facts_of, table
 from launch.doctor.costs import ASSUMED_MFU, Cluster, Run, achieved_flops

@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 
-from cat_lm import limits
-from cat_lm.cli import Parser, output_file, whole
-from cat_lm.errors import command
+from cat_lm.core import numbers
+from cat_lm.core.cli import Parser, output_file, whole
+from cat_lm.core.errors import command
 from launch.slurm.options import (
     ATTEMPTS,
     CORES,
@@ -93,12 +93,12 @@ def add_local(commands) -> None:
     here.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
     kind = here.add_mutually_exclusive_group(required=True)
     kind.add_argument(
-        "--gpus-per-node", type=whole(limits.PER_NODE), metavar="G", help="a rank each"
+        "--gpus-per-node", type=whole(numbers.PER_NODE), metavar="G", help="a rank each"
     )
-    kind.add_argument("--tasks", type=whole(limits.PER_NODE), metavar="N", help="ranks on the CPU")
-    here.add_argument("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=CORES)
+    kind.add_argument("--tasks", type=whole(numbers.PER_NODE), metavar="N", help="ranks on the CPU")
+    here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
     here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
-    here.add_argument("--max-restarts", type=whole(limits.RESTARTS), metavar="N", help=ATTEMPTS)
+    here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def add_prepare(commands) -> None:
@@ -110,7 +110,7 @@ def add_prepare(commands) -> None:
         "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
         "again continues where tasks have failed.",
     )
-    data.add_argument("--tasks", type=whole(limits.ARRAY_TASKS), required=True, metavar="N")
+    data.add_argument("--tasks", type=whole(numbers.ARRAY_TASKS), required=True, metavar="N")
     add_resources(data)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from launch.slurm import sbatch
 from launch.slurm.folder import RunFolder
 

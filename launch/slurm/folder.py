@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
-from cat_lm.io.folders import check_output
-from cat_lm.io.readers import Record, Versioned, read_json, resolve
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.core.folders import check_output
+from cat_lm.core.readers import Record, Versioned, read_json, resolve
 from launch.slurm.options import Options
 
 

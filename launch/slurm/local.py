@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.stop import heeded
 from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
-from cat_lm import limits
-from cat_lm.cli import whole
-from cat_lm.errors import UserError
-from cat_lm.io.readers import clipped
-from cat_lm.limits import Range
+from cat_lm.core import numbers
+from cat_lm.core.cli import whole
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import Range
+from cat_lm.core.readers import clipped
 from launch.slurm.site import ENV_NAME, Site
 
 DEFAULT_LEAD_SECONDS = 300
@@ -130,10 +130,10 @@ def seconds_of(time: str) -> int | None:
 def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     """Adds a run's options; without a default for `resume`, whose defaults are the run's own."""
     add = parser.add_argument_group("ranks").add_argument
-    gpus = whole(limits.PER_NODE.at_least(0))
-    add("--nodes", type=whole(limits.NODES), metavar="N", required=not resumed)
+    gpus = whole(numbers.PER_NODE.at_least(0))
+    add("--nodes", type=whole(numbers.NODES), metavar="N", required=not resumed)
     add("--gpus-per-node", type=gpus, metavar="G", help="one task each; 0: CPUs only")
-    ranks = whole(limits.PER_NODE)
+    ranks = whole(numbers.PER_NODE)
     add("--tasks-per-node", type=ranks, metavar="N", help="ranks of a node without GPUs")
     add_resources(parser, CORES_DEFAULT)
     add = parser.add_argument_group("stopping and going on").add_argument
@@ -144,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
         help="the ranks save and stop so long before the time limit (default 300, or half the "
         "limit where that is less)",
     )
-    add("--max-restarts", type=whole(limits.RESTARTS), metavar="N", help=ATTEMPTS)
+    add("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
@@ -152,7 +152,7 @@ def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
     add = parser.add_argument_group(
         "resources", "where none is given: the site file's, otherwise SLURM's default"
     ).add_argument
-    add("--cpus-per-task", type=whole(limits.CORES), metavar="N", help=cores)
+    add("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=cores)
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", metavar="NAME")
     add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_text
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_text
 from launch.slurm import cluster, script, snapshot
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from, warning_where

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cat_lm import limits
-from cat_lm.config_sections import whole
-from cat_lm.errors import UserError
-from cat_lm.io.readers import clipped, read_yaml, short
+from cat_lm.core import numbers
+from cat_lm.core.errors import UserError
+from cat_lm.core.fields import whole
+from cat_lm.core.readers import clipped, read_yaml, short
 from launch.slurm import sbatch
 
 VARIABLE = "CAT_LM_SITE"
@@ -33,7 +33,7 @@ class Site(BaseModel):
     reservation: str | None = None
     time: str | None = None
     mem: str | None = None
-    cpus_per_task: Annotated[int, whole(limits.CORES)] | None = None
+    cpus_per_task: Annotated[int, whole(numbers.CORES)] | None = None
     container: str | None = None
     container_mounts: str | None = None
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"

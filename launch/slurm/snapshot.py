@@ -16,11 +16,11 @@ import yaml
 
 from cat_lm import __version__
 from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.folders import atomic_folder
+from cat_lm.core.own_files import read_listing, write_listing
 from cat_lm.data.storage import DEFAULT_CACHE
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
-from cat_lm.io.folders import atomic_folder
-from cat_lm.io.own_files import read_listing, write_listing
 from launch.slurm.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import FiniteFloat, ValidationError
 
-from cat_lm.errors import UserError
-from cat_lm.io.outputs import write_result
-from cat_lm.io.readers import Record
+from cat_lm.core.errors import UserError
+from cat_lm.core.outputs import write_result
+from cat_lm.core.readers import Record
 from launch.slurm import attempts, cluster
 from launch.slurm.folder import RunFolder, read_record
 

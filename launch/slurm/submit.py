@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_text
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import attempts, cluster, script, snapshot
 from launch.slurm.cluster import JobState

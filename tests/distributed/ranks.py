@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from cat_lm.errors import hard_exit
+from cat_lm.core.errors import hard_exit
 
 
 def run_on_ranks(

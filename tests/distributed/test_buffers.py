@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cat_lm import mixers
-from cat_lm.errors import SharedError, UserError
+from cat_lm.core.errors import SharedError, UserError
 from cat_lm.export import export_checkpoint
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from cat_lm.training import buffers
 from cat_lm.training.engine import Engine, build_model
 from tests.checkpoints import seal

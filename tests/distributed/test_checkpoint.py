@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, verifying
 from cat_lm.training.engine import StepResult
 from tests.checkpoints import flip, seal

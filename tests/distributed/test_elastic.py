@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training import optimizer_state
 from cat_lm.training.checkpoint import is_complete
 from cat_lm.training.rng import seed_of

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.errors import SharedError, UserError, is_temporary
-from cat_lm.io.files import AppendedFile
+from cat_lm.core.errors import SharedError, UserError, is_temporary
+from cat_lm.core.files import AppendedFile
 from cat_lm.training.checkpoint import complete_checkpoints
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from cat_lm.errors import UserError, command
+from cat_lm.core.errors import UserError, command
 from tests.distributed.ranks import run_on_ranks
 
 ERRORS = {"input": UserError("seed: no number"), "code": RuntimeError("NCCL error")}

@@ -12,8 +12,8 @@ from unittest import mock
 
 from safetensors import SafetensorError, safe_open
 
-from cat_lm.errors import UserError, is_temporary
-from cat_lm.io import readers
+from cat_lm.core import readers
+from cat_lm.core.errors import UserError, is_temporary
 from tests.checkpoints import flip, seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.config import RunConfig, TrainSection
+from cat_lm.config import RunConfig
+from cat_lm.config.sections import TrainSection
+from cat_lm.core.errors import UserError
 from cat_lm.data import packing
 from cat_lm.data.opening import open_corpus, open_data
-from cat_lm.errors import UserError
 from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.engine import Engine, build_model

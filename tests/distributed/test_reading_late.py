@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cat_lm.errors import SharedError
+from cat_lm.core.errors import SharedError
 from cat_lm.training.checkpoint import complete_checkpoints
 from cat_lm.training.steps import LaunchedStep, Moment, StepResult
 from tests.distributed.ranks import run_on_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint, is_complete
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal

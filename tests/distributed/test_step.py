@@ -123,7 +123,7 @@ def deepspeeds_waits(ranks, cases: list[tuple[int, int, int]]) -> list[tuple]:
     }
     for stage, size, bucket in cases:
         config = make_config(stage, size, "bf16")
-        with mock.patch("cat_lm.config.GRADIENT_BUCKET", bucket):
+        with mock.patch("cat_lm.config.run.GRADIENT_BUCKET", bucket):
             engine = Engine(build_model(config, VOCAB), config, ranks)
         for name in ("reduction_stream", "reduce_and_partition_stream"):
             setattr(engine.deepspeed.optimizer, name, stream)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.zero_shot.run import Settings, run
 from tests.commands import Command
 from tests.finished_runs import tiny_model

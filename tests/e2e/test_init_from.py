@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import RunConfig, load_config
-from cat_lm.errors import UserError
-from cat_lm.export_record import PROGRAM, describe_files
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.record import PROGRAM, describe_files
 from tests.commands import python
 from tests.runs import records, run_values, write_config
 
@@ -117,7 +117,7 @@ LANDMARK = {
 
 
 def test_landmarks_are_learned_for_a_dense_model_and_nothing_else(tiny_corpus, pythia, tmp_path):
-    from cat_lm.pretrained import load_model
+    from cat_lm.pretrained.loading import load_model
 
     calibrated = values(tiny_corpus, tmp_path / "run", pythia, **LANDMARK)
     calibrated["train"]["landmark_loss"] = "calibrate"
@@ -206,8 +206,8 @@ def test_a_longer_context_begins_as_the_scaled_model_reads_it(tmp_path, method, 
     """configs/long_context.yaml with the changes that its README gives, on a small model."""
     import torch
 
-    from cat_lm.pretrained import load_model
-    from cat_lm.scaled_models import scaled_config, scaled_fields
+    from cat_lm.pretrained.loading import load_model
+    from cat_lm.pretrained.scaled import scaled_config, scaled_fields
     from cat_lm.training.engine import build_model
     from cat_lm.training.init_from import load_initial_weights
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cat_lm.cli import Parser
-from cat_lm.errors import UserError, command
+from cat_lm.core.cli import Parser
+from cat_lm.core.errors import UserError, command
 from tests.fuzz import schedule
 from tests.fuzz.cases import parts_of
 from tests.fuzz.pool import Templates, has_harness, make_world, scratch_folder

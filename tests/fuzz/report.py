@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cat_lm.io.files import write_json, write_text
+from cat_lm.core.files import write_json, write_text
 from tests.fuzz.cases import INSIDE
 
 SHOWN = 40  # causes

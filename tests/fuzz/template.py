@@ -90,7 +90,7 @@ def _warm_up(family: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from cat_lm.pretrained import quiet_transformers
+    from cat_lm.pretrained.loading import quiet_transformers
 
     quiet_transformers()
     if family == "torch":

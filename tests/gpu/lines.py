@@ -85,7 +85,7 @@ class Record:
 
     def keep(self, name: str, /, **numbers: Any) -> None:
         """Write a number down, at once."""
-        from cat_lm.io.files import write_json
+        from cat_lm.core.files import write_json
 
         self._own[name] = numbers
         write_json(self._path, self._all)

@@ -19,9 +19,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from cat_lm.cli import Parser
-from cat_lm.errors import UserError, command
-from cat_lm.io.files import write_text
+from cat_lm.core.cli import Parser
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.files import write_text
 from tests.mutations.faults import Fault, read_faults
 from tests.mutations.reached import in_order, make_map, read_map
 from tests.mutations.scratch import Clone, Outcome

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cat_lm.config import load_config
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 from eval.common.models import folder_sha256
 from eval.small_study.execute import Workers
 from eval.small_study.plan import ROOT

@@ -15,13 +15,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from cat_lm import architectures, plugins
+from cat_lm import architectures
 from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
 from cat_lm.config import changed_values, known_keys, load_config
-from cat_lm.errors import UserError
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
-from cat_lm.pretrained import load_model, load_weights
+from cat_lm.pretrained.loading import load_model, load_weights
 from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
 from tests.unit.tiny_models import cat_model, each_model, random_ids, stock_model
@@ -476,7 +477,7 @@ def install(folder: Path, code: str) -> dict[str, str]:
     info = folder / "toy-1.5.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nmine = toy_plugin\n")
+    (info / "entry_points.txt").write_text("[cat_lm.core.plugins]\nmine = toy_plugin\n")
     return dict(os.environ) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm.errors import UserError, is_temporary
-from cat_lm.io import own_files
-from cat_lm.io.causes import causes_told, os_error
-from cat_lm.model_files import read_headers
+from cat_lm.core import own_files
+from cat_lm.core.causes import causes_told, os_error
+from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.pretrained.files import read_headers
 
 STALE = "Error while serializing: I/O error: Stale file handle (os error 116)"
 # As safetensors 0.8, torch 2.13 and Python 3.11 say it; the number, or None where there is none.

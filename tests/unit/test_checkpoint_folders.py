@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cat_lm.config import CheckpointSection
-from cat_lm.errors import TemporaryError, UserError, file_error
+from cat_lm.config.sections import CheckpointSection
+from cat_lm.core.errors import TemporaryError, UserError, file_error
 from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
     complete_checkpoints,

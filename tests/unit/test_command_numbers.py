@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm import cli, limits
+from cat_lm.core import cli, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [ROOT / "train.py"]
@@ -47,7 +47,7 @@ def options_of(path: Path) -> Iterator[ast.keyword]:
 def test_no_option_is_a_number_without_a_range():
     """`type=int` and `type=float` take 10^30, NaN and a billion workers."""
     bare = [
-        f"{path.relative_to(ROOT)}, line {keyword.value.lineno}: give a kind of cat_lm.cli"
+        f"{path.relative_to(ROOT)}, line {keyword.value.lineno}: give a kind of cat_lm.core.cli"
         for path in SOURCES
         for keyword in options_of(path)
         if keyword.arg == "type" and getattr(keyword.value, "id", "") in ("int", "float")
@@ -116,16 +116,16 @@ def test_an_output_at_an_address_is_refused(name, monkeypatch):
 
 
 def test_kinds():
-    assert cli.whole(limits.STEPS)(" 1_000 ") == 1000
-    assert cli.number(limits.LEARNING_RATE)("3e-4") == 3e-4
-    assert cli.whole_numbers(limits.RANKS, "1,2")("8, 16") == (8, 16)
+    assert cli.whole(numbers.STEPS)(" 1_000 ") == 1000
+    assert cli.number(numbers.LEARNING_RATE)("3e-4") == 3e-4
+    assert cli.whole_numbers(numbers.RANKS, "1,2")("8, 16") == (8, 16)
     for kind, text, said in (
-        (cli.whole(limits.RANKS), "0", "'0' must be from 1 to 1,048,576"),
-        (cli.whole(limits.RANKS), "1.0", "must be a whole number"),
-        (cli.number(limits.FRACTION, above=0), "0", "must be greater than 0"),
-        (cli.number(limits.FRACTION), "1e-320", "must be 0 or from 1e-30 to 1"),
-        (cli.number(limits.FRACTION), "nan", "must be from 0 to 1"),
-        (cli.whole_numbers(limits.RANKS, "1,2", distinct=True), "1,1", "names a number twice"),
+        (cli.whole(numbers.RANKS), "0", "'0' must be from 1 to 1,048,576"),
+        (cli.whole(numbers.RANKS), "1.5", "must be a whole number"),
+        (cli.number(numbers.FRACTION, above=0), "0", "must be greater than 0"),
+        (cli.number(numbers.FRACTION), "1e-320", "must be 0 or from 1e-30 to 1"),
+        (cli.number(numbers.FRACTION), "nan", "must be from 0 to 1"),
+        (cli.whole_numbers(numbers.RANKS, "1,2", distinct=True), "1,1", "names a number twice"),
     ):
         with pytest.raises(argparse.ArgumentTypeError) as raised:
             kind(text)

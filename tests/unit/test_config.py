@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from cat_lm.config import changed_values, load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig, known_keys, load_config
-from cat_lm.config_keys import _line, all_keys
-from cat_lm.config_sections import Section
-from cat_lm.errors import UserError
+from cat_lm.config.keys import _line, all_keys
+from cat_lm.core.errors import UserError
+from cat_lm.core.fields import Section
 from tests.commands import python
 
 NEEDED = {

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cat_lm import config, limits
+from cat_lm import config
 from cat_lm.config import RunConfig, known_keys, load_config
-from cat_lm.errors import UserError
-from cat_lm.io import readers
+from cat_lm.core import numbers, readers
+from cat_lm.core.errors import UserError
 from tests.runs import run_values, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +53,13 @@ def tried(path: Path, *overrides: str) -> RunConfig | None:
         return None
 
 
-def numbers(value: Any) -> list[float]:
+def all_numbers(value: Any) -> list[float]:
     if isinstance(value, BaseModel):
         value = [getattr(value, name) for name in type(value).model_fields]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [number for part in value for number in numbers(part)]
+        return [number for part in value for number in all_numbers(part)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return [value] if is_number else []
 
@@ -67,7 +67,7 @@ def numbers(value: Any) -> list[float]:
 def check_plain(found: RunConfig | None) -> None:
     """What was accepted has no number that ends in infinities, and can be saved and read again."""
     if found is not None:
-        assert all(n == 0 or limits.SMALLEST <= abs(n) <= 1e18 for n in numbers(found))
+        assert all(n == 0 or numbers.SMALLEST <= abs(n) <= 1e18 for n in all_numbers(found))
         assert RunConfig.model_validate(found.model_dump(mode="json")) == found
 
 

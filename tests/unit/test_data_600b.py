@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data import corpus as corpus_module
 from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import CODES, HEADER, MAGIC, VERSION, index_bytes, token_dtype
-from cat_lm.errors import UserError
 from tests.prepared_data import bare_manifest, random_documents, write_prepared
 
 SHARDS, TOKENS, DOCUMENTS = 1254, 500_000_000, 500_000

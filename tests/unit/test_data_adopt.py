@@ -11,8 +11,8 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
 from data_prep.adopt import parse_arguments
 from data_prep.megatron import convert, text_bytes
 from data_prep.megatron.convert import adopt

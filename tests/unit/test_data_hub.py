@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.errors import UserError
-from cat_lm.io import retries
+from cat_lm.core import retries
+from cat_lm.core.errors import UserError
 from data_prep.sources import Part, hub, open_source, remote, slimpajama
 from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import REPOSITORY

@@ -7,9 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.manifest import fingerprint
 from cat_lm.data.shards import ShardWriter
-from cat_lm.errors import UserError
 from data_prep.check import findings, integrity
 from data_prep.inspect import main, parse_arguments
 from tests.conftest import generated_text
@@ -159,7 +159,7 @@ def change(copy, edit):
 
 def forge(copy, values):
     """Shards whose checksums are right, but whose tokens are not what the manifest says."""
-    from cat_lm.io.checksums import sha256
+    from cat_lm.core.checksums import sha256
 
     file = copy / "train-00000.bin"
     tokens = np.fromfile(file, dtype="<u2")

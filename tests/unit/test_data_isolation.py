@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data import TrainLoader
 from cat_lm.data.opening import open_corpus
-from cat_lm.labels import IGNORE_INDEX
 from cat_lm.model import CatConfig, CatForCausalLM
 from tests.prepared_data import EOD, random_documents, write_prepared
 

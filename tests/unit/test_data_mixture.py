@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data import TrainLoader, validation_windows
 from cat_lm.data.mixture import BLOCK, Mixture, block_counts
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import random_documents, write_prepared
 
 T = 8

@@ -6,12 +6,12 @@ import os
 import pytest
 
 from cat_lm.config import RunConfig
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
 from cat_lm.data import TokenCorpus, listed_shards
 from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
 

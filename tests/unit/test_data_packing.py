@@ -12,15 +12,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import TemporaryError, UserError, file_error
+from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.locks import hold
+from cat_lm.core.own_files import is_marked, make_marked
 from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
-from cat_lm.errors import TemporaryError, UserError, file_error
-from cat_lm.io.locks import hold
-from cat_lm.io.own_files import is_marked, make_marked
-from cat_lm.labels import IGNORE_INDEX
 from tests.prepared_data import EOD, random_documents, write_prepared
 
 T = 16
@@ -299,7 +299,7 @@ def test_the_log_tells_the_padding_and_the_cuts(corpus):
 
 def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
     """Else it would count as hung after a while."""
-    monkeypatch.setattr("cat_lm.io.locks.WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("cat_lm.core.locks.WAIT_SECONDS", 0.01)
     told = []
     name = packing_module._plan_name(corpus.split, T, corpus.fingerprint)
     place = corpus.folder / "packing"

@@ -14,9 +14,9 @@ import sys
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
-from cat_lm.errors import UserError
 from data_prep import pipeline
 from data_prep.assemble import output_folder
 from data_prep.encode.encoding import chunks, split_of

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data import shards
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
-from cat_lm.errors import UserError
 from data_prep.assemble import output_folder
 from data_prep.encode import encoding, estimate, parts
 from data_prep.prepare import main

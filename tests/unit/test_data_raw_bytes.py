@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
 from data_prep import raw_bytes
 from data_prep.check.findings import inspect
 from data_prep.inspect import parse_arguments as inspect_arguments
@@ -79,7 +79,7 @@ def test_prepared_bytes_are_inspected_and_scored(file, tmp_path, capsys):
     inspect(inspect_arguments([str(out), "--workers", "1"]))
     said = capsys.readouterr().out
     assert "intact" in said and "test: tokens in a document" in said
-    from cat_lm.pretrained import load_tokenizer
+    from cat_lm.pretrained.loading import load_tokenizer
 
     stream = split_stream(out, load_tokenizer(out / "tokenizer"), split="test")
     assert stream.num_bytes == 500 and stream.source == f"{out} (test split)"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from fsspec.registry import known_implementations
 
+from cat_lm.core.errors import UserError
 from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
 from cat_lm.data import remote as remote_module
 from cat_lm.data import storage as storage_module
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.storage import Storage, is_remote
-from cat_lm.errors import UserError
 from tests.prepared_data import random_documents, write_prepared
 from tests.web_server import served
 
@@ -39,7 +39,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("cat_lm.io.retries.FIRST_WAIT", 0.0001)
+    monkeypatch.setattr("cat_lm.core.retries.FIRST_WAIT", 0.0001)
 
 
 def are_here(corpus):

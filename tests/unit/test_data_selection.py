@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
 from data_prep.amounts import Limit, amount
 from data_prep.assemble import token_budget
 from data_prep.encode import plan

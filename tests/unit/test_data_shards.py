@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardWriter, index_bytes, token_dtype
-from cat_lm.errors import UserError
 from tests.prepared_data import bare_manifest
 
 EOD = 0

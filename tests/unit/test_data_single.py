@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
 from data_prep.sources import open_source, single
 from data_prep.sources.documents import Document, Malformed, Reading
 from tests.conftest import generated_text

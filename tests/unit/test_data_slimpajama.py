@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources import KNOWN_SETS, open_source
 from data_prep.sources.documents import Malformed, Reading
 from tests.conftest import generated_text

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.sentencepiece_models import SentencePieceModel, train_model
 from cat_lm.data.tokenizers import (
     DocumentEncoder,
@@ -16,7 +17,6 @@ from cat_lm.data.tokenizers import (
     spec_sha256,
     verify_tokenizer,
 )
-from cat_lm.errors import UserError
 from tests.conftest import REPOSITORY, generated_text
 
 HARD_TEXTS = [

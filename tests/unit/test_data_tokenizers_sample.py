@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.sentencepiece_models import SPACE
 from cat_lm.data.tokenizers import DocumentEncoder, build_tokenizer, verify_tokenizer
-from cat_lm.errors import UserError
 
 DOCUMENTS = 4262
 LOOK_ALIKES = "<s>[INST] </s></s> x <unk> <0x0A> <|endoftext|><|padding|> y"

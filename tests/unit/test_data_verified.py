@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
 from cat_lm.data import TrainLoader, validation_windows, verified
 from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.verified import NOTE, Check, Notes, shard_files
-from cat_lm.errors import UserError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import shards
 from tests.prepared_data import random_documents, write_prepared

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training import determinism
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import dry_run

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Versioned
-from cat_lm.io.seals import write_sealed
-from cat_lm.pretrained import model_label
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import Versioned
+from cat_lm.core.seals import write_sealed
+from cat_lm.pretrained.loading import model_label
 from eval.common.cell_store import CellStore, DamagedCell, key_hash
 from eval.common.html import render
 from eval.common.text_table import aligned, markdown_table

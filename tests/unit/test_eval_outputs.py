@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from cat_lm.errors import UserError
-from cat_lm.io.outputs import PICTURES, claim_file, claim_outputs, named, write_result
+from cat_lm.core.errors import UserError
+from cat_lm.core.outputs import PICTURES, claim_file, claim_outputs, named, write_result
 from eval.common.provenance import provenance
 
 NAMES = ["sweep.csv", *named("sweep", *PICTURES)]

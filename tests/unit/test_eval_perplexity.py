@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.length_sweep import perplexity
 from eval.length_sweep.perplexity import (
     document_spans,

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from cat_lm import pretrained
 from cat_lm.export import export_model
-from cat_lm.export_record import recorded_precision
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained import loading
+from cat_lm.pretrained.loading import load_tokenizer
+from cat_lm.pretrained.record import recorded_precision
 from eval.common import precision
 from eval.length_sweep import perplexity
 from eval.length_sweep import sweep as length_sweep
@@ -22,7 +22,7 @@ def gpu(monkeypatch):
     """A machine whose GPU multiplies bf16, as far as the choice of a dtype looks."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(
-        pretrained, "choose_device", lambda name: device if name == "auto" else torch.device(name)
+        loading, "choose_device", lambda name: device if name == "auto" else torch.device(name)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.own_files import make_marked, take_over
 from cat_lm.export import export_checkpoint, export_model
-from cat_lm.io.own_files import make_marked, take_over
-from cat_lm.pretrained import load_model, load_tokenizer
+from cat_lm.pretrained.loading import load_model, load_tokenizer
 from tests.commands import python
 from tests.finished_runs import checkpoint, tiny_model
 from tests.unit.calls import call_main

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from cat_lm import export
-from cat_lm.errors import UserError
+from cat_lm.core.checksums import checksum
+from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint, export_model, refuse_checkpoints, training_facts
-from cat_lm.export_record import recorded_precision
-from cat_lm.io.checksums import checksum
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
+from cat_lm.pretrained.record import recorded_precision
 from tests.checkpoints import seal
 from tests.finished_runs import checkpoint, tiny_model
 from tests.unit.calls import call_main

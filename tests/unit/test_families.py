@@ -34,9 +34,9 @@ import cat_lm  # noqa: F401
 from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
 from cat_lm.export import export_checkpoint
-from cat_lm.library_model import TOLERANCE
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.library_model import TOLERANCE
+from cat_lm.pretrained.loading import load_model
 from cat_lm.training.building import give_memory, without_weights
 from cat_lm.training.estimate import memory_per_rank
 from eval.length_sweep.perplexity import span_windows, token_nlls
@@ -809,7 +809,7 @@ def test_keys_of_other_programs_mean_the_same_or_are_refused():
 
 @every_case
 def test_keys_of_other_families_are_refused_and_own_ones_known(case):
-    from cat_lm.config import _unknown_keys
+    from cat_lm.config.loading import _unknown_keys
 
     keys = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
     assert _unknown_keys({"model": keys}) == []

@@ -16,8 +16,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import TemporaryError, UserError
-from cat_lm.io.files import AppendedFile, write_json
+from cat_lm.core.errors import TemporaryError, UserError
+from cat_lm.core.files import AppendedFile, write_json
 from cat_lm.training import metrics
 from cat_lm.training.distributed import describe_error
 from cat_lm.training.metrics import Metrics, RunLog, read_records

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.errors import TemporaryError, UserError
-from cat_lm.io.folders import check_file, check_output
+from cat_lm.core.errors import TemporaryError, UserError
+from cat_lm.core.folders import check_file, check_output
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {

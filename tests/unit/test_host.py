@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm import host
+from cat_lm.core import host
 
 VERSION_2 = ("memory.max", "memory.current")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -9,7 +9,7 @@ import pytest
 # Pages that the system had to clear for tensors of 64 MiB, one after another.
 COUNT = """
 import resource, torch
-from cat_lm.host import keep_freed_memory
+from cat_lm.core.host import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,12 +12,11 @@ import time
 import pytest
 from pydantic import Field
 
-from cat_lm import cli
-from cat_lm.errors import UserError
-from cat_lm.io import own_files, readers
-from cat_lm.io.checksums import checksums
-from cat_lm.io.folders import atomic_folder, check_output
-from cat_lm.limits import Range
+from cat_lm.core import cli, own_files, readers
+from cat_lm.core.checksums import checksums
+from cat_lm.core.errors import UserError
+from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.numbers import Range
 
 
 class Example(readers.Record):
@@ -295,8 +294,8 @@ def test_a_kill_amid_a_replacement_loses_nothing(tmp_path, links, monkeypatch):
 
         with monkeypatch.context() as patch:
             # Nothing is tidied after a kill.
-            patch.setattr("cat_lm.io.folders._restore", lambda *_: None)
-            patch.setattr("cat_lm.io.folders.remove_marked", lambda *_: None)
+            patch.setattr("cat_lm.core.folders._restore", lambda *_: None)
+            patch.setattr("cat_lm.core.folders.remove_marked", lambda *_: None)
             patch.setattr(os, "replace", replace)
             with pytest.raises(Killed):
                 write(out, weights="2")

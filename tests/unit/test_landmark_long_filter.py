@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.configuration import CatConfig
 from cat_lm.model.landmark import train_landmarks

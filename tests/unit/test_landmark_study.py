@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
-from cat_lm.io.locks import Lock
+from cat_lm.core.errors import UserError
+from cat_lm.core.locks import Lock
 from eval.common.interrupts import held
 from eval.landmark import __main__ as command
 from eval.landmark import study
@@ -215,7 +215,7 @@ time.sleep(60)
 STUDY = """
 import sys
 from pathlib import Path
-from cat_lm.errors import command
+from cat_lm.core.errors import command
 from eval.landmark.study import Settings, Stage, conduct
 folder, child = sys.argv[1:]
 never = f"open({folder!r} + '/never', 'w')"

@@ -5,7 +5,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model.landmark import train_landmarks
 from cat_lm.ops.landmark import dispatch, segments
 from cat_lm.training.engine import build_model

@@ -17,10 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
-from cat_lm import architectures, library_model
+from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint
+from cat_lm.pretrained import library_model
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.finished_runs import checkpoint, tiny_model
 from tests.unit.tiny_models import GROUPED, random_ids, stock_model

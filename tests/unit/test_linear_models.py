@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint
 from cat_lm.mixers.modules.gla import gated_linear_attention
 from cat_lm.model import linear_mixers
@@ -31,7 +31,7 @@ from cat_lm.ops.recurrence import decaying_scan_torch as scan
 from cat_lm.ops.recurrence.backends import choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.recurrence.delta_rule import delta_rule
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from cat_lm.training.engine import build_model, mixer_backend
 from tests.finished_runs import checkpoint
 from tests.unit.test_families import model_of, relative, same, tokens

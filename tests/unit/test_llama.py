@@ -17,7 +17,7 @@ from cat_lm.model.configuration_llama import check_settings
 from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.rope_scaling import yarn_temperature
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.scaled_models import scaled_config, scaled_fields
+from cat_lm.pretrained.scaled import scaled_config, scaled_fields
 from tests.unit.tiny_models import (
     GROUPED,
     LLAMA_VARIANTS,

@@ -1,4 +1,4 @@
-"""cat_lm.io.locks: who holds what, when it ends, and what a file system without locks means."""
+"""cat_lm.core.locks: who holds what, when it ends, and what a file system without locks means."""
 
 import errno
 import os
@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from cat_lm.errors import UserError
-from cat_lm.io.locks import Busy, hold
+from cat_lm.core.errors import UserError
+from cat_lm.core.locks import Busy, hold
 from eval.common.grids import execution
 from eval.common.interrupts import held
 from eval.long_range import figure as long_range

@@ -16,12 +16,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers.modules import mamba as scan_module
 from cat_lm.model import CatMamba2Config, CatMambaConfig
 from cat_lm.model import modeling_mamba2 as mamba2_module
 from cat_lm.model.sequence import SequenceGroup
-from cat_lm.pretrained import load_model, model_config
+from cat_lm.pretrained.loading import load_model, model_config
 from cat_lm.training.engine import build_model, mixer_backend
 from cat_lm.training.estimate import count_parameters, meta_model
 from cat_lm.training.init_from import load_initial_weights

@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from cat_lm import architectures, mixers
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.pretrained import load_model
-from cat_lm.scaled_models import methods_for
+from cat_lm.pretrained.loading import load_model
+from cat_lm.pretrained.scaled import methods_for
 from tests.unit.kept_memory import kept_of_tokens
 from tests.unit.test_mixers import outside  # noqa: F401
 

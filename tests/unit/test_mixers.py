@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import CAPABILITIES, Mixer, MixerKind, Setting, make, make_mixer
 from cat_lm.mixers.modules.context import short_convolution
 from cat_lm.model.weight_decay import parameters_by_decay

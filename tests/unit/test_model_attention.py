@@ -10,11 +10,11 @@ from transformers import StaticCache
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from tests.conftest import REPOSITORY
 from tests.readme import blocks
 from tests.unit.attention_entries import LearnedDecay, SoftCap, entries  # noqa: F401

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
-from cat_lm.library_model import library_model
+from cat_lm.core.errors import UserError
 from cat_lm.model.canon import CanonLayer, Reading
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.pretrained import load_model, model_config
+from cat_lm.pretrained.library_model import library_model
+from cat_lm.pretrained.loading import load_model, model_config
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.unit import test_model_adapters as adapters
 from tests.unit import test_model_decode as decoding

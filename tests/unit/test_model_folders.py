@@ -13,11 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cat_lm import export_record, generate, pretrained
-from cat_lm.errors import UserError
+from cat_lm import generate
+from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
-from cat_lm.export_record import comparing_files
-from cat_lm.pretrained import choose_device, load_model, load_tokenizer, load_weights, model_config
+from cat_lm.pretrained import loading, record
+from cat_lm.pretrained.loading import (
+    choose_device,
+    load_model,
+    load_tokenizer,
+    load_weights,
+    model_config,
+)
+from cat_lm.pretrained.record import comparing_files
 from cat_lm.upcycle import Convolution, upcycle
 from tests.finished_runs import CONTEXT, checkpoint, tiny_model
 
@@ -163,13 +170,13 @@ class TestChecksums:
 
     def test_a_file_is_hashed_once(self, folder, monkeypatch):
         hashed = []
-        checksums = export_record.checksums
+        checksums = record.checksums
 
         def counted(paths, algorithm):
             hashed.extend(paths)
             return checksums(paths, algorithm)
 
-        monkeypatch.setattr(export_record, "checksums", counted)
+        monkeypatch.setattr(record, "checksums", counted)
         load_model(folder)
         load_model(folder)
         assert hashed.count(folder / "model.safetensors") == 1
@@ -196,7 +203,7 @@ class TestFinite:
 
     def test_a_record_spares_the_look_at_the_same_bytes(self, folder, monkeypatch):
         looked = []
-        monkeypatch.setattr(pretrained, "refuse_non_finite", lambda what, found: looked.append(1))
+        monkeypatch.setattr(loading, "refuse_non_finite", lambda what, found: looked.append(1))
         load_weights(folder, model_config(folder))
         load_model(folder)
         assert not looked

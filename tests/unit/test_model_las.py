@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from cat_lm import architectures
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention.documents import document_attention
 from cat_lm.model.conv_backends import describe_backend

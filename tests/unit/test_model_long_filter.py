@@ -9,7 +9,7 @@ from cat_lm import architectures
 from cat_lm.model.conv_backends import describe_backend
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.long_filter import chunks, filters
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
 from eval.common.filters import read_filters
 from tests.unit.exactness import check_decoding, check_sequences

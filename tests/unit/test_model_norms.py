@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
-from cat_lm.library_model import library_model
+from cat_lm.core.errors import UserError
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.convolution import kinds
+from cat_lm.pretrained.library_model import library_model
 from eval.common.filters import read_filters
 from eval.small_study.attention import attention_statistics
 from tests.unit.exactness import check_decoding, check_sequences

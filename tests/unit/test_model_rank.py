@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cat_lm import architectures, mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.stream_convolution import RANK_START
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.multi_token import identity_start, multi_token_attention
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
 from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.tiny_models import cat_model, random_ids, stock_model

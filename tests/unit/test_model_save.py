@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cat_lm  # noqa: F401
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.unit.tiny_models import (

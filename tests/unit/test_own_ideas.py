@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm import architectures, mixers, ops, plugins
+from cat_lm import architectures, mixers, ops
+from cat_lm.core import plugins
+from cat_lm.core.registry import take_built_in
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
-from cat_lm.registering import take_built_in
 from cat_lm.testing import check_entry
 from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY

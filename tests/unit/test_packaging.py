@@ -250,7 +250,7 @@ def commands() -> list[str]:
 # modules] of each as a line of JSON. What most commands import is there before, and is not heavy.
 CALLS = """
 import json, os, runpy, sys, tempfile, traceback
-import cat_lm.cli, cat_lm.config
+import cat_lm.core.cli, cat_lm.config
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "matplotlib"}
 assert not HEAVY & set(sys.modules)
 
@@ -323,7 +323,7 @@ def foreign_folder(folder: Path) -> Path:
     ran, info = folder / "RAN", folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nplugin = plugin\n")
+    (info / "entry_points.txt").write_text("[cat_lm.core.plugins]\nplugin = plugin\n")
     for name in ("plugin", "argparse", "pydantic", "yaml", "pickle", "multiprocessing", "torch"):
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\n")
     return ran
@@ -372,7 +372,7 @@ def test_programs_that_import_cat_lm_keep_their_path(tmp_path):
 
 SAYS = """
 import os, sys
-from cat_lm.errors import command
+from cat_lm.core.errors import command
 @command
 def main():
     print("\\u2192" * 99999)

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cat_lm import architectures, mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import takes_decay
 from cat_lm.mixers import MixerKind, Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.model.attention import Pattern
-from cat_lm.parameters import takes_decay
 from cat_lm.training.init_from import load_initial_weights
 from eval.recall.model import RecallModel
 from tests.unit.tiny_models import SIZES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_tokenizer, refuse_beyond_positions
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.loading import load_tokenizer, refuse_beyond_positions
 from tests.unit.calls import call_main
 from tests.zero_shot_rows import write_rows
 

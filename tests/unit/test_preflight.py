@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError, is_temporary
-from cat_lm.host import GIB
+from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.host import GIB
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.comparison import t_quantile
 from eval.common.grids import cells

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.labels import IGNORE_INDEX
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.mixers.base import Setting
 from eval.recall.grids.plan import SCALES, plan

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cat_lm import mixers
-from cat_lm.labels import IGNORE_INDEX
+from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.options import parse_specification
 from cat_lm.mixers import make_mixer
-from cat_lm.options import parse_specification
 from eval.common.grids import cells, execution
 from eval.recall import __main__ as command
 from eval.recall.grids import mamba, plan, streams

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, run_unfinished, stacks

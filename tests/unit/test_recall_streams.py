@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
-from cat_lm.io.files import finite
-from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.cat import Options
 from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters

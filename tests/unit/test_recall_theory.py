@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.recall import __main__ as command
 from eval.recall.theory import (
     associative,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from eval.common.grids import cells
 from eval.recall.model import RecallModel

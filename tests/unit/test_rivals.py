@@ -18,9 +18,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_verified
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep.perplexity import span_windows, token_nlls
 from eval.length_sweep.token_stream import Documents, split_stream
 from eval.rivals import measure, page, rows

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.seals import SEAL, opened, write_sealed
 from cat_lm.generate import refuse_nonsense
-from cat_lm.io.seals import SEAL, opened, write_sealed
 
 RECORD = {"loss": 1.5, "lengths": (32, 64), "by_step": {10: 1.0, 9: 2.0}, "none": None}
 

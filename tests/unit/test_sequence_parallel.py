@@ -12,7 +12,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import memory_per_rank

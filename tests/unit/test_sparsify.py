@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cat_lm import sparsify as sparsify_module
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_model
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.loading import load_model
 from cat_lm.sparsify import Calibration, sparsify
 from tests.unit.calls import call_main
 from tests.unit.tiny_models import GROUPED, cat_model, random_ids, stock_model

@@ -19,7 +19,7 @@ import torch
 import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.errors import TemporaryError, UserError, command, file_error, shared_error
+from cat_lm.core.errors import TemporaryError, UserError, command, file_error, shared_error
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model
@@ -111,7 +111,7 @@ def test_wrong_variables_of_a_launcher_are_one_line(name, value, monkeypatch):
 def test_ranks_that_do_not_all_meet_may_be_started_again():
     """The launcher is told so by the code; wrong input would have 2."""
     code = (
-        "from cat_lm.errors import command\n"
+        "from cat_lm.core.errors import command\n"
         "from cat_lm.training import distributed\n"
         "@command\n"
         "def main():\n"
@@ -352,7 +352,7 @@ def test_commands_end_in_one_line(error, code, line, capsys):
 def test_a_stream_on_a_full_disk_changes_no_exit_code(full):
     body = "print('x')" if full == "stdout" else "raise UserError('y')"
     code = f"""
-from cat_lm.errors import UserError, command
+from cat_lm.core.errors import UserError, command
 
 @command
 def main():

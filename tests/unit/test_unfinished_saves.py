@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
-from cat_lm.errors import TemporaryError, file_error
-from cat_lm.io import own_files
-from cat_lm.io.own_files import MARK, make_marked
+from cat_lm.core import own_files
+from cat_lm.core.errors import TemporaryError, file_error
+from cat_lm.core.own_files import MARK, make_marked
 from cat_lm.training.checkpoint import saving
 from cat_lm.training.checkpoint.folder import PURPOSE, clear_leftovers
 from tests.checkpoints import names, run_of_three, to_resume

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
 
 import cat_lm.model  # noqa: F401
 from cat_lm import upcycle as upcycle_module
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import CatForCausalLM
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.commands import python

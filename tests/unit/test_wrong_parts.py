@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from tests.runs import run_values, write_config
 
 

@@ -11,7 +11,7 @@ import lm_eval.tasks
 import pytest
 from lm_eval.tasks import TaskManager
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.zero_shot.tasks import catalog, sources, table2
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.prefetch import prefetch

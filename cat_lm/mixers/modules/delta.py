@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import (
     State,
@@ -21,7 +22,6 @@ from cat_lm.mixers.modules.projections import Filters, activate, initial_filters
 from cat_lm.mixers.shared import STREAMS, DeltaOptions
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.recurrence.delta_rule import delta_rule
-from cat_lm.parameters import NothingDecays
 
 
 class DeltaRuleLayer(NothingDecays):

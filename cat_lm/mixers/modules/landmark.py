@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.attention import rotated, with_past
 from cat_lm.mixers.modules.context import State
@@ -19,7 +20,6 @@ from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_bloc
 from cat_lm.ops.landmark.options import DENSE, TAUGHT
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
-from cat_lm.parameters import NothingDecays
 
 if TYPE_CHECKING:
     from cat_lm.mixers import landmark

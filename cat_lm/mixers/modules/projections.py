@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.mixers.modules.context import (
     State,
     inputs_before,
@@ -21,7 +22,6 @@ from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.ops.long_filter.filters import LongFilter, Modes
-from cat_lm.parameters import NothingDecays
 
 _SHOWN = 64  # taps of a filter without an end
 

@@ -4,7 +4,7 @@ A *pattern* is how queries meet keys (`model.attention`). A *score transform* ch
 before the softmax (`model.score_transform`), a *value transform* the values before they are cached
 and attended to (`model.value_transform`); each takes options as a mapping. An entry is a subclass
 of those in `cat_lm.model.attention.base`, in one file, given to `register`; built-in ones stand in
-`_BUILT_IN`, others come from plugins (`cat_lm.plugins`) or scripts. Imports no torch: entries
+`_BUILT_IN`, others come from plugins (`cat_lm.core.plugins`) or scripts. Imports no torch: entries
 import it when they build their modules.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm import plugins
-from cat_lm.errors import UserError
-from cat_lm.io.readers import short
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import short
+from cat_lm.core.registry import check_entry, is_own, mishap, module_problem, take_built_in
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
-from cat_lm.registering import check_entry, is_own, mishap, module_problem, take_built_in
 
 __all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "build", "check_names"]
 __all__ += ["chosen_entries", "compared_options", "described"]
@@ -257,7 +257,7 @@ def build(kind: type[Entry], config: Any) -> Any:
 
 def _check_module(named: str, entry: Entry, config: Any, module: Any) -> None:
     """Check that it is one, and has the parameters that its entry counts. Raises UserError."""
-    from cat_lm.parameters import check_parameters  # imports torch
+    from cat_lm.core.parameters import check_parameters  # imports torch
 
     if problem := module_problem(module):
         raise UserError(f"{named}: {problem}")

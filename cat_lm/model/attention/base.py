@@ -22,8 +22,8 @@ class Entry:
     A module that `build` gives, if it has parameters, names those that take no weight decay in its
     class's `no_decay`, and gives all of them by name in `initial_values()`: that is how they start.
     Linear layers, embeddings and norms in it start as the model's, but for what it names of theirs
-    (`gate.bias`); see `cat_lm.parameters`. A module that leaves something out, or names what it
-    has not, makes no model.
+    (`gate.bias`); see `cat_lm.core.parameters`. A module that leaves something out, or names what
+    it has not, makes no model.
 
     Attributes:
         name: what the key says.

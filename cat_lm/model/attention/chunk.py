@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm import limits
-from cat_lm.io.readers import short
+from cat_lm.core import numbers
+from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.rules import CHUNK_SIZE, attention_channels, chunk_size
 
@@ -33,7 +33,7 @@ class Chunk(Pattern):
         size = options["size"]
         if isinstance(size, bool) or not isinstance(size, int):
             return [f"attention_options.size={short(size)}: must be a whole number"]
-        problem = limits.CONTEXT.problem(size)
+        problem = numbers.CONTEXT.problem(size)
         return [f"attention_options.size={size}: {problem}"] if problem else []
 
     def length_problems(self, model: Any, length: int) -> list[str]:

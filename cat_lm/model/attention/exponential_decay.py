@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.io.readers import short
+from cat_lm.core.readers import short
 from cat_lm.model.attention.base import ScoreTransform
 from cat_lm.model.rules import attention_channels, chunk_size
 from cat_lm.ops.decay_rates import REACH, largest_rate

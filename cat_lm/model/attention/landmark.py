@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.io.readers import short
-from cat_lm.limits import CONV_STATE
+from cat_lm.core.numbers import CONV_STATE
+from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.rules import attention_channels, head_width, key_heads
 from cat_lm.ops.landmark.options import FILTERS, is_sharp, value_problems

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.io.readers import short
-from cat_lm.limits import WINDOW
+from cat_lm.core.numbers import WINDOW
+from cat_lm.core.readers import short
 from cat_lm.model.attention.base import ValueTransform
 from cat_lm.model.rules import chunk_size, head_width
 

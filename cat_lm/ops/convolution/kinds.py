@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cat_lm import plugins
-from cat_lm.registering import check_entry
+from cat_lm.core import plugins
+from cat_lm.core.registry import check_entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +152,7 @@ def mixes_heads(name: str) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """List the kinds by name, those of plugins (`cat_lm.plugins`) among them."""
+    """List the kinds by name, those of plugins (`cat_lm.core.plugins`) among them."""
     plugins.load()
     return tuple(_KINDS)
 

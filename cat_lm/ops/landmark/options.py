@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cat_lm.io.readers import short
+from cat_lm.core.readers import short
 
 FILTERS = ("box", "exponential", "learned")
 SHARES = ("head", "layer")

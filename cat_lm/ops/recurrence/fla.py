@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.ops.documents import document_starts
 from cat_lm.ops.runtime.operators import refuse_second_derivative
 

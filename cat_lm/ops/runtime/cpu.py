@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cat_lm.host import keep_freed_memory
+from cat_lm.core.host import keep_freed_memory
 
 
 def make_process_ready(device: str | torch.device) -> None:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cat_lm.errors import TemporaryError, UserError, describe_os_error
-from cat_lm.io.checksums import checksums
+from cat_lm.core.checksums import checksums
+from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     MARKER,
@@ -147,7 +147,7 @@ def wrong_file(
     """Name the first file that is not as the marker lists it; None if all are.
 
     Args:
-        reading: as in `cat_lm.io.checksums.checksums`.
+        reading: as in `cat_lm.core.checksums.checksums`.
     """
     if problem := wrong_size(folder, files):
         return problem

@@ -7,11 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from cat_lm.config import CheckpointSection
-from cat_lm.errors import TemporaryError, UserError, describe_os_error
-from cat_lm.host import GIB
-from cat_lm.io.files import write_text
-from cat_lm.io.own_files import (
+from cat_lm.config.sections import CheckpointSection
+from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
+from cat_lm.core.files import write_text
+from cat_lm.core.host import GIB
+from cat_lm.core.own_files import (
     MARK,
     asides,
     is_marked,

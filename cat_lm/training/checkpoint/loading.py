@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm import plugins
 from cat_lm.config import RunConfig, changed_values
-from cat_lm.errors import UserError
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
 from cat_lm.ops.landmark.options import CALIBRATE
 from cat_lm.training.checkpoint.finding import step_of
 from cat_lm.training.checkpoint.records import (

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import TemporaryError, UserError, describe_os_error
-from cat_lm.io.checksums import Algorithm
-from cat_lm.io.files import write_json
-from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
+from cat_lm.core.checksums import Algorithm
+from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
+from cat_lm.core.files import write_json
+from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
 
 MARKER = "complete.json"
 STATE = "state.json"

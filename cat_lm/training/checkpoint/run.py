@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
-from cat_lm.io.locks import Busy, Lock, hold
+from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
+from cat_lm.core.locks import Busy, Lock, hold
 from cat_lm.training.checkpoint import folder as leftovers
 from cat_lm.training.checkpoint import loading, saving
 from cat_lm.training.checkpoint.finding import (

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import __version__, plugins
-from cat_lm.commit import commit
-from cat_lm.io.causes import causes_told
-from cat_lm.io.checksums import checksum
-from cat_lm.io.files import give_usual_mode, sync_directory, write_json, write_text
-from cat_lm.io.own_files import make_marked, other_writer
+from cat_lm import __version__
+from cat_lm.core import plugins
+from cat_lm.core.causes import causes_told
+from cat_lm.core.checksums import checksum
+from cat_lm.core.commit import commit
+from cat_lm.core.files import give_usual_mode, sync_directory, write_json, write_text
+from cat_lm.core.own_files import make_marked, other_writer
 from cat_lm.training.checkpoint.finding import Say
 from cat_lm.training.checkpoint.folder import (
     LATEST,

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.training.checkpoint.finding import without_folder, wrong_file, wrong_size
 from cat_lm.training.checkpoint.records import StoredFile, Unreadable, read_marker
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import SharedError
+from cat_lm.core.errors import SharedError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import bandwidth, facts, node, plans, rules, shards
 from cat_lm.training.preflight.dry_run import dry_run_batch

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
 from cat_lm.data.loader import TrainLoader
-from cat_lm.errors import UserError
-from cat_lm.host import GIB
 from cat_lm.training import buffers
 from cat_lm.training.determinism import attention_kernels, refused_operator
 from cat_lm.training.engine import Engine

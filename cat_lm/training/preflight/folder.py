@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.errors import describe_os_error, is_temporary
+from cat_lm.core.errors import describe_os_error, is_temporary
 
 # A network file system may show a new file late, and a folder that was looked for before it was
 # made later still: NFS asks the server again after 30 seconds.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cat_lm.config import RunConfig, changed_values
-from cat_lm.errors import SharedError, UserError, shared_error
-from cat_lm.host import GIB
+from cat_lm.core.errors import SharedError, UserError, shared_error
+from cat_lm.core.host import GIB
 from cat_lm.training.engine import model_config
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,

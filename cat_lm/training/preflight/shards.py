@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.opening import open_split
 from cat_lm.data.verified import Check
-from cat_lm.errors import UserError
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.watchdog import host_name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-from cat_lm.io.readers import Versioned
+from cat_lm.core.readers import Versioned
 
 
 class AnyCell(Protocol):

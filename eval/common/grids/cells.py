@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.provenance import provenance
 

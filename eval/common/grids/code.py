@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from cat_lm import mixers, plugins
+from cat_lm import mixers
+from cat_lm.core import plugins
+from cat_lm.core.options import parse_specification
 from cat_lm.ops.convolution import kinds
-from cat_lm.options import parse_specification
 
 
 def code_of_mixer(specification: str) -> dict[str, str]:

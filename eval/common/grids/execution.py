@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.grids import cells
 from eval.common.grids.estimate import hours_by_mixer
 from eval.common.interrupts import held, terminated_as_interrupt

@@ -6,9 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from cat_lm import limits
-from cat_lm.cli import or_word, output_path, whole
-from cat_lm.pretrained import choose_device
+from cat_lm.core import numbers
+from cat_lm.core.cli import or_word, output_path, whole
+from cat_lm.pretrained.loading import choose_device
 
 if TYPE_CHECKING:
     from eval.common.grids.execution import Execution
@@ -20,13 +20,13 @@ def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> No
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",
-        type=whole(limits.WORKERS),
+        type=whole(numbers.WORKERS),
         help="processes at once (default: the cores; on a GPU at most 4)",
     )
     if stacks:
         parser.add_argument(
             "--stack",
-            type=or_word(whole(limits.SAMPLES), "auto"),
+            type=or_word(whole(numbers.SAMPLES), "auto"),
             metavar="N|auto",
             help="models that differ in learning rate and seed alone to train as one (default: "
             "auto, all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
@@ -39,7 +39,7 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
     """Add `--seeds`."""
     parser.add_argument(
         "--seeds",
-        type=whole(limits.SAMPLES),
+        type=whole(numbers.SAMPLES),
         help="runs of each model at its rate (default: the scale's); more are added to those there",
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cat_lm.errors import UserError
-from cat_lm.options import build_options, parse_specification
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import build_options, parse_specification
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select
 from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Exchanged, Place, Task
 from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist

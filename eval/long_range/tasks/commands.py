@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cat_lm import limits
-from cat_lm.cli import output_path, path, whole
-from cat_lm.errors import UserError
+from cat_lm.core import numbers
+from cat_lm.core.cli import output_path, path, whole
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Examples, Place, Task, make_task
 
-_SHOWN = limits.Range(1, 1_000)
+_SHOWN = numbers.Range(1, 1_000)
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     tasks = f"{', '.join(TASKS)}; options as listops:max_length=200,train=1000"
     parser.add_argument("task", metavar="TASK", help=tasks)
     workers = "processes that generate (default: 1)"
-    parser.add_argument("--workers", type=whole(limits.WORKERS), default=1, help=workers)
+    parser.add_argument("--workers", type=whole(numbers.WORKERS), default=1, help=workers)
     add_place(parser)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.io.retries import reason_of
+from cat_lm.core.errors import UserError
+from cat_lm.core.retries import reason_of
 
 T = TypeVar("T")
 

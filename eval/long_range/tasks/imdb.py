@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cat_lm.io.readers import read_text
+from cat_lm.core.readers import read_text
 from eval.long_range.tasks.base import Examples, Place
 from eval.long_range.tasks.hub import Pinned
 from eval.long_range.tasks.official import Layout, base_folder

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks.base import Examples, Place
 from eval.long_range.tasks.generated import GeneratedTask
 from eval.long_range.tasks.listops_files import FILES, LAYOUT, read_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cat_lm.io.readers import clipped, read_text
+from cat_lm.core.readers import clipped, read_text
 from eval.long_range.tasks.official import LRA, MAX_FILE_BYTES, Layout
 
 LAYOUT = Layout("listops", ("listops-1000", "lra_release/listops-1000", "listops", ""), LRA)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.readers import clipped, read_bytes
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import clipped, read_bytes
 
 LRA = "https://github.com/google-research/long-range-arena (lra_release.gz)"
 MAX_FILE_BYTES = 2**34

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cat_lm.io.readers import clipped, read_bytes, read_text
+from cat_lm.core.readers import clipped, read_bytes, read_text
 from eval.long_range.tasks.base import Examples, Place, Task
 from eval.long_range.tasks.images import PIXELS, picture, pixel_reader
 from eval.long_range.tasks.official import LRA, Layout, base_folder

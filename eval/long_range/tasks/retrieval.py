@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from cat_lm.io.readers import clipped
+from cat_lm.core.readers import clipped
 from eval.long_range.tasks.base import Examples, Place
 from eval.long_range.tasks.hub import Pinned
 from eval.long_range.tasks.official import LRA, Files, Layout, find

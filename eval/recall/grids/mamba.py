@@ -21,8 +21,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from cat_lm.io.files import finite, write_json, write_text
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.files import finite, write_json, write_text
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from eval.common.comparison import compare
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, alone_in, run_unfinished

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.common.grids.places import CONTROL, NEGATIVE, Place, Run
 from eval.recall.grids.catalog import FIGURES

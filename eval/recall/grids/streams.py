@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite, write_json, write_text
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from cat_lm.data.manifest import read_manifest
-from cat_lm.errors import UserError
-from cat_lm.io.files import finite, write_json, write_text
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
 from eval.common.comparison import compare, ratio_error
 from eval.common.grids.execution import Execution, alone_in
 from eval.common.grids.summary import diverged, training

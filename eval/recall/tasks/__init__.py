@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm.errors import UserError
-from cat_lm.options import build_options
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import build_options
 from eval.recall.tasks.base import Examples, Task, generate
 from eval.recall.tasks.copying import SelectiveCopying
 from eval.recall.tasks.multi_query import MultiQueryRecall

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 SPLITS = ("train", "test", "validation")
 _ROWS = 2048  # rows made at once, so that memory stays small

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
 from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams
 
 LAYOUTS = ("pairs", "free")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cat_lm.io.files import write_json, write_text
-from cat_lm.io.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from eval.common.html import render
 from eval.common.provenance import provenance
 from eval.common.style import save_figure

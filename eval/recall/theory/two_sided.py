@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.recall.tasks import generate, make_task
 from eval.recall.tasks.base import SPLITS
 from eval.recall.tasks.single_query import copies

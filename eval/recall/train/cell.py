@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Versioned
+from cat_lm.core.errors import UserError
+from cat_lm.core.options import parse_specification
+from cat_lm.core.readers import Versioned
 from cat_lm.mixers import make_mixer
-from cat_lm.options import parse_specification
 from eval.common.grids.code import code_of_mixer
 from eval.common.grids.training import Step, count_steps, steps
 from eval.recall.model import (

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.errors import UserError
-from cat_lm.labels import IGNORE_INDEX
 from eval.common.comparison import ratio_error
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.readers import Versioned
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Versioned
-from cat_lm.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
 from eval.common.grids.code import code_of_mixer

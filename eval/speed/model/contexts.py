@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Cache
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention.call import AttentionCall
 from cat_lm.model.cache import CatCache

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.speed.choices import models
 from eval.speed.model.build import (
     TOLERANCES,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model.causal_lm import CausalLanguageModel
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
 from eval.common.interrupts import terminated_as_interrupt

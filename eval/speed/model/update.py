@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.speed.choices import is_stock
 from eval.speed.model.build import ModelSize, random_ids
 

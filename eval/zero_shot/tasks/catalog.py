@@ -13,7 +13,7 @@ import lm_eval.tasks
 from lm_eval.config.group import GroupConfig
 from lm_eval.tasks import TaskManager
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.zero_shot.tasks import table2
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.files import atomic_write, write_json
-from cat_lm.io.outputs import claim_outputs
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.outputs import claim_outputs
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from cat_lm.errors import UserError
-from cat_lm.io.readers import Record, check_shape, short
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import Record, check_shape, short
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

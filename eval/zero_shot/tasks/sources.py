@@ -20,9 +20,16 @@ from datasets import Dataset, load_dataset
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
 
-from cat_lm.errors import UserError
-from cat_lm.io.checksums import sha256
-from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_json, read_json_lines
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import (
+    InsideName,
+    Record,
+    Versioned,
+    check_shape,
+    read_json,
+    read_json_lines,
+)
 from eval.zero_shot.tasks.rows import check_answers, check_columns, check_exact
 
 MANIFEST = "manifest.json"

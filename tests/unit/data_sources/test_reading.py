@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources import documents as documents_module
 from data_prep.sources import open_source
 from data_prep.sources.documents import Document, Malformed, Reading

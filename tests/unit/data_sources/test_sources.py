@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.sources import Part, open_source, sample_texts
 from data_prep.sources.base import in_natural_order
 from data_prep.sources.documents import Document, Reading

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from cat_lm.errors import UserError
 from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
 from tests.prepared_data import digests
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
         "from data_prep.encode import encoding\n"
         "from data_prep.workers import run_tasks\n"
         "from tests.unit.data_stages.test_kills import deadly\n"
-        "from cat_lm.errors import command\n"
+        "from cat_lm.core.errors import command\n"
         "command(lambda: print(list(run_tasks(deadly, [1, 2, 9], 2, print))))()\n"
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.unfinished import MAKING, make_making
 from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from data_prep.check import integrity
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from cat_lm.errors import TemporaryError, UserError
+from cat_lm.core.errors import TemporaryError, UserError
 from data_prep.assemble import output_folder, stage
 from data_prep.encode import plan
 from data_prep.encode.estimate import Estimate

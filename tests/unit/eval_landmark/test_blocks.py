@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.ops.landmark import select as select_module
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
@@ -178,7 +178,7 @@ def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):
     assert len({rows[name, 1]["loss"] for name in SELECTORS}) == len(SELECTORS)
     # A model that was made sparse has the same loss.
     sparse, _, _ = sparsify(folder, tmp_path / "sparse", {"block": 4, "top_k": 1, "local": 1})
-    from cat_lm.pretrained import load_model, load_tokenizer
+    from cat_lm.pretrained.loading import load_model, load_tokenizer
     from eval.length_sweep.token_stream import split_stream
 
     stream = split_stream(tiny_corpus, load_tokenizer(folder), 320)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep import sweep as length_sweep
 from tests.finished_runs import tiny_model
 from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from cat_lm import host
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_model
+from cat_lm.core import host
+from cat_lm.core.errors import UserError
+from cat_lm.pretrained.loading import load_model
 from eval.length_sweep import memory
 from eval.length_sweep.sweep import sweep
 from tests.unit.length_sweep.sweeps import TEXT, command

@@ -8,10 +8,10 @@ import shutil
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
+from cat_lm.core.seals import opened, write_sealed
 from cat_lm.export import export_model
-from cat_lm.io.seals import opened, write_sealed
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep import cells as length_sweep_cells
 from eval.length_sweep.sweep import COLUMNS, sweep
 from tests.finished_runs import tiny_model

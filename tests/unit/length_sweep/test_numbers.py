@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_model, load_tokenizer, model_config
+from cat_lm.pretrained.loading import load_model, load_tokenizer, model_config
 from eval.length_sweep.sweep import sweep
 from eval.length_sweep.text import sweep_streams
 from eval.length_sweep.token_stream import Documents, text_stream

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cat_lm.pretrained import load_model
+from cat_lm.pretrained.loading import load_model
 from eval.length_sweep.__main__ import parser
 from eval.length_sweep.cells import checked_scaling
 from eval.length_sweep.sweep import sweep

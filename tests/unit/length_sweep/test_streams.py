@@ -10,9 +10,9 @@ import re
 import numpy as np
 import pytest
 
+from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_verified
-from cat_lm.errors import UserError
-from cat_lm.pretrained import load_model, load_tokenizer
+from cat_lm.pretrained.loading import load_model, load_tokenizer
 from eval.length_sweep.token_stream import (
     Documents,
     split_documents,

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.length_sweep.sweep import sweep
 from eval.zero_shot.run import Settings, run
 from tests.unit.length_sweep.sweeps import command

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import make_task
 
 ROWS = np.arange(20)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cat_lm.cli import Parser
-from cat_lm.errors import UserError
+from cat_lm.core.cli import Parser
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
 from eval.long_range.tasks.commands import add_prepare, add_show
 from eval.long_range.tasks.store import Work, in_parts

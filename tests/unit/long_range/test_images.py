@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task
 from eval.long_range.tasks.images import bit_reversal, grey
 

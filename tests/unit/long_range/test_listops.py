@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, listops, make_task
 
 APPLY = {

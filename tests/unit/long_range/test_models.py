@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cat_lm import mixers as registry
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting
 from eval.long_range.cell import Cell
 from eval.long_range.mixers import VARIANTS, make

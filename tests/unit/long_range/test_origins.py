@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution
 from eval.long_range import figure as grid

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task
 
 LIST = "imgs/0 sample_{}.png {} {} 1.0 14 4 2 0.5 1 1\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, imdb, make_task
 from eval.long_range.tasks.retrieval import Retrieval
 from eval.long_range.tasks.text import Bytes, Characters

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.grids import cells, execution
 from eval.common.grids.execution import Execution
 from eval.common.grids.places import CONTROL, NEGATIVE

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.call import visible_keys

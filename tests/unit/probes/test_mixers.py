@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cat_lm import mixers
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting, make_mixer
 from cat_lm.testing import check_entry
 from tests.unit.test_mixers import SPECIFICATIONS, WIDTH

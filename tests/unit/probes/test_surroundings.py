@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cat_lm.causality import is_same, stir
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.training.building import without_weights
 from tests.unit.probes.test_attention import Open, Weighted, pattern

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 from eval.common.models import folder_sha256
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
 from tests.unit.calls import call_main

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 from tests.unit.report.results import report, samples, sweep, sweep_row, zero_shot
 
 ZERO_SHOT = """{"format": 1, "model": {"sha256": "", "max_length": 1, "dtype": ""},

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from cat_lm import architectures
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 from eval.common.runs import read_run
 from eval.report import table2
 from tests.finished_runs import finished_run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cat_lm.core.files import write_json
 from cat_lm.data.opening import open_split
-from cat_lm.io.files import write_json
 from eval.common.runs import read_run, unigram_loss
 from eval.report.page import _data_facts, _notes
 from eval.report.parts import unlike

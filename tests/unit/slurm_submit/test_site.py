@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from launch.slurm import snapshot
 from launch.slurm.options import Options, seconds_of
 from launch.slurm.site import Site, load_site

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from launch.slurm import snapshot
 from launch.slurm.folder import RunFolder
 from tests.unit.slurm_submit.places import copied

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.collect import _comparisons
 from eval.small_study.execute import (

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
 from eval.small_study.attention import attention_of
 from eval.small_study.collect import _sums
 from eval.small_study.figure import study_figure

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.io.own_files import make_marked
+from cat_lm.core.own_files import make_marked
 from cat_lm.training.checkpoint import step_folders
 from eval.small_study.execute import (
     ORIGIN,

@@ -9,7 +9,7 @@ import subprocess
 
 from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_verified
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep.token_stream import Documents, split_stream
 from eval.small_study.plan import SIZES, Study
 from eval.small_study.run import prepared
@@ -63,11 +63,11 @@ def test_documents_are_counted_as_the_sweep_scores_them(
 
 
 def test_attention_is_measured_behind_what_is_skipped(long_corpus, tmp_path, monkeypatch):
-    import cat_lm.pretrained
+    import cat_lm.pretrained.loading
     from eval.small_study import attention
 
     found = []
-    monkeypatch.setattr(cat_lm.pretrained, "load_model", lambda folder: None)
+    monkeypatch.setattr(cat_lm.pretrained.loading, "load_model", lambda folder: None)
     monkeypatch.setattr(
         attention, "attention_statistics", lambda model, rows: found.append(rows) or {}
     )

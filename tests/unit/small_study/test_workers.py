@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.common.interrupts import held
 from eval.small_study.execute import (
     Workers,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from tests.finished_runs import tiny_model
 from tests.unit.zero_shot.runs import CONTEXT
 from tests.zero_shot_rows import write_rows

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cat_lm.export import export_model
-from cat_lm.pretrained import load_tokenizer
+from cat_lm.pretrained.loading import load_tokenizer
 from eval.zero_shot.results import table
 from tests.finished_runs import finished_run, tiny_model
 from tests.unit.zero_shot.runs import CONTEXT, command

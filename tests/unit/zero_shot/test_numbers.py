@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from cat_lm.pretrained import load_model, load_tokenizer
+from cat_lm.pretrained.loading import load_model, load_tokenizer
 from eval.zero_shot.results import table
 from eval.zero_shot.run import run
 from eval.zero_shot.tasks import table2

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 from eval.zero_shot import run as zero_shot_run
 from eval.zero_shot.run import run
 from eval.zero_shot.tasks.catalog import Catalog

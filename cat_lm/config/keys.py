@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from cat_lm import architectures
-from cat_lm.config import RunConfig
-from cat_lm.errors import UserError
+from cat_lm.config.run import RunConfig
+from cat_lm.core.errors import UserError
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _KINDS |= {dict: "{key: value, …}", tuple: "[number, number]"}

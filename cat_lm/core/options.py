@@ -13,11 +13,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from cat_lm import limits
-from cat_lm.errors import UserError
-from cat_lm.io.readers import clipped
+from cat_lm.core import numbers
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import clipped
 
 T = TypeVar("T")
+_NUMBERS = (
+    (int, numbers.check_whole, numbers.OPTION),
+    (float, numbers.check_number, numbers.OPTION_NUMBER),
+)
 
 
 def parse_specification(text: str) -> tuple[str, dict[str, str]]:
@@ -97,19 +101,15 @@ def _value(where: str, given: Any, kind: Any) -> Any:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise UserError(f"{where}={text!r}: must be true or false")
-    for number in (int, float):
-        if number in kinds:
+    for kind, check, allowed in _NUMBERS:
+        if kind in kinds:
             try:
-                value = number(text)
-            except ValueError:
-                continue
-            if number is int and (problem := limits.OPTION.problem(value)):
-                raise UserError(f"{where}={clipped(text)}: {problem}")
-            return value
+                return check(text, allowed)
+            except ValueError as error:
+                problem = str(error)
     if str in kinds:
         return text
-    expected = " or ".join({int: "a whole number", float: "a number"}.get(k, "none") for k in kinds)
-    raise UserError(f"{where}={text!r}: must be {expected}")
+    raise UserError(f"{where}={clipped(text)!r}: {problem}")
 
 
 def _written(value: Any) -> str | None:

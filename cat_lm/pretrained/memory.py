@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm import architectures
 from cat_lm.architectures.base import key_value_bytes, layer_channels
-from cat_lm.host import available_memory
+from cat_lm.core.host import available_memory
 
 if TYPE_CHECKING:
     import torch

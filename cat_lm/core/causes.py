@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.errors import is_temporary
+from cat_lm.core.errors import is_temporary
 
 # safetensors' and Python's forms; torch's is a bare number, which the system's words must go with.
 _NUMBERED = re.compile(r"\bos error (\d+)|\[Errno (\d+)\](?: [^':]*: '([^']+)')?")

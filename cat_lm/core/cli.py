@@ -1,23 +1,22 @@
 """A parser for commands, and kinds of arguments: what they refuse is one line, exit code 2.
 
-A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.limits`.
+A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.core.numbers`.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from cat_lm.errors import UserError
-from cat_lm.io.folders import check_file
-from cat_lm.io.readers import clipped
-from cat_lm.limits import LEARNING_RATE, Range, output_problem, path_problem
+from cat_lm.core.errors import UserError
+from cat_lm.core.folders import check_file
+from cat_lm.core.numbers import LEARNING_RATE, Range, check_number, check_whole
+from cat_lm.core.paths import output_problem, path_problem
+from cat_lm.core.readers import clipped
 
-# More digits than any range has.
-_MOST_CHARACTERS = 40
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,15 +61,8 @@ def path_name(text: str) -> str:
 
 
 def whole(allowed: Range) -> Callable[[str], int]:
-    """Make a kind for whole numbers of a range: 20, 1_000."""
-
-    def parse(text: str) -> int:
-        plain = text.strip().replace("_", "")
-        if len(plain) > _MOST_CHARACTERS or not re.fullmatch(r"[+-]?[0-9]+", plain):
-            raise argparse.ArgumentTypeError(f"{_short(text)} must be a whole number")
-        return _within(int(plain), allowed, text)
-
-    return parse
+    """Make a kind for whole numbers of a range: 20, 1_000, 15B."""
+    return _kind(lambda text: check_whole(text, allowed))
 
 
 def path(text: str) -> Path:
@@ -80,17 +72,17 @@ def path(text: str) -> Path:
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
     """Make a kind for numbers of a range; with `above`, that bound itself is not allowed."""
+    return _kind(lambda text: check_number(text, allowed, above=above))
 
-    def parse(text: str) -> float:
+
+def _kind(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Make a kind of a function that raises ValueError."""
+
+    def parse(text: str) -> T:
         try:
-            value = float(text) if len(text) <= _MOST_CHARACTERS else None
-        except ValueError:
-            value = None
-        if value is None:
-            raise argparse.ArgumentTypeError(f"{_short(text)} must be a number")
-        if above is not None and not value > above:
-            raise argparse.ArgumentTypeError(f"{_short(text)} must be greater than {above:g}")
-        return _within(value, allowed, text)
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{_short(text)} {error}") from None
 
     return parse
 
@@ -158,18 +150,12 @@ def output_file(text: str) -> Path:
     return Path(text)
 
 
-def _within(value: float, allowed: Range, text: str) -> float:
-    if problem := allowed.problem(value):
-        raise argparse.ArgumentTypeError(f"{_short(text)} {problem}")
-    return value
-
-
 def _short(text: str) -> str:
     return repr(clipped(text))
 
 
 def add_skip_checksums(parser: argparse.ArgumentParser) -> None:
-    """Add the option of every command that loads a model: see `export_record.comparing_files`."""
+    """Add the option of every command that loads a model: see `cat_lm.pretrained.record`."""
     parser.add_argument(
         "--skip-checksums",
         action="store_true",

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.checksums import Algorithm, checksums
-from cat_lm.io.own_files import MARK
-from cat_lm.io.readers import InsideName, Record, Versioned, check_shape, read_object
-from cat_lm.limits import CONTEXT
+from cat_lm.core.checksums import Algorithm, checksums
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.numbers import CONTEXT
+from cat_lm.core.own_files import MARK
+from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_object
 
 RECORD = "export.json"
 PROGRAM = "cat_lm.export"

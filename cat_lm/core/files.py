@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from cat_lm.errors import UserError, describe_os_error, file_error
+from cat_lm.core.errors import UserError, describe_os_error, file_error
 
 _PIECE = 1 << 22
 # What only a write can meet; a read inside of `naming` may be of another file.

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm import __version__
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_json, write_text
-from cat_lm.io.own_files import Listing
-from cat_lm.io.readers import read_json, read_object
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.own_files import Listing
+from cat_lm.core.readers import read_json, read_object
 
 PICTURES = (".png", ".svg")
 

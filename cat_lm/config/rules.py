@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cat_lm import limits
+from cat_lm.core import numbers
 from cat_lm.model import attention
 from cat_lm.ops.landmark.options import CALIBRATE, TAUGHT
 
@@ -154,11 +154,11 @@ def _size(config: RunConfig) -> list[str]:
     """A model that no machine holds; the vocabulary may not be known yet."""
     model = config.model
     parameters = config.num_parameters(vocab_size=1)
-    if limits.PARAMETERS.problem(parameters) is None:
+    if numbers.PARAMETERS.problem(parameters) is None:
         return []
     return [
         f"model: hidden_size={model.hidden_size}, num_hidden_layers={model.num_hidden_layers} and "
-        f"the other sizes make {parameters:,} parameters; at most {limits.PARAMETERS.high:,} are "
+        f"the other sizes make {parameters:,} parameters; at most {numbers.PARAMETERS.high:,} are "
         "meant"
     ]
 
@@ -166,7 +166,7 @@ def _size(config: RunConfig) -> list[str]:
 def _length(config: RunConfig) -> list[str]:
     """More tokens than a run may have, and schedules that are longer than the run."""
     errors = []
-    tokens, highest = config.total_steps * config.tokens_per_step, limits.TOKENS.high
+    tokens, highest = config.total_steps * config.tokens_per_step, numbers.TOKENS.high
     if tokens > highest:
         errors.append(
             f"train: max_steps x global_batch_size x context_length = {tokens:,} tokens; "

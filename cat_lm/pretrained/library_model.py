@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

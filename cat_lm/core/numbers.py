@@ -1,5 +1,4 @@
-"""The sensible range of every number that a user can give, and what can be a path: in YAML and on
-command lines alike.
+"""The sensible range of every number that a user can give, in YAML and on command lines alike.
 
 What lies outside cannot be meant (a billion layers, an infinite rate) and would end in no memory,
 no end or no sense; it is refused before anything is built. The bounds are generous: far beyond what
@@ -9,9 +8,9 @@ anyone has trained, and near enough that a check at a bound still takes no time.
 from __future__ import annotations
 
 import math
-import os
 import re
-from typing import NamedTuple
+from decimal import Decimal, InvalidOperation
+from typing import Any, NamedTuple
 
 # Nearer to nothing than anything that is meant: such numbers end in zeros, infinities and NaN.
 SMALLEST = 1e-30
@@ -41,6 +40,81 @@ def _shown(value: float) -> str:
     if isinstance(value, int) or (math.isfinite(value) and value.is_integer() and abs(value) < 1e6):
         return f"{int(value):,}"
     return f"{value:g}"
+
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_COUNT = re.compile(r"([+-]?[0-9_]*\.?[0-9_]*(?:E[+-]?[0-9]+)?)\s*([KMBGT]?)")
+# No number within a range of ours has more characters.
+_MOST_CHARACTERS = 40
+
+
+def parse_count(text: str) -> int | float:
+    """Return the whole number that a text gives as people write it: 15B, 20k, 1.5e9, 20_000.
+
+    A number of more digits than any range has is returned as infinity.
+
+    Raises:
+        ValueError: the text is no whole number.
+    """
+    match = _COUNT.fullmatch(text.strip().upper()) if len(text) <= _MOST_CHARACTERS else None
+    try:
+        count = Decimal(match[1].replace("_", "")) if match else None
+    except InvalidOperation:
+        count = None
+    if count is None:
+        raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
+    if count.adjusted() > _MOST_CHARACTERS:
+        return math.inf
+    count *= _SUFFIXES[match[2]]
+    if count != count.to_integral_value():
+        raise ValueError("must be a whole number")
+    return int(count)
+
+
+def check_whole(value: Any, allowed: Range) -> Any:
+    """Return a whole number of a range, from a number or from a text as `parse_count` reads it.
+
+    A value that is neither is returned as it is, for the caller's own check of types.
+
+    Raises:
+        ValueError: the text is no whole number, or the number lies outside the range.
+    """
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number, not true or false")
+    count = parse_count(value) if isinstance(value, str) else value
+    if isinstance(count, int | float) and (problem := allowed.problem(count)):
+        raise ValueError(problem)
+    return count
+
+
+def check_number(
+    value: Any, allowed: Range, *, above: float | None = None, below: float | None = None
+) -> Any:
+    """Return a number of a range, from a number or a text; the bounds themselves are excluded.
+
+    A value that is neither is returned as it is, for the caller's own check of types.
+
+    Raises:
+        ValueError: the text is no number, or the number lies outside the range or the bounds.
+    """
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    if isinstance(value, str):  # In YAML 1.1, 3e-4 is text: a number would be 3.0e-4.
+        try:
+            value = float(value) if len(value) <= _MOST_CHARACTERS else None
+        except ValueError:
+            value = None
+        if value is None:
+            raise ValueError("must be a number")
+    if not isinstance(value, int | float):
+        return value
+    if above is not None and not value > above:
+        raise ValueError(f"must be greater than {above:g}")
+    if below is not None and not value < below:
+        raise ValueError(f"must be less than {below:g}")
+    if problem := allowed.problem(value):
+        raise ValueError(problem)
+    return value
 
 
 # A model's shape
@@ -117,38 +191,8 @@ SMALL_DEPTH = Range(1, 128)
 SMALL_CONTEXT = Range(1, 2**20)
 EPOCHS = Range(1, 10**6)
 TRIALS = Range(20, 10**6)
-# Any whole number of an option such as keys=8.
+# Options such as keys=8 and decay=0.5.
 OPTION = Range(-(2**20), 2**20)
+OPTION_NUMBER = Range(-1e30, 1e30)
 # An accuracy to stop at; above 1 it is never reached.
 STOP_ACCURACY = Range(0.0, 10.0)
-
-# What Linux takes as a name and as a whole path, in bytes.
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
-# s3://, file:/, a::s3://, user@host:; `Path` makes one slash of two, and takes "./" off.
-_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"
-_ADDRESS = re.compile(rf"(?:\./+)*(?:(?:{_SCHEME}::)*{_SCHEME}:/|[^/@:]+@[^/@:]+:)")
-
-
-def path_problem(text: str) -> str | None:
-    """Say why a text can be no path of a file, a folder or a model; None where it can."""
-    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
-    if not text.strip("\"' ") or text != text.strip():
-        return "is no path"
-    if any(ord(character) < 32 for character in text):
-        return "is no path: it has control characters in it"
-    encoded = os.fsencode(text)
-    if max(map(len, encoded.split(b"/"))) > _MOST_NAME_BYTES or len(encoded) > _MOST_PATH_BYTES:
-        return (
-            f"has a name longer than {_MOST_NAME_BYTES} bytes, or is longer than "
-            f"{_MOST_PATH_BYTES:,}"
-        )
-    return None
-
-
-def output_problem(text: str) -> str | None:
-    """Say why nothing can be written to a path; None where it may be possible."""
-    if _ADDRESS.match(text):
-        return "is an address; results are written to folders of this machine alone"
-    if text == "-":
-        return "is no path: results are written to files, not to the standard output"
-    return path_problem(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.export_record import RECORD
+from cat_lm.pretrained.record import RECORD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

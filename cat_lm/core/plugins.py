@@ -20,8 +20,8 @@ import threading
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 
-from cat_lm.errors import UserError
-from cat_lm.registering import is_own
+from cat_lm.core.errors import UserError
+from cat_lm.core.registry import is_own
 
 GROUP = "cat_lm.plugins"
 

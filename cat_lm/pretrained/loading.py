@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.errors import UserError
-from cat_lm.export_record import CARD, finite_as_listed, verify, verifying
-from cat_lm.io.readers import read_json, read_object, short
-from cat_lm.model_files import (
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import read_json, read_object, short
+from cat_lm.pretrained.files import (
     WEIGHTS,
     Naming,
     TokenizerSettings,
@@ -30,6 +29,7 @@ from cat_lm.model_files import (
     refuse_non_finite,
     weight_files,
 )
+from cat_lm.pretrained.record import CARD, finite_as_listed, verify, verifying
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from cat_lm.errors import UserError, describe_os_error, file_error, is_temporary
-from cat_lm.io.files import write_text
-from cat_lm.io.readers import InsideName, Record, Versioned, read_json
+from cat_lm.core.errors import UserError, describe_os_error, file_error, is_temporary
+from cat_lm.core.files import write_text
+from cat_lm.core.readers import InsideName, Record, Versioned, read_json
 
 MARK = ".cat_lm.json"
 LISTING = ".cat_lm_files.json"

@@ -18,7 +18,7 @@ from typing import Literal
 
 import xxhash
 
-from cat_lm.io.files import open_at_once
+from cat_lm.core.files import open_at_once
 
 Algorithm = Literal["sha256", "xxh3_128"]
 _MAKERS = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cat_lm.io.readers import Versioned
+from cat_lm.core.readers import Versioned
 
 _OF_A_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
@@ -27,7 +27,7 @@ def commit() -> str | None:
     gone on since. Of a repository that the code lies in without being tracked by it, such as one
     with a virtual environment, there is none.
     """
-    checkout = Path(__file__).resolve().parents[1]
+    checkout = Path(__file__).resolve().parents[2]
     try:
         record = CopiedCode.model_validate_json((checkout.parent / "code.json").read_bytes())
     except (OSError, ValidationError):

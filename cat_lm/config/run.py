@@ -1,17 +1,9 @@
-"""The run's configuration: typed and validated YAML, `a.b=c` overrides, DeepSpeed's config.
-
-A run is one YAML file. `base: other.yaml` (relative to the file) takes another file's values
-first; the override `base=FILE` puts another base in its place. Overrides come last. All errors are
-gathered and shown at once; an unknown key is an error that names the nearest known one. This module
-imports neither torch nor transformers.
-"""
+"""A run's configuration, with what follows from it: steps, micro-batches, DeepSpeed's settings."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,15 +12,13 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     SerializeAsAny,
-    ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 
 from cat_lm import architectures
 from cat_lm.architectures import Architecture, ModelSection
-from cat_lm.config_rules import inconsistencies
-from cat_lm.config_sections import (
+from cat_lm.config.sections import (
     CheckpointSection,
     DataSection,
     LoggingSection,
@@ -37,19 +27,15 @@ from cat_lm.config_sections import (
     TrainSection,
     ValidationSection,
 )
-from cat_lm.errors import UserError
-from cat_lm.io.files import write_text
-from cat_lm.io.own_files import set_aside
-from cat_lm.io.readers import clipped, parse_yaml, read_text, read_yaml, resolve, short
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_text
+from cat_lm.core.own_files import set_aside
+from cat_lm.core.readers import parse_yaml, read_text
 from cat_lm.ops.landmark.options import DENSE
 
-# A chain of files; more of them are a mistake.
-_MOST_BASES = 32
 # Gradients that are reduced together. DeepSpeed's own 5e8 are all that a model of 370M has: their
 # reduction would begin when the backward pass ends, beside which it should be.
 GRADIENT_BUCKET = 10**8
-_BASE = "base="  # begins the override that names another base
-_MOST_LINES = 20
 
 
 def _known_architecture(name: Any) -> Any:
@@ -222,42 +208,6 @@ def _is_dumped(path: Path) -> bool:
         return False
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads and checks a run's configuration.
-
-    Args:
-        path: a YAML file; its `base:` names another one to start from.
-        overrides: strings `section.key=value`, the value in YAML syntax; the last one wins.
-            `base=FILE`, from the working directory, takes the place of the file's own `base:`.
-
-    Raises:
-        UserError: with one line for every error found.
-    """
-    bases = [text for text in overrides if text.startswith(_BASE)]
-    other = bases[-1].removeprefix(_BASE) if bases else None
-    values = _read_with_bases(Path(path), (), other)
-    errors: list[str] = []
-    # What architecture it is decides which keys there are.
-    for override in sorted(overrides, key=lambda o: not o.startswith("model.architecture=")):
-        if not override.startswith(_BASE):
-            _apply_override(values, override, errors)
-    errors += _unknown_keys(values)
-    config = None
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        errors += [_describe(e) for e in found if e["type"] != "extra_forbidden"]
-    if config is not None:
-        errors += inconsistencies(config)
-    if errors:
-        if len(errors) > _MOST_LINES:
-            errors[_MOST_LINES:] = [f"… and {len(errors) - _MOST_LINES} more"]
-        lines = errors[0] if len(errors) == 1 else "".join(f"\n  {line}" for line in errors)
-        raise UserError(f"{path}: {lines}")
-    return config
-
-
 def changed_values(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
@@ -270,132 +220,3 @@ def changed_values(
         elif a != b:
             changes[prefix + key] = (a, b)
     return changes
-
-
-def _read_with_bases(
-    path: Path, seen: tuple[Path, ...], other: str | None = None
-) -> dict[str, Any]:
-    """Read a file's values over those of its base, or of `other` in its base's place."""
-    place = resolve(path)
-    if place in seen:
-        raise UserError(f"{place}: 'base' leads back to the file itself")
-    if len(seen) > _MOST_BASES:
-        raise UserError(f"{place}: is the base of a base of …, more than {_MOST_BASES} of them")
-    values = read_yaml(place if seen else path, "configuration file")
-    if not isinstance(values, dict):
-        found = "is empty" if values is None else f"holds {_kind(values)}"
-        raise UserError(f"{path}: {found}; must hold sections such as 'model:' and 'train:'")
-    base = values.pop("base", None)
-    if base is None:
-        if other is not None:
-            raise UserError(f"override {short(_BASE + other)}: {path} has no base: to replace")
-        return values
-    base, folder = (base, place.parent) if other is None else (other, Path())
-    if not isinstance(base, str) or not base.strip():
-        raise UserError(f"{path}: base={short(base)}: must be a file name")
-    return _merged(_read_with_bases(folder / base, (*seen, place)), values)
-
-
-def _kind(value: Any) -> str:
-    return f"a list, {short(value)}" if isinstance(value, list) else short(value)
-
-
-def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Sections are merged key by key. A key's value is replaced whole: a mixture is one value."""
-    result = dict(base)
-    for section, content in values.items():
-        both = isinstance(content, dict) and isinstance(result.get(section), dict)
-        result[section] = {**result[section], **content} if both else content
-    return result
-
-
-def _apply_override(values: dict[str, Any], override: str, errors: list[str]) -> None:
-    name, equals, text = override.partition("=")
-    section, dot, key = name.partition(".")
-    if not equals or not dot or not key or "." in key:
-        errors.append(f"override {short(override)}: must have the form section.key=value")
-        return
-    try:
-        value = text if _is_text(values, section, key, text) else parse_yaml(text, short(override))
-    except UserError as error:
-        errors.append(f"override {error}")
-        return
-    if not isinstance(values.get(section, {}), dict):
-        return  # reported with the section itself
-    values[section] = {**values.get(section, {}), key: value}
-
-
-def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
-    """Tell whether a key takes any text, such as a path: `#` and `:` mean nothing in it."""
-    if section not in RunConfig.model_fields:
-        return False
-    known = _section_of(values, section).model_fields.get(key)
-    if known is None:
-        return False
-    # A key that may be left out is still emptied by YAML's word for it.
-    return known.annotation is str or (known.annotation == str | None and text != "null")
-
-
-def _section_of(values: dict[str, Any], name: str) -> type[Section]:
-    """Find a section's class; of an architecture that is not known, what all have."""
-    content = values.get(name, {})
-    if name == "model" and isinstance(content, dict):
-        asked = content.get("architecture", architectures.DEFAULT)
-        if asked in architectures.names():
-            return architectures.get(asked).Section
-    return RunConfig.model_fields[name].annotation
-
-
-def known_keys(values: dict[str, Any]) -> dict[str, list[str]]:
-    """List the keys of every section of a configuration with these values."""
-    return {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
-
-
-def _unknown_keys(values: dict[str, Any]) -> list[str]:
-    known = known_keys(values)
-    dotted = [f"{section}.{key}" for section, keys in known.items() for key in keys]
-    errors = []
-    for section, content in values.items():
-        if section not in known:
-            errors.append(_unknown(section, list(known)))
-        elif not isinstance(content, dict):
-            errors.append(f"{clipped(section)}: must be a section with keys, not {short(content)}")
-        elif _section_of(values, section) is not ModelSection:
-            names = [f"{section}.{key}" for key in content if key not in known[section]]
-            errors += [_unknown(name, dotted, _owner(name)) for name in names]
-    return errors
-
-
-def _owner(name: str) -> str:
-    """Name the architectures that have a key of `model:`, for the error of one that has not."""
-    section, _, key = name.partition(".")
-    owners = [
-        other
-        for other in architectures.names()
-        if section == "model" and key in architectures.get(other).Section.model_fields
-    ]
-    return f" (it is one of model.architecture={' or '.join(owners)})" if owners else ""
-
-
-def _unknown(name: str, known: list[str], owner: str = "") -> str:
-    # A right key in the wrong section is nearer than a similar key in this one.
-    same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    # A key of another architecture is no slip, and may well have no counterpart here.
-    cutoff = 0.8 if owner else 0.0
-    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=cutoff)
-    nearest = f"; the nearest known one is {near[0]}" if near else ""
-    return f"{clipped(name)}: unknown key{owner}{nearest}"
-
-
-def _describe(error: dict[str, Any]) -> str:
-    # Unions add their member's name to the location; the first two parts name the key, and of a
-    # mixture the third the folder.
-    parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
-    name = clipped(".".join(str(part) for part in error["loc"][:parts]))
-    if error["type"] == "missing":
-        return f"{name}: is missing"
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message = f"{message[0].lower()}{message[1:]}"
-    if message.startswith("rope_parameters."):
-        return f"model.{message}"  # which names the key inside, and its value
-    return f"{name}={clipped(repr(error['input']))}: {message}"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cat_lm.errors import UserError
+from cat_lm.core.errors import UserError
 
 WAIT_SECONDS = 0.2  # between looks whether another holder is done
 

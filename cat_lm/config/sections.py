@@ -1,125 +1,34 @@
 """The sections of a run's YAML: every key with its kind, its range and what it means.
 
 The keys of `model:` are its architecture's (`cat_lm.architectures`). The ranges are those of
-`cat_lm.limits`. This module imports neither torch nor transformers.
+`cat_lm.core.numbers`. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from cat_lm import limits
-from cat_lm.limits import Range
+from cat_lm.core import numbers
+from cat_lm.core.fields import (
+    OptionalOutput,
+    OptionalPath,
+    OutputPath,
+    PathText,
+    Section,
+    check_name,
+    number,
+    whole,
+)
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_COUNT = re.compile(r"([0-9_]*\.?[0-9_]*(?:[eE][+-]?[0-9]+)?)\s*([KMBGT]?)")
-# More characters than any number has that is in a range of ours.
-_MOST_CHARACTERS = 40
-
-
-def parse_count(value: Any) -> Any:
-    """Reads counts as people write them: 15B, 0.5M, 1.5e9, 20_000. Leaves other values alone.
-
-    Raises:
-        ValueError: text that is no whole number.
-    """
-    if isinstance(value, bool):
-        raise ValueError("must be a whole number, not true or false")
-    if not isinstance(value, str):
-        return value
-    match = _COUNT.fullmatch(value.strip()) if len(value) <= _MOST_CHARACTERS else None
-    try:
-        count = Decimal(match[1].replace("_", "")) if match else None
-    except InvalidOperation:
-        count = None
-    if count is None:
-        raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
-    if count.adjusted() > _MOST_CHARACTERS:
-        return math.inf  # which no range has, and which takes no time to look at
-    count *= _SUFFIXES[match[2]]
-    if count != count.to_integral_value():
-        raise ValueError("must be a whole number")
-    return int(count)
-
-
-def whole(allowed: Range) -> BeforeValidator:
-    """Make a whole number's kind: counts as `parse_count` reads them, within a range."""
-
-    def check(value: Any) -> Any:
-        count = parse_count(value)
-        if isinstance(count, int | float) and (problem := allowed.problem(count)):
-            raise ValueError(problem)
-        return count
-
-    return BeforeValidator(check)
-
-
-def number(
-    allowed: Range, *, above: float | None = None, below: float | None = None
-) -> BeforeValidator:
-    """Make a number's kind: within a range, without the bounds `above` and `below`."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError("must be a number, not true or false")
-        if isinstance(value, str):
-            try:  # 3e-4 is text in YAML 1.1, which wants a point in it
-                value = float(value) if len(value) <= _MOST_CHARACTERS else None
-            except ValueError:
-                value = None
-            if value is None:
-                raise ValueError("must be a number")
-        if not isinstance(value, int | float):
-            return value
-        if above is not None and value <= above:
-            raise ValueError(f"must be greater than {above:g}")
-        if below is not None and value >= below:
-            raise ValueError(f"must be less than {below:g}")
-        if problem := allowed.problem(value):
-            raise ValueError(problem)
-        return value
-
-    return BeforeValidator(check)
-
-
-def _check_path(path: str | None) -> str | None:
-    if path is not None and (problem := limits.path_problem(path)):
-        raise ValueError(problem)
-    return path
-
-
-def _check_output(path: str | None) -> str | None:
-    if path is not None and (problem := limits.output_problem(path)):
-        raise ValueError(problem)
-    return path
-
-
-def _check_name(name: str | None) -> str | None:
-    if name is not None and not (name.strip() and name.isprintable() and len(name) <= 128):
-        raise ValueError("must be a name of up to 128 printable characters")
-    return name
-
-
-Steps = Annotated[int, whole(limits.STEPS)]
-PositiveSteps = Annotated[int, whole(limits.STEPS.at_least(1))]
-Tokens = Annotated[int, whole(limits.TOKENS)]
-PositiveTokens = Annotated[int, whole(limits.TOKENS.at_least(1))]
-Batch = Annotated[int, whole(limits.BATCH)]
-Share = Annotated[float, number(limits.SHARE)]
-LearningRate = Annotated[float, number(limits.LEARNING_RATE)]
-PathText = Annotated[str, AfterValidator(_check_path)]
-OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
-OutputPath = Annotated[str, AfterValidator(_check_output)]
-OptionalOutput = Annotated[str | None, AfterValidator(_check_output)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+Steps = Annotated[int, whole(numbers.STEPS)]
+PositiveSteps = Annotated[int, whole(numbers.STEPS.at_least(1))]
+Tokens = Annotated[int, whole(numbers.TOKENS)]
+PositiveTokens = Annotated[int, whole(numbers.TOKENS.at_least(1))]
+Batch = Annotated[int, whole(numbers.BATCH)]
+Share = Annotated[float, number(numbers.SHARE)]
+LearningRate = Annotated[float, number(numbers.LEARNING_RATE)]
 
 
 class DataSection(Section):
@@ -129,7 +38,7 @@ class DataSection(Section):
     mixture: dict[PathText, Share] | None = Field(
         None, min_length=1, description="instead of path: {folder: share of the sequences, …}"
     )
-    context_length: Annotated[int, whole(limits.CONTEXT)] = Field(
+    context_length: Annotated[int, whole(numbers.CONTEXT)] = Field(
         description="tokens of a sequence"
     )
     packing: Literal["stream", "best_fit"] = Field(
@@ -151,7 +60,7 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """AdamW; weight decay acts on matrices and embeddings, not on biases, norms and filters."""
 
-    lr: Annotated[float, number(limits.LEARNING_RATE, above=0)] = Field(
+    lr: Annotated[float, number(numbers.LEARNING_RATE, above=0)] = Field(
         description="peak learning rate"
     )
     initial_lr: LearningRate = Field(0.0, description="where the warm-up starts")
@@ -166,16 +75,16 @@ class OptimizerSection(Section):
     )
     decay_steps: PositiveSteps | None = Field(None, description="instead of decay_tokens")
     betas: tuple[
-        Annotated[float, number(limits.FRACTION, below=1)],
-        Annotated[float, number(limits.FRACTION, below=1)],
+        Annotated[float, number(numbers.FRACTION, below=1)],
+        Annotated[float, number(numbers.FRACTION, below=1)],
     ] = Field((0.9, 0.95), description="decay rates of the two moments")
-    eps: Annotated[float, number(limits.OPTIMIZER_EPSILON)] = Field(
+    eps: Annotated[float, number(numbers.OPTIMIZER_EPSILON)] = Field(
         1e-8, description="added to the root of the second moment"
     )
-    weight_decay: Annotated[float, number(limits.WEIGHT_DECAY)] = Field(
+    weight_decay: Annotated[float, number(numbers.WEIGHT_DECAY)] = Field(
         0.01, description="of matrices and embeddings"
     )
-    grad_clip: Annotated[float, number(limits.GRADIENT_NORM)] = Field(
+    grad_clip: Annotated[float, number(numbers.GRADIENT_NORM)] = Field(
         1.0, description="global gradient norm; 0 means no clipping"
     )
 
@@ -188,7 +97,7 @@ class TrainSection(Section):
         None, description="length of the run; this or max_steps is needed"
     )
     max_steps: PositiveSteps | None = Field(None, description="instead of max_tokens")
-    seed: Annotated[int, whole(limits.SEED)] = Field(
+    seed: Annotated[int, whole(numbers.SEED)] = Field(
         0, description="of first weights, order of the data and dropout"
     )
     precision: Literal["auto", "bf16", "fp32"] = Field(
@@ -200,7 +109,7 @@ class TrainSection(Section):
     gradient_communication: Literal["fp32", "bf16"] = Field(
         "fp32", description="what ranks sum gradients in; bf16: half the bytes, rounded"
     )
-    sequence_parallel: Annotated[int, whole(limits.RANKS)] = Field(
+    sequence_parallel: Annotated[int, whole(numbers.RANKS)] = Field(
         1, description="so many neighbouring ranks share every sequence, each a part of its tokens"
     )
     activation_checkpointing: bool = Field(
@@ -219,7 +128,7 @@ class TrainSection(Section):
     landmark_loss: Literal["hard", "dense", "guided", "calibrate"] = Field(
         "hard", description="attention=landmark in training: chosen blocks, or all keys and a loss"
     )
-    landmark_weight: Annotated[float, number(limits.AUXILIARY_WEIGHT)] | None = Field(
+    landmark_weight: Annotated[float, number(numbers.AUXILIARY_WEIGHT)] | None = Field(
         None, description="guided: of the landmarks' loss beside the tokens'; default: 0.3"
     )
     landmark_rows: PositiveSteps | None = Field(
@@ -240,10 +149,10 @@ class TrainSection(Section):
     max_skipped_steps: PositiveSteps = Field(
         20, description="non-finite steps in a row before a stop"
     )
-    hang_minutes: Annotated[float, number(limits.MINUTES)] = Field(
+    hang_minutes: Annotated[float, number(numbers.MINUTES)] = Field(
         30.0, description="a rank without progress for so long ends the run, code 76"
     )
-    peak_tflops: Annotated[float, number(limits.TFLOPS)] | None = Field(
+    peak_tflops: Annotated[float, number(numbers.TFLOPS)] | None = Field(
         None, description="of one device in this precision, for MFU; default: by its name"
     )
 
@@ -265,6 +174,6 @@ class CheckpointSection(Section):
 
 class LoggingSection(Section):
     tensorboard: bool = Field(True, description="write curves to the run's folder, too")
-    wandb_project: Annotated[str | None, AfterValidator(_check_name)] = Field(
+    wandb_project: Annotated[str | None, AfterValidator(check_name)] = Field(
         None, description="needs the wandb extra"
     )

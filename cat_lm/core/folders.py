@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.files import give_usual_mode, sync_directory
-from cat_lm.io.locks import Busy, hold
-from cat_lm.io.own_files import (
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import give_usual_mode, sync_directory
+from cat_lm.core.locks import Busy, hold
+from cat_lm.core.own_files import (
     MARK,
     empty_marked,
     is_marked,
@@ -20,8 +20,8 @@ from cat_lm.io.own_files import (
     remove_marked,
     take_over,
 )
-from cat_lm.io.readers import clipped, resolve
-from cat_lm.limits import output_problem
+from cat_lm.core.paths import output_problem
+from cat_lm.core.readers import clipped, resolve
 
 _PURPOSE = "a folder on its way to {}"
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import architectures, limits
+from cat_lm import architectures
+from cat_lm.core import numbers
 from cat_lm.model.rope_scaling import (
     NOPE_METHODS,
     ROPE_METHODS,
@@ -75,7 +76,7 @@ def scaled_fields(
             f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
         )
     refuse(scope_problems(temperature_scope, has_rope(config)))
-    if problem := limits.SCALING_FACTOR.problem(factor):
+    if problem := numbers.SCALING_FACTOR.problem(factor):
         raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:
         return {}

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.files import open_at_once
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import open_at_once
 
 # Where a shell's <(command) and `command |` stand.
 _OPEN_FILES = ("/dev/fd", "/proc/self/fd")

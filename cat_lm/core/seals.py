@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cat_lm.io.files import write_json
+from cat_lm.core.files import write_json
 
 SEAL = "record_sha256"
 

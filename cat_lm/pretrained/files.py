@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from cat_lm.errors import UserError, describe_os_error, file_error
-from cat_lm.io.causes import os_error
-from cat_lm.io.readers import (
+from cat_lm.core.causes import os_error
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
+from cat_lm.core.readers import (
     MAX_YAML_BYTES,
     InsideName,
     Record,
@@ -24,7 +25,6 @@ from cat_lm.io.readers import (
     read_object,
     short,
 )
-from cat_lm.limits import BEAMS, LABELS, LAYERS, NEW_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor

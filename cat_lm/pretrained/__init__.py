@@ -1,0 +1,1 @@
+"""Load, check and describe folders of trained models."""
