@@ -5,17 +5,17 @@ the two packages is imported first. The import itself loads neither torch nor tr
 """
 
 # Before all others, even __future__: they too may lie in the working directory.
-import cat_lm._working_directory  # noqa: F401
+import cat_lm.core.working_directory  # noqa: F401
 
 # isort: split
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import _auto
+from cat_lm.core import __version__
 
 if TYPE_CHECKING:
     from cat_lm.model import CatConfig, CatForCausalLM
 
-__version__ = "0.1.0"
 __all__ = ["CatConfig", "CatForCausalLM", "__version__"]
 
 _auto.install()

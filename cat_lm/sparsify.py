@@ -1,10 +1,10 @@
 """`python -m cat_lm.sparsify FOLDER OUT --block B --top-k K`: landmark attention for a dense model.
 
 The weights stay as they are: queries then attend to the blocks that landmarks find, see
-`cat_lm.model.landmark`. `--filter learned --calibrate DATA` learns the landmarks' filters, and
-nothing else; `--filter ssm --state N` filters as long as the text. Before OUT appears, the logits
-of the new model with all blocks chosen are compared with the original's. Tensors keep their dtype,
-the tokenizer comes along.
+`cat_lm.model.attention.modules.landmark`. `--filter learned --calibrate DATA` learns the landmarks'
+filters, and nothing else; `--filter ssm --state N` filters as long as the text. Before OUT appears,
+the logits of the new model with all blocks chosen are compared with the original's. Tensors keep
+their dtype, the tokenizer comes along.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
     """Learn filters; put them among the weights, in their dtype. The losses as `ends_of`."""
-    from cat_lm.landmark_calibration import QUERIES, calibrate, ends_of
-    from cat_lm.model.landmark import LandmarkCore, train_landmarks
+    from cat_lm.model.attention.modules.landmark import LandmarkCore, train_landmarks
+    from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 
     dtype = next(iter(weights.values())).dtype
     model = _model(target, weights).float().to(choose_device())

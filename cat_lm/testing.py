@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cat_lm.causality import CUT, ROWS, TIME, apart, changed, is_same, layer_of, stir
+from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options
 from cat_lm.core.parameters import start
@@ -20,8 +20,9 @@ from cat_lm.core.registry import mishap
 from cat_lm.mixers.base import Mixer, MixerKind, Setting
 from cat_lm.model import CatModel, attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.scores import ScoreModule
-from cat_lm.model.configuration import CatConfig
+from cat_lm.model.attention.causality import layer_of
+from cat_lm.model.attention.modules.scores import ScoreModule
+from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.training import buffers
 
 __all__ = ["check_entry"]

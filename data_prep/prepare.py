@@ -10,7 +10,7 @@ import signal
 from cat_lm.core.cli import Once, Parser, number, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.numbers import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, WORKERS
-from data_prep import amounts
+from data_prep.common import amounts
 
 RAW = "raw-bytes"
 KINDS = ("python-stdlib", "files", "slimpajama", RAW)
@@ -307,11 +307,11 @@ def main() -> None:
     # Set before the library starts its threads; the preparation brings its own processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if arguments.source == RAW:
-        from data_prep import raw_bytes
+        from data_prep.assemble import raw_bytes
 
         raw_bytes.prepare(arguments)
         return
-    from data_prep.pipeline import prepare
+    from data_prep.assemble.pipeline import prepare
 
     prepare(arguments)
 

@@ -87,7 +87,7 @@ def prepare() -> Callable[..., Path]:
     """Runs the data preparation in this process: prepare(out, flag, value, …) -> out."""
 
     def run(out: Path, *flags: object) -> Path:
-        from data_prep.pipeline import prepare as steps
+        from data_prep.assemble.pipeline import prepare as steps
         from data_prep.prepare import parse_arguments
 
         steps(parse_arguments(["--out", str(out), *map(str, flags)]))

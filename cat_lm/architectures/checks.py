@@ -20,7 +20,7 @@ def check_classes(architecture: Architecture) -> None:
     Raises:
         ValueError: naming the family and the class.
     """
-    from cat_lm.model.causal_lm import CausalLanguageModel
+    from cat_lm.model.hf.causal_lm import CausalLanguageModel
 
     named = f"architecture {architecture.name!r}"
     config, causal_lm, _ = architecture.classes()
@@ -33,7 +33,8 @@ def check_classes(architecture: Architecture) -> None:
         raise ValueError(f"{named}: {causal_lm.__name__}.config_class must be {config.__name__}")
     if not issubclass(causal_lm, CausalLanguageModel):
         raise ValueError(
-            f"{named}: {causal_lm.__name__} must extend cat_lm.model.causal_lm.CausalLanguageModel"
+            f"{named}: {causal_lm.__name__} must extend CausalLanguageModel of "
+            "cat_lm.model.hf.causal_lm"
         )
 
 

@@ -9,9 +9,8 @@ from pydantic import Field
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers.shared import LOW_RANK
 from cat_lm.model.linear_rules import GlaShape
-from cat_lm.ops.recurrence import EVERY
+from cat_lm.ops.recurrence import EVERY, GLA_LOW_RANK
 
 
 class GlaSection(GlaShape, LinearSection):
@@ -47,7 +46,7 @@ class Gla(LinearArchitecture):
     def mixer_numbers(self, section: GlaSection) -> float:
         """Count what low rank, convolutions, SiLU, norm, gate and projection read."""
         convolved = 2 * self.convolved_channels(section)
-        return LOW_RANK + 6 * section.value_channels + convolved
+        return GLA_LOW_RANK + 6 * section.value_channels + convolved
 
     def recurrence_numbers(self, section: GlaSection) -> float:
         """Count queries, keys, values, gates and decays, and a state every 16 steps."""

@@ -72,13 +72,13 @@ class GPTNeoX(Transformer):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatConfig`."""
-        from cat_lm.model.configuration import CatConfig
+        from cat_lm.model.hf.configuration import CatConfig
 
         return CatConfig
 
     def classes(self) -> Classes:
         """Import `CatConfig`, `CatForCausalLM` and `CatModel`."""
-        from cat_lm.model.modeling import CatForCausalLM, CatModel
+        from cat_lm.model.hf.modeling import CatForCausalLM, CatModel
 
         return Classes(self.config_class(), CatForCausalLM, CatModel)
 
@@ -102,7 +102,7 @@ class GPTNeoX(Transformer):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json of GPT-NeoX or CAT. Raises ValueError."""
-        from cat_lm.model.configuration import check_settings
+        from cat_lm.model.hf.configuration import check_settings
 
         check_settings(settings)
 

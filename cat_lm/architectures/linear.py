@@ -15,9 +15,10 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers.shared import LOW_RANK, convolution_flops
+from cat_lm.mixers.shared import convolution_flops
 from cat_lm.model.linear_rules import exact
 from cat_lm.model.rules import gated_width, tap_problems
+from cat_lm.ops.recurrence import GLA_LOW_RANK
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +72,13 @@ class LinearArchitecture(Architecture):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import this project's configuration."""
-        from cat_lm.model import configuration_linear
+        from cat_lm.model.hf import configuration_linear
 
         return getattr(configuration_linear, f"{self.classes_named}Config")
 
     def classes(self) -> Classes:
         """Import this project's classes."""
-        from cat_lm.model import modeling_linear as models
+        from cat_lm.model.hf import modeling_linear as models
 
         named = self.classes_named
         causal_lm, body = (getattr(models, f"{named}{end}") for end in ("ForCausalLM", "Model"))
@@ -85,7 +86,7 @@ class LinearArchitecture(Architecture):
 
     def library_classes(self) -> Classes:
         """Import what writes flash-linear-attention's models: their types and fields, our code."""
-        from cat_lm.model import modeling_linear as models
+        from cat_lm.model.hf import modeling_linear as models
 
         causal_lm = getattr(models, f"{self.package_classes}ForCausalLM")
         return Classes(causal_lm.config_class, causal_lm)
@@ -99,7 +100,7 @@ class LinearArchitecture(Architecture):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json. Raises ValueError."""
-        from cat_lm.model.configuration_linear import check_settings
+        from cat_lm.model.hf.configuration_linear import check_settings
 
         check_settings(self.config_class(), settings)
 
@@ -148,11 +149,11 @@ class LinearArchitecture(Architecture):
         width, keys, values = section.hidden_size, section.key_channels, section.value_channels
         mixer = 2 * keys + (3 if section.gated_output else 2) * values
         if section.decays == "keys":
-            mixer += LOW_RANK
+            mixer += GLA_LOW_RANK
         else:
             mixer += section.num_heads * (2 if section.decays else 1)
         layer = width * (mixer + 2 + 3 * section.inner_size)
-        layer += LOW_RANK * keys if section.decays == "keys" else 0
+        layer += GLA_LOW_RANK * keys if section.decays == "keys" else 0
         tables = 1 if section.tie_word_embeddings else 2
         return (
             section.num_hidden_layers * layer

@@ -72,13 +72,13 @@ class Llama(Transformer):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatLlamaConfig`."""
-        from cat_lm.model.configuration_llama import CatLlamaConfig
+        from cat_lm.model.hf.configuration_llama import CatLlamaConfig
 
         return CatLlamaConfig
 
     def classes(self) -> Classes:
         """Import `CatLlamaConfig`, `CatLlamaForCausalLM` and `CatLlamaModel`."""
-        from cat_lm.model.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
+        from cat_lm.model.hf.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
 
         return Classes(self.config_class(), CatLlamaForCausalLM, CatLlamaModel)
 
@@ -102,7 +102,7 @@ class Llama(Transformer):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json of Llama or CAT-Llama. Raises ValueError."""
-        from cat_lm.model.configuration_llama import check_settings
+        from cat_lm.model.hf.configuration_llama import check_settings
 
         check_settings(settings)
 

@@ -223,13 +223,13 @@ class Mamba(StateSpace):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMambaConfig`."""
-        from cat_lm.model.configuration_mamba import CatMambaConfig
+        from cat_lm.model.hf.configuration_mamba import CatMambaConfig
 
         return CatMambaConfig
 
     def classes(self) -> Classes:
         """Import `CatMambaConfig`, `CatMambaForCausalLM` and `CatMambaModel`."""
-        from cat_lm.model.modeling_mamba import CatMambaForCausalLM, CatMambaModel
+        from cat_lm.model.hf.modeling_mamba import CatMambaForCausalLM, CatMambaModel
 
         return Classes(self.config_class(), CatMambaForCausalLM, CatMambaModel)
 
@@ -247,7 +247,7 @@ class Mamba(StateSpace):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json of Mamba or CatMamba. Raises ValueError."""
-        from cat_lm.model.configuration_mamba import check_settings
+        from cat_lm.model.hf.configuration_mamba import check_settings
 
         check_settings(settings, self.config_class())
 

@@ -64,13 +64,13 @@ class Mamba2(StateSpace):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMamba2Config`."""
-        from cat_lm.model.configuration_mamba import CatMamba2Config
+        from cat_lm.model.hf.configuration_mamba import CatMamba2Config
 
         return CatMamba2Config
 
     def classes(self) -> Classes:
         """Import `CatMamba2Config`, `CatMamba2ForCausalLM` and `CatMamba2Model`."""
-        from cat_lm.model.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
+        from cat_lm.model.hf.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
 
         return Classes(self.config_class(), CatMamba2ForCausalLM, CatMamba2Model)
 
@@ -101,7 +101,7 @@ class Mamba2(StateSpace):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json of Mamba-2 or CatMamba2. Raises ValueError."""
-        from cat_lm.model.configuration_mamba import check_settings
+        from cat_lm.model.hf.configuration_mamba import check_settings
 
         check_settings(settings, self.config_class())
 

@@ -74,13 +74,13 @@ class MixerArchitecture(Architecture):
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMixerConfig`."""
-        from cat_lm.model.configuration_mixer import CatMixerConfig
+        from cat_lm.model.hf.configuration_mixer import CatMixerConfig
 
         return CatMixerConfig
 
     def classes(self) -> Classes:
         """Import `CatMixerConfig`, `CatMixerForCausalLM` and `CatMixerModel`."""
-        from cat_lm.model.modeling_mixer import CatMixerForCausalLM, CatMixerModel
+        from cat_lm.model.hf.modeling_mixer import CatMixerForCausalLM, CatMixerModel
 
         return Classes(self.config_class(), CatMixerForCausalLM, CatMixerModel)
 
@@ -95,7 +95,7 @@ class MixerArchitecture(Architecture):
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check a config.json. Raises ValueError."""
-        from cat_lm.model.configuration_mixer import check_settings
+        from cat_lm.model.hf.configuration_mixer import check_settings
 
         check_settings(settings)
 

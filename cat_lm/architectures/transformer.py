@@ -418,7 +418,7 @@ class Transformer(Architecture):
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Say in one line what computes convolutions and attention; as in the base."""
-        from cat_lm.model.conv_backends import describe_backend
+        from cat_lm.model.hf.conv_backends import describe_backend
 
         said = describe_backend(config, device, dtype, backend)
         attended = attention.pattern(config).describe_backend(config, device, dtype)

@@ -1,1 +1,5 @@
-"""Files and folders: typed readers, atomic writing, checksums, and deletion of one's own alone."""
+"""The ground floor: errors, command lines, numbers, registries, plugins, files; it imports nothing
+from above it.
+"""
+
+__version__ = "0.1.0"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cat_lm import __version__
+from cat_lm.core import __version__
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.own_files import Listing

@@ -31,7 +31,7 @@ left as it built itself (see `cat_lm.core.parameters`).
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.errors import UserError
@@ -183,10 +183,27 @@ class Mixer:
                 raise
             raise UserError(f"mixer {self.label}: build raises {mishap(error)}") from error
         if not is_own(self.kind):
-            from cat_lm.causality import check_mixer
-
-            check_mixer(self, setting)
+            self._check_causal(setting)
         return module
+
+    def _check_causal(self, setting: Setting) -> None:
+        """Check a layer of a plugin's mixer. Raises UserError where it reads later tokens."""
+        from cat_lm.core import causality  # imports torch
+        from cat_lm.core.parameters import start
+
+        kind = self.kind
+        if not kind.computes_on_cpu or (kind.longest is not None and kind.longest < causality.TIME):
+            return
+        # All layers but the first are alike.
+        setting = replace(setting, layer=min(setting.layer, 1))
+
+        def make() -> tuple[nn.Module, nn.Module, int]:
+            module = kind.build(self.options, setting).eval()
+            module.apply(start)
+            return module, module, setting.d_model
+
+        # The key has the kind's id, because its class may define `==`.
+        causality.check_causal(f"mixer {self.label}", (id(kind), self.options, setting), make)
 
 
 # The argument by which a module can do what its kind supports.

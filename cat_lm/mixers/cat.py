@@ -31,7 +31,7 @@ class Options(ConvolutionOptions):
         dropout: of the attention map.
         position: none; learned, a table added to the embeddings; rope, after the filters.
         conv_mixing: what a multihead convolution of the values mixes: embeddings, their heads; or
-            maps, the attention maps over heads and keys (`cat_lm.model.map_mixing`).
+            maps, the attention maps over heads and keys (see `MapMixingCore`).
     """
 
     bias: bool = True

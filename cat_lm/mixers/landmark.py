@@ -1,8 +1,8 @@
 """Landmark CAT: attention over convolved streams to the blocks of keys that landmarks find.
 
-`cat_lm.model.landmark` has the equations, `cat_lm.mixers.cat` the streams. Decoding here reads all
-keys for each token, to make the landmarks anew; the pattern `attention: landmark` of the families
-with attention keeps them.
+`cat_lm.model.attention.modules.landmark` has the equations, `cat_lm.mixers.cat` the streams.
+Decoding here reads all keys for each token, to make the landmarks again; the pattern
+`attention: landmark` of the families with attention keeps them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Multi-token attention, exactly, for rows of at most 512 tokens (Golovneva et al., 2025).
 
-Scores are convolved over queries and keys, and maps mixed over heads: `cat_lm.ops.multi_token` has
-the equations. The rest is `attention`'s layer, without positions.
+Scores are convolved over queries and keys, and maps mixed over heads, by the equations of
+`cat_lm.ops.convolution.multi_token`. The rest is `attention`'s layer, without positions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.mixers.base import ALL, MixerKind, Setting
 from cat_lm.mixers.shared import attention_flops, check_counts
-from cat_lm.ops.multi_token_options import (
+from cat_lm.ops.convolution.multi_token_options import (
     DEFAULTS,
     LONGEST,
     mixings,

@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass
 
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import LENGTH, filters
 from cat_lm.ops.recurrence import CHUNK
 
-STREAMS = "qkv"
-LOW_RANK = 16  # of the gates of GLA's keys
 INITS = ("uniform", "identity")
 ACTIVATIONS = ("none", "silu")
 OPERATORS = ("torch", "fla")

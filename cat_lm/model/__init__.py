@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cat_lm.model.cache import CatCache
-    from cat_lm.model.configuration import CatConfig
-    from cat_lm.model.configuration_linear import (
+    from cat_lm.model.hf.configuration import CatConfig
+    from cat_lm.model.hf.configuration_linear import (
         CatDeltaNetConfig,
         CatGatedDeltaNetConfig,
         CatGlaConfig,
     )
-    from cat_lm.model.configuration_llama import CatLlamaConfig
-    from cat_lm.model.configuration_mamba import CatMamba2Config, CatMambaConfig
-    from cat_lm.model.configuration_mixer import CatMixerConfig
-    from cat_lm.model.modeling import CatForCausalLM, CatModel
-    from cat_lm.model.modeling_linear import (
+    from cat_lm.model.hf.configuration_llama import CatLlamaConfig
+    from cat_lm.model.hf.configuration_mamba import CatMamba2Config, CatMambaConfig
+    from cat_lm.model.hf.configuration_mixer import CatMixerConfig
+    from cat_lm.model.hf.modeling import CatForCausalLM, CatModel
+    from cat_lm.model.hf.modeling_linear import (
         CatDeltaNetForCausalLM,
         CatDeltaNetModel,
         CatGatedDeltaNetForCausalLM,
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         CatGlaForCausalLM,
         CatGlaModel,
     )
-    from cat_lm.model.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
-    from cat_lm.model.modeling_mamba import CatMambaForCausalLM, CatMambaModel
-    from cat_lm.model.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
-    from cat_lm.model.modeling_mixer import CatMixerForCausalLM, CatMixerModel
+    from cat_lm.model.hf.modeling_llama import CatLlamaForCausalLM, CatLlamaModel
+    from cat_lm.model.hf.modeling_mamba import CatMambaForCausalLM, CatMambaModel
+    from cat_lm.model.hf.modeling_mamba2 import CatMamba2ForCausalLM, CatMamba2Model
+    from cat_lm.model.hf.modeling_mixer import CatMixerForCausalLM, CatMixerModel
 
 __all__ = ["CatCache", "CatConfig", "CatForCausalLM", "CatModel"]
 __all__ += ["CatLlamaConfig", "CatLlamaForCausalLM", "CatLlamaModel"]
@@ -40,30 +40,30 @@ __all__ += ["CatGatedDeltaNetConfig", "CatGatedDeltaNetForCausalLM", "CatGatedDe
 
 _HOMES = {
     "CatCache": "cat_lm.model.cache",
-    "CatConfig": "cat_lm.model.configuration",
-    "CatForCausalLM": "cat_lm.model.modeling",
-    "CatModel": "cat_lm.model.modeling",
-    "CatMixerConfig": "cat_lm.model.configuration_mixer",
-    "CatMixerForCausalLM": "cat_lm.model.modeling_mixer",
-    "CatMixerModel": "cat_lm.model.modeling_mixer",
-    "CatMambaConfig": "cat_lm.model.configuration_mamba",
-    "CatMambaForCausalLM": "cat_lm.model.modeling_mamba",
-    "CatMambaModel": "cat_lm.model.modeling_mamba",
-    "CatMamba2Config": "cat_lm.model.configuration_mamba",
-    "CatMamba2ForCausalLM": "cat_lm.model.modeling_mamba2",
-    "CatMamba2Model": "cat_lm.model.modeling_mamba2",
-    "CatGlaConfig": "cat_lm.model.configuration_linear",
-    "CatGlaForCausalLM": "cat_lm.model.modeling_linear",
-    "CatGlaModel": "cat_lm.model.modeling_linear",
-    "CatDeltaNetConfig": "cat_lm.model.configuration_linear",
-    "CatDeltaNetForCausalLM": "cat_lm.model.modeling_linear",
-    "CatDeltaNetModel": "cat_lm.model.modeling_linear",
-    "CatGatedDeltaNetConfig": "cat_lm.model.configuration_linear",
-    "CatGatedDeltaNetForCausalLM": "cat_lm.model.modeling_linear",
-    "CatGatedDeltaNetModel": "cat_lm.model.modeling_linear",
-    "CatLlamaConfig": "cat_lm.model.configuration_llama",
-    "CatLlamaForCausalLM": "cat_lm.model.modeling_llama",
-    "CatLlamaModel": "cat_lm.model.modeling_llama",
+    "CatConfig": "cat_lm.model.hf.configuration",
+    "CatForCausalLM": "cat_lm.model.hf.modeling",
+    "CatModel": "cat_lm.model.hf.modeling",
+    "CatMixerConfig": "cat_lm.model.hf.configuration_mixer",
+    "CatMixerForCausalLM": "cat_lm.model.hf.modeling_mixer",
+    "CatMixerModel": "cat_lm.model.hf.modeling_mixer",
+    "CatMambaConfig": "cat_lm.model.hf.configuration_mamba",
+    "CatMambaForCausalLM": "cat_lm.model.hf.modeling_mamba",
+    "CatMambaModel": "cat_lm.model.hf.modeling_mamba",
+    "CatMamba2Config": "cat_lm.model.hf.configuration_mamba",
+    "CatMamba2ForCausalLM": "cat_lm.model.hf.modeling_mamba2",
+    "CatMamba2Model": "cat_lm.model.hf.modeling_mamba2",
+    "CatGlaConfig": "cat_lm.model.hf.configuration_linear",
+    "CatGlaForCausalLM": "cat_lm.model.hf.modeling_linear",
+    "CatGlaModel": "cat_lm.model.hf.modeling_linear",
+    "CatDeltaNetConfig": "cat_lm.model.hf.configuration_linear",
+    "CatDeltaNetForCausalLM": "cat_lm.model.hf.modeling_linear",
+    "CatDeltaNetModel": "cat_lm.model.hf.modeling_linear",
+    "CatGatedDeltaNetConfig": "cat_lm.model.hf.configuration_linear",
+    "CatGatedDeltaNetForCausalLM": "cat_lm.model.hf.modeling_linear",
+    "CatGatedDeltaNetModel": "cat_lm.model.hf.modeling_linear",
+    "CatLlamaConfig": "cat_lm.model.hf.configuration_llama",
+    "CatLlamaForCausalLM": "cat_lm.model.hf.modeling_llama",
+    "CatLlamaModel": "cat_lm.model.hf.modeling_llama",
 }
 
 

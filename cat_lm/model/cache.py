@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from cat_lm.model.settings import AttentionSettings
+    from cat_lm.model.hf.settings import AttentionSettings
 
 
 class PaddingRecord:

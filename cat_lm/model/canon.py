@@ -17,7 +17,7 @@ functions, which with `conv_init: residual` start alike.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.rules import canon_places
 from cat_lm.model.sequence import SequenceGroup
-from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import convolve
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 
 class Reading(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,15 @@ from torch.nn import functional as F
 
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.qk_norm import QueryKeyNorm
-from cat_lm.model.rules import STREAMS
-from cat_lm.model.settings import AttentionSettings
 from cat_lm.model.stream_convolution import StreamConvolution, inputs_before
 from cat_lm.ops import head_conv_qkv
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 
 class PackedConvolution(StreamConvolution):

@@ -25,8 +25,8 @@ C is the model width, L the number of layers, W the window, H the number of head
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
 GPT-NeoX uses them for Pythia; GPT-NeoX and Llama both start so. Recurrent families start as in
-their libraries, see `cat_lm.model.recurrent`: from a standard deviation of 0.02 at any width, which
-small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
+their libraries, see `cat_lm.model.hf.recurrent`: from a standard deviation of 0.02 at any width,
+which small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
 sqrt(2 / (5 C)), as in configs/study; what writes to the residual stream starts in their own ways.
 `uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
 the convolution would start.
@@ -35,15 +35,18 @@ the convolution would start.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.canon import CanonLayer
-from cat_lm.model.settings import AttentionSettings
 from cat_lm.model.stream_convolution import StreamConvolution, identity_filters, rank_start
 from cat_lm.ops.convolution import kinds
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 
 def small_init_std(config: AttentionSettings) -> float:
@@ -60,7 +63,7 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
     """Initialises the parameters of `module` itself by the table above; False if it has none there.
 
     Goes through transformers' `initialization`, which leaves tensors alone that were loaded. What a
-    module gives in `initial_values` comes afterwards (`cat_lm.model.starts`).
+    module gives in `initial_values` comes afterwards (`cat_lm.model.hf.starts`).
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         writes_residual = getattr(module, "writes_residual", False)

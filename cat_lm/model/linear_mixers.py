@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,13 +21,15 @@ from cat_lm.mixers.modules.context import (
 )
 from cat_lm.mixers.modules.delta import initial_decay, log_decay
 from cat_lm.mixers.modules.gla import decayed_attention, gated_linear_attention
-from cat_lm.mixers.shared import LOW_RANK, STREAMS
-from cat_lm.model.configuration_linear import LinearConfig
 from cat_lm.model.sequence import SequenceGroup, to_heads, to_tokens
 from cat_lm.model.short_convolution import ShortConvolution
-from cat_lm.ops.recurrence import backends, fla
+from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.recurrence import GLA_LOW_RANK, backends, fla
 from cat_lm.ops.recurrence.backends import Recurrence
 from cat_lm.ops.recurrence.delta_rule import delta_rule
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.configuration_linear import LinearConfig
 
 
 class GatedNorm(nn.RMSNorm):
@@ -97,7 +99,7 @@ class GatedLinearAttention(LinearMixer):
         super().__init__(config)
         width, keys = config.hidden_size, config.key_channels
         self.gk_proj = nn.Sequential(
-            nn.Linear(width, LOW_RANK, bias=False), nn.Linear(LOW_RANK, keys)
+            nn.Linear(width, GLA_LOW_RANK, bias=False), nn.Linear(GLA_LOW_RANK, keys)
         )
         head = config.value_channels // config.num_heads
         self.g_norm_swish_gate = GatedNorm(head, config.norm_eps)

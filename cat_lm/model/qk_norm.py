@@ -12,6 +12,7 @@ convolution is normalised with its bias; the convolution then adds none.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.sequence import SequenceGroup
-from cat_lm.model.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 _EPSILON = 1e-6  # of the mean square
 

@@ -33,7 +33,7 @@ from cat_lm.core.readers import clipped
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from cat_lm.model.settings import AttentionSettings
+    from cat_lm.model.hf.settings import AttentionSettings
 
 TEMPERATURE_SCOPES = ("logits", "rotary")
 ROPE_METHODS = ("none", "pi", "pi+temperature", "yarn")

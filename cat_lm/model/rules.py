@@ -17,9 +17,9 @@ from cat_lm.model.rope_scaling import (
     yarn_magnitude,
 )
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import filters
 
-STREAMS = "qkv"
 DEFAULT_WINDOW = 21
 CANON_PLACES = "ACD"
 CHUNK_SIZE = 128  # as LaS-chunk's

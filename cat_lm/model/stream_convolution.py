@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,16 @@ from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.long_convolution import convolve_long
 from cat_lm.model.qk_norm import QueryKeyNorm
-from cat_lm.model.rules import STREAMS
 from cat_lm.model.sequence import SequenceGroup, own_heads
-from cat_lm.model.settings import AttentionSettings
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import filters as long_filters
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 RANK_START = 2.0**-6  # exact in half precision too
 
@@ -68,7 +70,7 @@ class StreamConvolution(NothingDecays):
 
         y_s[b,t,i,:] = bias_{s,i} + sum_h sum_j F_s[j,i,h] x_s[b,t−j,h,:]
 
-    (`conv_mixing: maps` uses the values' filters otherwise: see `cat_lm.model.map_mixing`.) With
+    (`conv_mixing: maps` uses the values' filters otherwise: see `MapMixingCore`.) With
     one filter for each channel (`conv_type: depthwise`), and with `conv_activation: silu` its SiLU:
 
         y_s[b,t,h,d] = bias_{s,h,d} + sum_j F_s[h,d,j] x_s[b,t−j,h,d]

@@ -1,6 +1,6 @@
 """Operators along time, a folder each: convolution (its names stand here too) and recurrence.
 
-Beside them: where documents begin, and the cross-entropy of logits on a GPU.
+Landmark attention, long filters and the loss have folders, too; `runtime` is what they share.
 """
 
 from __future__ import annotations

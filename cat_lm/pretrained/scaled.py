@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.core import numbers
+from cat_lm.model.hf.settings import refuse
 from cat_lm.model.rope_scaling import (
     NOPE_METHODS,
     ROPE_METHODS,
@@ -21,7 +22,6 @@ from cat_lm.model.rope_scaling import (
     yarn_temperature,
 )
 from cat_lm.model.rules import scope_problems
-from cat_lm.model.settings import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

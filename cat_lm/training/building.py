@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from cat_lm.causality import is_apart
 from cat_lm.config import RunConfig
+from cat_lm.core.causality import is_apart
 from cat_lm.ops.landmark.options import CALIBRATE
 
 

@@ -17,12 +17,12 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
-from cat_lm.model.landmark import train_landmarks
+from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.ops.documents import document_borders
 from cat_lm.ops.landmark.options import CALIBRATE, DENSE
 from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.cpu import make_process_ready
+from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
 from cat_lm.training import buffers
 from cat_lm.training.bf16_step import Bf16Step
@@ -36,7 +36,7 @@ from cat_lm.training.steps import LaunchedStep, Moment, StepResult
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from cat_lm.model.causal_lm import CausalOutput
+    from cat_lm.model.hf.causal_lm import CausalOutput
 
 Batch = dict[str, np.ndarray]
 

@@ -25,9 +25,8 @@ from cat_lm.core.own_files import is_marked, remove_files, remove_marked
 from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
-from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
-from data_prep.locks import file_lock
-from data_prep.unfinished import (
+from data_prep.common.locks import file_lock
+from data_prep.common.unfinished import (
     MARKER,
     PROGRAM,
     TOKENIZER_PURPOSE,
@@ -40,6 +39,7 @@ from data_prep.unfinished import (
     remove_making,
     tokenizer_names,
 )
+from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
 
 LOCK = ".prepare.lock"
 SETUP_LOCK = ".setup.lock"

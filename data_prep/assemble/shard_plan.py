@@ -14,6 +14,7 @@ from cat_lm.core.files import atomic_write
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
 from data_prep.assemble.selection import Selection
+from data_prep.common.unfinished import MAKING
 from data_prep.encode.parts import (
     Parts,
     UnitDocuments,
@@ -22,7 +23,6 @@ from data_prep.encode.parts import (
     read_record,
     write_record,
 )
-from data_prep.unfinished import MAKING
 
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.

@@ -16,7 +16,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
-from data_prep.amounts import Limit
 from data_prep.assemble import output_folder
 from data_prep.assemble.manifest import build_manifest, print_summary
 from data_prep.assemble.selection import Selection
@@ -29,16 +28,17 @@ from data_prep.assemble.shard_plan import (
     write_shard,
 )
 from data_prep.assemble.token_budget import Chooser
+from data_prep.common.amounts import Limit
+from data_prep.common.progress import TextProgress
+from data_prep.common.unfinished import MALFORMED, claim, make_making, put, shard_names
+from data_prep.common.workers import run_tasks
 from data_prep.encode.job import Job
 from data_prep.encode.parts import Parts, part_path, read_record, remove_part, write_record
 from data_prep.encode.plan import Shortage
 from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
-from data_prep.progress import TextProgress
 from data_prep.sources import KNOWN_SETS, UNKNOWN_SET
 from data_prep.sources.base import counted_with
 from data_prep.sources.units import Unit
-from data_prep.unfinished import MALFORMED, claim, make_making, put, shard_names
-from data_prep.workers import run_tasks
 
 
 class UselessInput(UserError):

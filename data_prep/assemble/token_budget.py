@@ -14,9 +14,9 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from data_prep.assemble.selection import Copies, Selection, SubsetEnd
+from data_prep.common.selection_spec import SelectionSpec
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.plan import MARGIN, Shortage, place_for
-from data_prep.selection_spec import SelectionSpec
 
 BUCKET_BITS = 16
 

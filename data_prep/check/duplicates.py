@@ -23,7 +23,7 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import Shard
 from data_prep.check.integrity import BLOCK_TOKENS, document_ends, in_processes
-from data_prep.progress import TextProgress
+from data_prep.common.progress import TextProgress
 
 PART_DOCUMENTS = 1 << 23  # hashes in memory at a time, sorted together
 CHUNK_HASHES = 1 << 20

@@ -16,8 +16,8 @@ from data_prep.check import excerpts
 from data_prep.check.document_lengths import PICTURE, Lengths, draw_lengths
 from data_prep.check.duplicates import Duplicates, find_duplicates
 from data_prep.check.integrity import manifest_problems, shard_problems
-from data_prep.unfinished import TOKENIZER
-from data_prep.workers import tell_workers, useful_workers
+from data_prep.common.unfinished import TOKENIZER
+from data_prep.common.workers import tell_workers, useful_workers
 
 BAR_WIDTH = 40
 

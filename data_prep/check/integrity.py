@@ -16,8 +16,8 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import check_fingerprint, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.data.verified import check_tokenizer
-from data_prep.progress import TextProgress
-from data_prep.workers import run_tasks
+from data_prep.common.progress import TextProgress
+from data_prep.common.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
 SMALL_BYTES = 1 << 26  # read before other processes have started

@@ -15,8 +15,8 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
+from data_prep.common.locks import file_lock
 from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
-from data_prep.locks import file_lock
 from data_prep.sources import Source
 from data_prep.sources.documents import MAX_DOCUMENT, Document, Malformed, too_large
 from data_prep.sources.units import Unit

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_prep.common.progress import TextProgress
+from data_prep.common.selection_spec import SelectionSpec
+from data_prep.common.workers import run_tasks
 from data_prep.encode.encoding import Encoding, Ranges, UnitTask, encode_unit
 from data_prep.encode.parts import PartCheck, Parts, check_part, finished_part, remove_part
 from data_prep.encode.plan import Plan
-from data_prep.progress import TextProgress
-from data_prep.selection_spec import SelectionSpec
 from data_prep.sources.base import counted_with
 from data_prep.sources.units import Unit
-from data_prep.workers import run_tasks
 
 
 @dataclass

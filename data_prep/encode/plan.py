@@ -15,13 +15,13 @@ from cat_lm.core.files import sync_directory
 from cat_lm.core.own_files import make_marked, remove_marked
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
+from data_prep.common.selection_spec import SelectionSpec
+from data_prep.common.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
 from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.encode.parts import read_record, write_record
 from data_prep.encode.sample import Measured
-from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source, sample_texts
 from data_prep.sources.documents import Document
-from data_prep.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
 
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from
 CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified on

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
+from data_prep.common.selection_spec import SelectionSpec
 from data_prep.encode.encoding import (
     MAX_DOCUMENT,
     Encoding,
@@ -18,7 +19,6 @@ from data_prep.encode.encoding import (
     place_of,
     split_of,
 )
-from data_prep.selection_spec import SelectionSpec
 from data_prep.sources import Source
 from data_prep.sources.base import counted_with
 from data_prep.sources.documents import Document, Malformed, too_large

@@ -24,11 +24,11 @@ from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from data_prep.assemble.manifest import manifest_of, print_counts
-from data_prep.locks import file_lock
+from data_prep.common.locks import file_lock
+from data_prep.common.progress import TextProgress
+from data_prep.common.unfinished import TOKENIZER
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
-from data_prep.progress import TextProgress
-from data_prep.unfinished import TOKENIZER
 
 COPY_BLOCK = 1 << 24
 _PURPOSE = "adopted data on their way"

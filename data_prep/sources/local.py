@@ -19,7 +19,8 @@ from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.own_files import MARK
 from cat_lm.core.readers import clipped
 from cat_lm.data.manifest import MANIFEST
-from data_prep.amounts import cut
+from data_prep.common.amounts import cut
+from data_prep.common.unfinished import MARKER
 from data_prep.sources.base import LeftOut, Part, Source, in_natural_order, read_once, set_name
 from data_prep.sources.documents import (
     KNOWN_KINDS,
@@ -30,7 +31,6 @@ from data_prep.sources.documents import (
     suffix_of,
 )
 from data_prep.sources.single import Division, describe_divisions, divide, take_piece, with_text
-from data_prep.unfinished import MARKER
 
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
 # out; without them and the tests every build of one Python version has the same files.

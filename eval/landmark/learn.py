@@ -21,7 +21,7 @@ from torch import nn
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write
 from cat_lm.core.readers import Versioned, read_bytes
-from cat_lm.landmark_calibration import calibrate, ends_of
+from cat_lm.training.landmark_calibration import calibrate, ends_of
 from eval.common.cell_store import CellStore, key_hash
 from eval.landmark.choices import STATE
 from eval.landmark.selectors import LearnedFilter

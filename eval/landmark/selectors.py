@@ -52,7 +52,7 @@ Scores = Callable[[Tensor | slice, BlockLayout], Tensor]
 class LearnedFilter(nn.Module):
     """A filter for each head of keys, and how sharply its scores tell blocks apart.
 
-    It starts as in `cat_lm.model.landmark.LandmarkCore`: one of b lags as the box, one as long as
+    It starts as in `LandmarkCore`: one of b lags as the box, one as long as
     the text as the exponential one.
 
     Args:

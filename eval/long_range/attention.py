@@ -1,8 +1,9 @@
 """Attention of encoders: decayed logits, smoothed or filtered values, biases, rotations, chunks.
 
-Decay and box are the language models' own (`cat_lm.model.decay`, `cat_lm.model.smoothing`); where
-queries read both sides, the decay has no factors, and logits are computed for some queries at a
-time. Padding stands at the end of rows: a causal model never meets it.
+Decay and box are the language models' own (`decay` and `smoothing` of
+`cat_lm.model.attention.modules`); where queries read both sides, the decay has no factors, and
+logits are computed for some queries at a time. Padding stands at the end of rows: a causal model
+never meets it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch.nn import functional as F
 
 from cat_lm.mixers import Setting
 from cat_lm.mixers.modules.attention import rotate
-from cat_lm.model.attention.rows import attend_by_rows
-from cat_lm.model.attention.scores import ScoreModule, scale_queries_and_keys
-from cat_lm.model.decay import DecayScores
-from cat_lm.model.smoothing import SmoothedValues
+from cat_lm.model.attention.modules.decay import DecayScores
+from cat_lm.model.attention.modules.rows import attend_by_rows
+from cat_lm.model.attention.modules.scores import ScoreModule, scale_queries_and_keys
+from cat_lm.model.attention.modules.smoothing import SmoothedValues
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.centred import centred_conv

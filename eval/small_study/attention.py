@@ -116,7 +116,7 @@ def _entropy_and_largest(
     import torch
     from transformers.models.llama.modeling_llama import repeat_kv
 
-    from cat_lm.model.attention.call import visible_keys
+    from cat_lm.model.attention.modules.call import visible_keys
 
     visible = visible_keys(call.mask, query, key)
     key = repeat_kv(key, query.shape[1] // key.shape[1]).float()

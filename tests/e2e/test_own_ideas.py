@@ -53,7 +53,7 @@ def install(folder: Path, code: str, name: str = "own_idea") -> dict[str, str]:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[cat_lm.core.plugins]\nmine = {name}\n")
+    (info / "entry_points.txt").write_text(f"[cat_lm.plugins]\nmine = {name}\n")
     return {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
 
 

@@ -17,7 +17,7 @@ from tests.fuzz.privileges import adopt_orphans, drop_root
 
 _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
-    *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.pipeline"),
+    *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.assemble.pipeline"),
     *("data_prep.check.findings", "data_prep.megatron.convert", "data_prep.adopt"),
     *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.scale"),
     *("launch.slurm.__main__", "launch.slurm.local", "launch.slurm.prepare"),
@@ -26,7 +26,7 @@ _PLAIN = (
 )
 _TORCH = (
     *("torch", "transformers", "deepspeed", "safetensors.torch", "matplotlib.pyplot", "train"),
-    *("transformers.models.gpt_neox.modeling_gpt_neox", "cat_lm.model.modeling"),
+    *("transformers.models.gpt_neox.modeling_gpt_neox", "cat_lm.model.hf.modeling"),
     *("cat_lm.training.checkpoint", "cat_lm.training.engine", "cat_lm.training.preflight"),
     *("cat_lm.training.validation", "cat_lm.training.report", "cat_lm.training.metrics"),
     *("cat_lm.export", "cat_lm.generate", "cat_lm.upcycle", "cat_lm.sparsify"),

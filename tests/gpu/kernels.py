@@ -99,7 +99,7 @@ def find(compile_them: bool) -> Found:
             raise
 
     # A fake tensor of torch without CUDA says that it is none of CUDA's.
-    serves = mock.patch("cat_lm.model.loss._kernel_serves", lambda *_: True)
+    serves = mock.patch("cat_lm.ops.loss.linear_cross_entropy._kernel_serves", lambda *_: True)
     triton.runtime.driver.set_active(_Hopper())
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cat_lm.model import landmark
-from cat_lm.model.landmark import train_landmarks
-from cat_lm.ops.documents import document_borders
+from cat_lm.model.attention.modules import landmark
+from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.segments import why_not
 from cat_lm.ops.landmark.select import Choice, choose_blocks
+from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 from tests.unit.tiny_models import cat_model
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.model import loss as loss_module
-from cat_lm.model.loss import linear_cross_entropy
+from cat_lm.ops.loss import linear_cross_entropy as loss_module
+from cat_lm.ops.loss.linear_cross_entropy import linear_cross_entropy
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
 pytestmark = [

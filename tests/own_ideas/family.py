@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from cat_lm.architectures import Architecture, Classes, ModelSection, register
-from cat_lm.model.causal_lm import CausalLanguageModel
-from cat_lm.model.loss import LanguageModelHead
+from cat_lm.model.hf.causal_lm import CausalLanguageModel
+from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 
 
 class NgramSection(ModelSection):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.attention import Pattern, register
-from cat_lm.model.attention.call import AttentionCall, visible_keys
+from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
 from cat_lm.model.rules import attention_channels, head_width, key_heads
 
 

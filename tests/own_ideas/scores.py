@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.attention import ScoreTransform, register
-from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.model.attention.modules.scores import ScoreModule
 
 
 class LogDistance(ScoreTransform):

@@ -13,7 +13,7 @@ from torch import nn
 
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.rules import attention_channels
 from cat_lm.ops import head_conv
 
@@ -170,7 +170,7 @@ class SigmoidCore(nn.Module):
         return {"offset": torch.full((self.heads,), self.start)}
 
     def forward(self, query, key, value, extra, call):
-        from cat_lm.model.attention.call import visible_keys
+        from cat_lm.model.attention.modules.call import visible_keys
 
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))

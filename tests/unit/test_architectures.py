@@ -477,7 +477,7 @@ def install(folder: Path, code: str) -> dict[str, str]:
     info = folder / "toy-1.5.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text("[cat_lm.core.plugins]\nmine = toy_plugin\n")
+    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nmine = toy_plugin\n")
     return dict(os.environ) | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
 
 

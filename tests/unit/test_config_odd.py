@@ -12,8 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from cat_lm import config
-from cat_lm.config import RunConfig, known_keys, load_config
+from cat_lm.config import RunConfig, known_keys, load_config, loading
 from cat_lm.core import numbers, readers
 from cat_lm.core.errors import UserError
 from tests.runs import run_values, write_config
@@ -77,7 +76,7 @@ def test_odd_values_are_taken_or_refused_in_short_lines(section, key, tmp_path, 
     file = write_config(tmp_path, {})
     # Reading the other keys each time would take most of the time.
     read = readers.read_yaml
-    monkeypatch.setattr(config, "read_yaml", lambda path, what: copy.deepcopy(values))
+    monkeypatch.setattr(loading, "read_yaml", lambda path, what: copy.deepcopy(values))
     for odd in ODD:
         check_plain(tried(file, f"{section}.{key}={odd}"))
     for odd in ODD:

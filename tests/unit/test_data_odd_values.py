@@ -116,7 +116,7 @@ def test_damaged_parquet_is_one_line(odd, tmp_path, monkeypatch, capsys, damage)
 
 @pytest.mark.parametrize("workers", [40, 4096])
 def test_workers_are_capped_at_the_work(odd, tmp_path, prepare, capsys, workers):
-    from data_prep import workers as module
+    from data_prep.common import workers as module
 
     out, started = tmp_path / "out", []
     given = ["--source", "files", "--path", odd["text"], "--tokenizer", "bytes"]

@@ -17,8 +17,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
-from data_prep import pipeline
-from data_prep.assemble import output_folder
+from data_prep.assemble import output_folder, pipeline
 from data_prep.encode.encoding import chunks, split_of
 from data_prep.prepare import parse_arguments
 from data_prep.sources.documents import Document

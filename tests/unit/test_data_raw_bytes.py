@@ -9,7 +9,7 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from data_prep import raw_bytes
+from data_prep.assemble import raw_bytes
 from data_prep.check.findings import inspect
 from data_prep.inspect import parse_arguments as inspect_arguments
 from data_prep.prepare import parse_arguments

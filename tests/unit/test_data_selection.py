@@ -9,8 +9,8 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from data_prep.amounts import Limit, amount
 from data_prep.assemble import token_budget
+from data_prep.common.amounts import Limit, amount
 from data_prep.encode import plan
 from data_prep.encode.encoding import hash_place
 from tests.conftest import generated_text

@@ -11,13 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from cat_lm.config import RunConfig, load_config
-from cat_lm.model import landmark, masks
-from cat_lm.model.attention import varlen
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
-from cat_lm.model.landmark import train_landmarks
-from cat_lm.model.masks import sequence_layout
+from cat_lm.model.attention.modules import landmark, varlen
+from cat_lm.model.attention.modules.landmark import train_landmarks
+from cat_lm.model.hf import masks
+from cat_lm.model.hf.masks import sequence_layout
 from cat_lm.ops import convolve, head_conv_qkv
-from cat_lm.ops.documents import document_borders, document_positions
+from cat_lm.ops.runtime.documents import document_borders, document_positions
 from cat_lm.training import engine as engine_module
 from cat_lm.training.engine import Engine, documents_apart
 from cat_lm.training.estimate import memory_per_rank

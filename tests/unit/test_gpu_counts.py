@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from cat_lm import architectures
-from cat_lm.model import modeling
+from cat_lm.model.hf import modeling
 from tests.unit.fake_gpu import Counts, FakeGpu, fake_gpu, on_fake_gpu
 from tests.unit.tiny_models import LLAMA_VARIANTS, VARIANTS
 

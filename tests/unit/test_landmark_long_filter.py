@@ -11,9 +11,9 @@ from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
-from cat_lm.model.configuration import CatConfig
-from cat_lm.model.landmark import train_landmarks
-from cat_lm.model.landmark_cache import LandmarkDynamicLayer
+from cat_lm.model.attention.modules.landmark import train_landmarks
+from cat_lm.model.attention.modules.landmark_cache import LandmarkDynamicLayer
+from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks

@@ -6,7 +6,7 @@ import torch
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.model.landmark import train_landmarks
+from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops.landmark import dispatch, segments
 from cat_lm.training.engine import build_model
 from tests.runs import run_values, write_config

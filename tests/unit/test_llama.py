@@ -13,8 +13,8 @@ import cat_lm  # noqa: F401
 from cat_lm import architectures
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM, CatLlamaModel
 from cat_lm.model.cache import StateDynamicLayer
-from cat_lm.model.configuration_llama import check_settings
-from cat_lm.model.long_context import effective_scaling
+from cat_lm.model.hf.configuration_llama import check_settings
+from cat_lm.model.hf.long_context import effective_scaling
 from cat_lm.model.rope_scaling import yarn_temperature
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.scaled import scaled_config, scaled_fields

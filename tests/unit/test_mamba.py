@@ -19,7 +19,7 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.mixers.modules import mamba as scan_module
 from cat_lm.model import CatMamba2Config, CatMambaConfig
-from cat_lm.model import modeling_mamba2 as mamba2_module
+from cat_lm.model.hf import modeling_mamba2 as mamba2_module
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.pretrained.loading import load_model, model_config
 from cat_lm.training.engine import build_model, mixer_backend

@@ -13,7 +13,7 @@ from cat_lm import architectures, mixers
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
-from cat_lm.model.long_context import effective_scaling
+from cat_lm.model.hf.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.loading import load_model

@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from cat_lm.model import CatCache, map_mixing
+from cat_lm.model import CatCache
+from cat_lm.model.attention.modules import map_mixing
 from cat_lm.model.cache import LayerStateMixin
 from tests.unit.tiny_models import VARIANTS, cat_model, each_kind, each_model, random_ids
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cat_lm.model.masks import sequence_layout
+from cat_lm.model.hf.masks import sequence_layout
 from tests.unit.tiny_models import cat_model, each_model, random_ids
 
 

@@ -7,9 +7,9 @@ from transformers import DynamicCache, StaticCache
 
 from cat_lm import architectures
 from cat_lm.model import attention
+from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.cache import CatCache
-from cat_lm.model.configuration import CatConfig
-from cat_lm.model.landmark import train_landmarks
+from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.landmark import decode, dispatch, select
 from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, each_model, random_ids
 

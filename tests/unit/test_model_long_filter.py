@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cat_lm import architectures
-from cat_lm.model.conv_backends import describe_backend
+from cat_lm.model.hf.conv_backends import describe_backend
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.long_filter import chunks, filters
 from cat_lm.pretrained.loading import load_model

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cat_lm.model import loss as loss_module
-from cat_lm.model.loss import LanguageModelHead, linear_cross_entropy
+from cat_lm.ops.loss import linear_cross_entropy as loss_module
+from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead, linear_cross_entropy
 from tests.unit.tiny_models import (
     cat_model,
     each_variant,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cat_lm.model import loss as loss_module
+from cat_lm.ops.loss import linear_cross_entropy as loss_module
 
 aten = torch.ops.aten
 needs_triton = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def traffic(through, device: str, shape: tuple[int, int, int], monkeypatch) -> T
     tokens, vocabulary, width = shape
     counted = Traffic()
     monkeypatch.setattr(
-        "cat_lm.ops.cross_entropy_triton.cross_entropy_",
+        "cat_lm.ops.loss.cross_entropy_triton.cross_entropy_",
         lambda logits, labels, losses, wanted: counted.note("kernel", logits, logits),
     )
     with FakeTensorMode():

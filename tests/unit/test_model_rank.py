@@ -10,7 +10,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.stream_convolution import RANK_START
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.ops.multi_token import identity_start, multi_token_attention
+from cat_lm.ops.convolution.multi_token import identity_start, multi_token_attention
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
 from tests.unit.exactness import check_decoding, check_sequences

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
 
-from cat_lm.model.loss import linear_cross_entropy
 from cat_lm.model.sequence import _Exchange
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import triton  # noqa: F401 - defines operators
+from cat_lm.ops.convolution.multi_token import _Convolution
 from cat_lm.ops.landmark.decode import can_decode
 from cat_lm.ops.landmark.segments import _Attention
 from cat_lm.ops.long_filter import api  # noqa: F401 - defines operators
-from cat_lm.ops.multi_token import _Convolution
+from cat_lm.ops.loss.linear_cross_entropy import linear_cross_entropy
 from cat_lm.ops.recurrence import fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 

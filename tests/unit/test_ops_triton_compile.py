@@ -302,7 +302,7 @@ def test_arguments_of_one():
 @pytest.mark.parametrize("target", [HOPPER, *OTHERS])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_cross_entropy(target, element, tmp_path):
-    from cat_lm.ops.cross_entropy_triton import cross_entropy_kernel, launch_options
+    from cat_lm.ops.loss.cross_entropy_triton import cross_entropy_kernel, launch_options
 
     options = launch_options(50257, warp=target[2])
     constants = {"IGNORED": -100, "BLOCK": options.pop("BLOCK"), "WANTS_GRADIENT": True}

@@ -115,7 +115,7 @@ def test_metadata():
 
 
 def test_version_is_a_literal_that_setuptools_can_read():
-    tree = ast.parse((REPOSITORY / "cat_lm" / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((REPOSITORY / "cat_lm" / "core" / "__init__.py").read_text(encoding="utf-8"))
     values = [
         ast.literal_eval(node.value)
         for node in tree.body
@@ -323,7 +323,7 @@ def foreign_folder(folder: Path) -> Path:
     ran, info = folder / "RAN", folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[cat_lm.core.plugins]\nplugin = plugin\n")
+    (info / "entry_points.txt").write_text("[cat_lm.plugins]\nplugin = plugin\n")
     for name in ("plugin", "argparse", "pydantic", "yaml", "pickle", "multiprocessing", "torch"):
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r})\n")
     return ran

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.model.map_mixing import attend_mixing_maps
+from cat_lm.model.attention.modules.map_mixing import attend_mixing_maps
 from cat_lm.ops import depthwise_conv, head_conv, multihead_conv
 from cat_lm.ops.convolution import kinds
 from eval.recall.model import RecallModel, learned_filters

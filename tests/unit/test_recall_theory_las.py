@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.model.decay import DecayScores
-from cat_lm.model.smoothing import SmoothedValues
+from cat_lm.model.attention.modules.decay import DecayScores
+from cat_lm.model.attention.modules.smoothing import SmoothedValues
 from eval.recall.theory import state_space
 from eval.recall.theory.state_space import Head, attend, error, nearest
 

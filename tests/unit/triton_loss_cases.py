@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cat_lm.model import loss as loss_module
-from cat_lm.model.loss import linear_cross_entropy
-from cat_lm.ops import cross_entropy_triton
-from cat_lm.ops.cross_entropy_triton import cross_entropy_
+from cat_lm.ops.loss import cross_entropy_triton
+from cat_lm.ops.loss import linear_cross_entropy as loss_module
+from cat_lm.ops.loss.cross_entropy_triton import cross_entropy_
+from cat_lm.ops.loss.linear_cross_entropy import linear_cross_entropy
 
 # Of gradients between −1 and 1; the interpreter rounds to bf16 toward zero.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State
 from cat_lm.mixers.modules.projections import ConvolvedProjections
 from cat_lm.ops.convolution.maps import sum_over_maps
-from cat_lm.ops.documents import document_runs
+from cat_lm.ops.runtime.documents import document_runs
 
 if TYPE_CHECKING:
     from cat_lm.mixers import attention, cat
+    from cat_lm.mixers.base import Setting
 
 
 def softmax_attention(

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State, short_convolution
 from cat_lm.mixers.modules.linear_attention import linear_attention
 
 if TYPE_CHECKING:
     from cat_lm.mixers import based
+    from cat_lm.mixers.base import Setting
 
 
 class GatedShortConvolution(nn.Module):

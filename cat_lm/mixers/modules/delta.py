@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import (
     State,
     at_least_fp32,
@@ -19,9 +19,13 @@ from cat_lm.mixers.modules.context import (
     without_padding,
 )
 from cat_lm.mixers.modules.projections import Filters, activate, initial_filters
-from cat_lm.mixers.shared import STREAMS, DeltaOptions
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.recurrence.delta_rule import delta_rule
+
+if TYPE_CHECKING:
+    from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.shared import DeltaOptions
 
 
 class DeltaRuleLayer(NothingDecays):

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State, at_least_fp32, from_state, without_padding
-from cat_lm.mixers.shared import LOW_RANK
-from cat_lm.ops.recurrence import fla
+from cat_lm.ops.recurrence import GLA_LOW_RANK, fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 if TYPE_CHECKING:
     from cat_lm.mixers import gla
+    from cat_lm.mixers.base import Setting
 
 TEMPERATURE = 16
 
@@ -34,7 +33,7 @@ class GatedLinearAttention(nn.Module):
         self.v_proj = nn.Linear(width, values, bias=False)
         self.g_proj = nn.Linear(width, values, bias=False)
         self.decay_proj = nn.Sequential(
-            nn.Linear(width, LOW_RANK, bias=False), nn.Linear(LOW_RANK, keys)
+            nn.Linear(width, GLA_LOW_RANK, bias=False), nn.Linear(GLA_LOW_RANK, keys)
         )
         self.norm = nn.RMSNorm(values // options.heads, eps=1e-5)
         self.o_proj = nn.Linear(values, width, bias=False)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.attention import rotated, with_past
 from cat_lm.mixers.modules.context import State
 from cat_lm.mixers.modules.projections import ConvolvedProjections
-from cat_lm.ops.documents import document_runs
 from cat_lm.ops.landmark.dispatch import attend_blocks
 from cat_lm.ops.landmark.keys import block_weights, initial_parameters, landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
 from cat_lm.ops.landmark.options import DENSE, TAUGHT
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
+from cat_lm.ops.runtime.documents import document_runs
 
 if TYPE_CHECKING:
     from cat_lm.mixers import landmark
+    from cat_lm.mixers.base import Setting
 
 ROWS = 64  # queries of a sequence on which landmarks are taught
 
@@ -30,7 +30,8 @@ ROWS = 64  # queries of a sequence on which landmarks are taught
 class LandmarkMixer(NothingDecays):
     """One layer of Landmark CAT.
 
-    Parameters beside CAT's: `filter` [H, b] and `sharpness` θ [H], see `cat_lm.model.landmark`.
+    Parameters beside CAT's: `filter` [H, b] and `sharpness` θ [H], see
+    `cat_lm.model.attention.modules.landmark`.
     """
 
     def __init__(self, options: landmark.Options, setting: Setting) -> None:

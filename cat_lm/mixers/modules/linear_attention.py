@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import State, without_padding
 from cat_lm.mixers.modules.projections import ConvolvedProjections
-from cat_lm.ops.documents import document_runs
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.runtime.documents import document_runs
 from cat_lm.ops.runtime.precision import without_autocast
 
 if TYPE_CHECKING:
     from cat_lm.mixers import lincat
+    from cat_lm.mixers.base import Setting
 
 
 def linear_attention(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.context import (
     State,
     at_least_fp32,
@@ -21,6 +20,7 @@ from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 if TYPE_CHECKING:
     from cat_lm.mixers import mamba
+    from cat_lm.mixers.base import Setting
 
 FASTEST, SLOWEST = 0.1, 1e-3  # Δ at the start
 

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.mixers.base import Setting
 from cat_lm.mixers.modules.attention import with_past
 from cat_lm.mixers.modules.context import State, inputs_before
 from cat_lm.ops.convolution.maps import places_of_real_keys
-from cat_lm.ops.documents import document_positions, document_runs
-from cat_lm.ops.multi_token import identity_start, multi_token_attention
-from cat_lm.ops.multi_token_options import length_problem
+from cat_lm.ops.convolution.multi_token import identity_start, multi_token_attention
+from cat_lm.ops.convolution.multi_token_options import length_problem
+from cat_lm.ops.runtime.documents import document_positions, document_runs
 
 if TYPE_CHECKING:
     from cat_lm.mixers import multi_token
+    from cat_lm.mixers.base import Setting
 
 
 class MultiTokenAttention(NothingDecays):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,15 @@ from cat_lm.mixers.modules.context import (
     short_convolution,
     without_padding,
 )
-from cat_lm.mixers.shared import STREAMS, ConvolutionOptions, DeltaOptions
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.ops.long_filter.filters import LongFilter, Modes
+
+if TYPE_CHECKING:
+    from cat_lm.mixers.shared import ConvolutionOptions, DeltaOptions
 
 _SHOWN = 64  # taps of a filter without an end
 

@@ -105,7 +105,7 @@ class Entry:
 
 class Pattern(Entry):
     """How queries meet keys. `build` gives a module, see `SoftmaxCore` in
-    `cat_lm.model.attention.call`.
+    `cat_lm.model.attention.modules.call`.
 
     Attributes:
         takes_transforms: whether scores and values may be transformed.
@@ -182,7 +182,8 @@ class Pattern(Entry):
 class ScoreTransform(Entry):
     """What is done to the logits q·k / sqrt(D) of query i, key j and head h before the softmax.
 
-    `build` gives a `cat_lm.model.attention.scores.ScoreModule`. Its form decides what computes it:
+    `build` returns a `ScoreModule` (`cat_lm.model.attention.modules.scores`). Its form decides what
+    computes it:
 
     additive: l + b_h(i, j), where b does not depend on l: eager, sdpa, flex_attention.
     elementwise: f_h(l, i, j): eager, flex_attention.

@@ -81,7 +81,7 @@ class Chunk(Pattern):
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""
-        from cat_lm.model.chunk import ChunkCore
+        from cat_lm.model.attention.modules.chunk import ChunkCore
 
         return ChunkCore(chunk_size(config), config)
 

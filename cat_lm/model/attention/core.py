@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,18 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.call import AttentionCall
-from cat_lm.model.attention.rows import attend_by_rows
-from cat_lm.model.attention.scores import attend_with_scores, scale_queries_and_keys
-from cat_lm.model.attention.varlen import attend_within_borders, computing_dtype
+from cat_lm.model.attention.modules.call import AttentionCall
+from cat_lm.model.attention.modules.rows import attend_by_rows
+from cat_lm.model.attention.modules.scores import attend_with_scores, scale_queries_and_keys
+from cat_lm.model.attention.modules.varlen import attend_within_borders, computing_dtype
 from cat_lm.model.cache import follows_cache, state_of
 from cat_lm.model.names import renamed
 from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import SequenceGroup, to_tokens
-from cat_lm.model.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 # Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
 _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")

@@ -2,19 +2,21 @@
 
 A mask is [B, 1, T, T], which every layer reads and keeps for its backward pass. Flash attention for
 rows of many lengths takes the borders of the documents instead and computes nothing across them.
-torch has it in its own kernel, `cat_lm.model.attention.varlen`.
+torch has it in its own kernel, `cat_lm.model.attention.modules.varlen`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from cat_lm.model import attention
-from cat_lm.model.attention.varlen import why_no_kernel
+from cat_lm.model.attention.modules.varlen import why_no_kernel
 from cat_lm.model.rules import query_width
-from cat_lm.model.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
 
 _MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
 

@@ -25,7 +25,8 @@ class Landmark(Pattern):
 
     A complete block of `block` tokens has a landmark, its keys' sum by a filter (`filter`); the
     blocks whose landmarks have the highest products with the query are attended to, beside the
-    query's own block and those before it (`local` together). See `cat_lm.model.landmark`.
+    query's own block and those before it (`local` together). See
+    `cat_lm.model.attention.modules.landmark`.
     """
 
     name = "landmark"
@@ -136,7 +137,10 @@ class Landmark(Pattern):
 
     def cache_layers(self) -> tuple[type, type]:
         """Import the layers that keep landmarks."""
-        from cat_lm.model.landmark_cache import LandmarkDynamicLayer, LandmarkStaticLayer
+        from cat_lm.model.attention.modules.landmark_cache import (
+            LandmarkDynamicLayer,
+            LandmarkStaticLayer,
+        )
 
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
@@ -172,7 +176,7 @@ class Landmark(Pattern):
 
     def build(self, config: Any) -> nn.Module:
         """Make the module."""
-        from cat_lm.model.landmark import LandmarkCore
+        from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
 

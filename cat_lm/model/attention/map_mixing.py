@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MapMixing(Pattern):
-    """sum_h sum_j F[j,i,h] A_h[t,m+j] in place of A_i[t,m], see `cat_lm.model.map_mixing`."""
+    """sum_h sum_j F[j,i,h] A_h[t,m+j] in place of A_i[t,m], see `MapMixingCore`."""
 
     name = "map_mixing"
     title = "mixed attention maps"
@@ -36,7 +36,7 @@ class MapMixing(Pattern):
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters: the filters are the convolution's."""
-        from cat_lm.model.map_mixing import MapMixingCore
+        from cat_lm.model.attention.modules.map_mixing import MapMixingCore
 
         return MapMixingCore()
 

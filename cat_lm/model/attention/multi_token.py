@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.rules import attention_channels
-from cat_lm.ops.multi_token_options import (
+from cat_lm.ops.convolution.multi_token_options import (
     DEFAULTS,
     LONGEST,
     mixings,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MultiToken(Pattern):
-    """The exact form, for short rows; see `cat_lm.ops.multi_token`.
+    """The exact form, for short rows; see `cat_lm.ops.convolution.multi_token`.
 
     Options: `query_window` and `key_window`, c_q and c_k; `head_mixing`, where maps are mixed over
     heads: none, before the softmax, after it, or both. All of it starts as softmax attention.
@@ -76,7 +76,7 @@ class MultiToken(Pattern):
 
     def build(self, config: Any) -> nn.Module:
         """Make the module."""
-        from cat_lm.model.multi_token import MultiTokenCore
+        from cat_lm.model.attention.modules.multi_token import MultiTokenCore
 
         return MultiTokenCore(config.num_attention_heads, self.resolved(config.attention_options))
 

@@ -32,7 +32,7 @@ class Softmax(Pattern):
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""
-        from cat_lm.model.attention.call import SoftmaxCore
+        from cat_lm.model.attention.modules.call import SoftmaxCore
 
         return SoftmaxCore()
 

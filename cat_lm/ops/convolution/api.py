@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution import cpu, kinds, reference, triton
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
-from cat_lm.ops.documents import (
+from cat_lm.ops.runtime.documents import (
     check_document_ids,
     document_positions,
     positions_of_starts,

@@ -1,4 +1,7 @@
-"""Values convolved for the mixing of attention maps; `cat_lm.model.map_mixing` has the algebra."""
+"""Values convolved for the mixing of attention maps.
+
+`cat_lm.model.attention.modules.map_mixing` has the algebra.
+"""
 
 from __future__ import annotations
 

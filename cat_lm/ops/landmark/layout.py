@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.documents import document_starts
+from cat_lm.ops.runtime.documents import document_starts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from cat_lm.core.readers import short
 
 FILTERS = ("box", "exponential", "learned")
 SHARES = ("head", "layer")
-# What is computed in training, see `cat_lm.model.landmark.train_landmarks`.
+# What is computed in training, see `cat_lm.model.attention.modules.landmark.train_landmarks`.
 WAYS = ("hard", "dense", "guided")
 # Beside them, of language models: `guided`, of which filters and θ alone learn.
 CALIBRATE = "calibrate"

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.documents import check_document_ids, document_starts
 from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
 from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
+from cat_lm.ops.runtime.documents import check_document_ids, document_starts
 from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED

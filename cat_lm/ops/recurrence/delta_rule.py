@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.documents import check_document_ids, document_runs
 from cat_lm.ops.recurrence import CHUNK
+from cat_lm.ops.runtime.documents import check_document_ids, document_runs
 from cat_lm.ops.runtime.precision import without_autocast
 
 # The exp of these is 0 exactly, as of all that is less.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
-from cat_lm.ops.documents import document_starts
+from cat_lm.ops.runtime.documents import document_starts
 from cat_lm.ops.runtime.operators import refuse_second_derivative
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm import __version__
-from cat_lm.core import plugins
+from cat_lm.core import __version__, plugins
 from cat_lm.core.causes import causes_told
 from cat_lm.core.checksums import checksum
 from cat_lm.core.commit import commit

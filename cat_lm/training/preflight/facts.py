@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from cat_lm import __version__
 from cat_lm.config import RunConfig
-from cat_lm.core import plugins
+from cat_lm.core import __version__, plugins
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import available_memory
 from cat_lm.ops.runtime.triton_launch import INSTALLED

@@ -145,7 +145,7 @@ def in_parts(
     """
     from tqdm import tqdm
 
-    from data_prep.workers import run_tasks
+    from data_prep.common.workers import run_tasks
 
     work.parts.mkdir(parents=True, exist_ok=True)
     # Unlike .npy, .npz has checksums of its arrays (CRC-32), which are compared at reading.

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from cat_lm.mixers import make_mixer
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
 from eval.common.style import GRID, INK, LAGS, MUTED, STYLE, diverging_map, save_figure
 from eval.recall.tasks import TASKS
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from eval.recall.grids.plan import Run
 
-STREAMS = "qkv"
 SINGLE = 0.8  # share of a filter's sum of squares from which its largest tap counts as single
 _NUMBERED = 6  # taps up to which a picture has their values in words
 _TICKED = 24  # lags to every fourth of which there is room for a number

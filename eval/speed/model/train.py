@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from cat_lm.core.errors import UserError
-from cat_lm.model.causal_lm import CausalLanguageModel
+from cat_lm.model.hf.causal_lm import CausalLanguageModel
 from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
 from eval.common.interrupts import terminated_as_interrupt
 from eval.speed import choices
@@ -182,7 +182,7 @@ def relative_speeds(name: str, seconds: Mapping[str, Sequence[float]]) -> dict[s
 
 
 # Imports are most of what a small model takes, and no part of a step's memory.
-_PRELOADED = (__name__, "cat_lm.model.modeling", "cat_lm.training.engine")
+_PRELOADED = (__name__, "cat_lm.model.hf.modeling", "cat_lm.training.engine")
 _DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError
-from data_prep import raw_bytes
+from data_prep.assemble import raw_bytes
 from data_prep.sources import Part, open_source
 from data_prep.sources.documents import Reading
 from data_prep.sources.local import PythonStdlib

@@ -26,8 +26,8 @@ from tests.unit.test_data_selection import flags as set_flags
 
 def dying(out, arguments, renames):
     """Prepares in a process that dies at a rename, half of the time just before it."""
+    from data_prep.assemble.pipeline import prepare
     from data_prep.encode import plan
-    from data_prep.pipeline import prepare
     from data_prep.prepare import parse_arguments
 
     plan.MARGIN /= 5  # the estimate comes out too low
@@ -201,7 +201,7 @@ def test_killed_at_any_step_of_replacing_other_data(
             return act
 
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            patch.setattr("data_prep.pipeline.Plan.load", killed)
+            patch.setattr("data_prep.assemble.pipeline.Plan.load", killed)
             for name in real:
                 patch.setattr(os, name, counted(name))
             prepare(out, *then, "--overwrite")
@@ -258,7 +258,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
     script = (
         "import os, sys\n"
         "from data_prep.encode import encoding\n"
-        "from data_prep.workers import run_tasks\n"
+        "from data_prep.common.workers import run_tasks\n"
         "from tests.unit.data_stages.test_kills import deadly\n"
         "from cat_lm.core.errors import command\n"
         "command(lambda: print(list(run_tasks(deadly, [1, 2, 9], 2, print))))()\n"
@@ -273,7 +273,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
 
 def test_workers_end_with_a_parent_that_was_killed(tmp_path):
     script = (
-        "from data_prep.workers import run_tasks\n"
+        "from data_prep.common.workers import run_tasks\n"
         "from tests.unit.data_stages.test_kills import endless\n"
         f"list(run_tasks(endless, [{str(tmp_path)!r}] * 2, 2, print))\n"
     )

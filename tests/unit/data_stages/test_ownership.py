@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from data_prep.unfinished import MAKING, make_making
+from data_prep.common.unfinished import MAKING, make_making
 from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags
 

@@ -83,7 +83,7 @@ def test_a_task_that_cannot_begin_leaves_the_others_their_work(
     def encoding(*_):
         before = {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())}
         with monkeypatch.context() as patched:
-            patched.setattr("data_prep.pipeline.held_out_fraction", failing)
+            patched.setattr("data_prep.assemble.pipeline.held_out_fraction", failing)
             with pytest.raises(kind, match="failed"):
                 prepare(out, *encode, "1/2")
         assert {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())} == before
@@ -117,7 +117,7 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr("data_prep.locks._noted", False)
+    monkeypatch.setattr("data_prep.common.locks._noted", False)
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1
     assert digests(tmp_path / "out") == expected

@@ -146,7 +146,7 @@ class TestBadInput:
         assert [row["length"] for row in rows] == [32, 64] * 2
 
     def test_allocation_that_fails_is_the_same_line(self, models, text, tmp_path, monkeypatch):
-        from cat_lm.model.modeling import CatModel
+        from cat_lm.model.hf.modeling import CatModel
 
         forward = CatModel.forward
 

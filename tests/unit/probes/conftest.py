@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cat_lm import causality, mixers
+from cat_lm import mixers
+from cat_lm.core import causality
 from cat_lm.model import attention
 
 

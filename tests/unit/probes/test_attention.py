@@ -14,8 +14,8 @@ from torch import nn
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.call import visible_keys
-from cat_lm.model.attention.scores import ScoreModule
+from cat_lm.model.attention.modules.call import visible_keys
+from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.testing import check_entry
 from tests.unit.tiny_models import GROUPED, VARIANTS, cat_model, random_ids
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cat_lm.causality import is_same, stir
+from cat_lm.core.causality import is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.training.building import without_weights

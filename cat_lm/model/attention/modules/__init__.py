@@ -1,0 +1,1 @@
+"""Modules of attention's patterns and transforms; unlike their entries, they need torch."""

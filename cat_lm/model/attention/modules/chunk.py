@@ -1,0 +1,106 @@
+"""The module of `attention: chunk`: rows cut into blocks of a chunk's size, and decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
+
+if TYPE_CHECKING:
+    from cat_lm.model.hf.settings import AttentionSettings
+
+
+class ChunkCore(nn.Module):
+    """Attends inside chunks; transforms of scores count positions from a chunk's beginning.
+
+    Args:
+        size: tokens of a chunk.
+    """
+
+    def __init__(self, size: int, config: AttentionSettings):
+        super().__init__()
+        self.size, self.config = size, config
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
+        if call.continues or call.mask is not None:
+            return self._masked(query, key, value, call)
+        if call.documents is None and call.padding is None:
+            return self._whole(query, key, value, call), None
+        return self._in_pairs(query, key, value, call), None
+
+    def _masked(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend by a mask of [T, S]: after a cache, and where maps are asked for."""
+        own, keys = call.query_positions, call.key_positions
+        if query.shape[2] == 1 and call.mask is None:
+            # No slot is padding, so that older keys are of other chunks.
+            key, value = (x[:, :, -self.size :] for x in (key, value))
+            keys = keys[:, -self.size :]
+        visible = own[:, None, :, None] // self.size == keys[:, None, None] // self.size
+        known = visible_keys(call.mask, query, key)
+        visible = visible if known is None else visible & known
+        mask = visible
+        if self.config._attn_implementation == "eager":  # which adds it
+            least = torch.finfo(query.dtype).min
+            mask = query.new_zeros(visible.shape).masked_fill(~visible, least)
+        return call.attend(query, key, value, mask, own % self.size, keys % self.size)
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Attend in rows of one document: every block is a chunk."""
+        batch, time = query.shape[0], query.shape[2]
+        size = min(self.size, time)
+        where = torch.arange(size, device=query.device)[None]
+        blocks = (_blocks(x, size) for x in (query, key, value))
+        output, _ = call.attend(*blocks, None, where, where)
+        return _joined(output, batch, time)
+
+    def _in_pairs(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Attend in rows whose chunks begin anywhere, so that each lies in at most two blocks."""
+        batch, time, size = query.shape[0], query.shape[2], min(self.size, query.shape[2])
+        where = (call.query_positions % self.size).expand(batch, time)
+        starts = where == 0  # padding that rows begin with has one chunk a token
+        if call.documents is not None:
+            starts[:, 1:] |= call.documents.diff(dim=1) != 0
+        runs = starts.cumsum(dim=1)
+        slots = torch.arange(size, device=query.device)
+        their_runs = _pairs(runs[:, None, :, None], size, fill=-1)[:, 0, :, 0]
+        own_runs = their_runs[:, size:]
+        is_earlier = torch.cat([slots - size, slots]) <= slots[:, None]
+        mask = (own_runs[:, :, None] == their_runs[:, None]) & is_earlier
+        their_places = _pairs(where[:, None, :, None], size)[:, 0, :, 0]
+        pairs = (_pairs(x, size) for x in (key, value))
+        output, _ = call.attend(
+            _blocks(query, size), *pairs, mask[:, None], their_places[:, size:], their_places
+        )
+        return _joined(output, batch, time)
+
+
+def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:
+    """Cut [B, heads, T, D] into n blocks, [B, n, heads, b, D], the last one filled up."""
+    missing = -x.shape[2] % size
+    return F.pad(x, (0, 0, 0, missing), value=fill).unflatten(2, (-1, size)).transpose(1, 2)
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """Take blocks for rows: [B n, heads, b, D]."""
+    return _cut(x, size).flatten(0, 1)
+
+
+def _pairs(x: Tensor, size: int, fill: int = 0) -> Tensor:
+    """Take each block after the one before it for rows: [B n, heads, 2 b, D]."""
+    own = _cut(x, size, fill)
+    earlier = F.pad(own, (0, 0, 0, 0, 0, 0, 1, 0), value=fill)[:, :-1]
+    return torch.cat([earlier, own], dim=3).flatten(0, 1)
+
+
+def _joined(output: Tensor, batch: int, time: int) -> Tensor:
+    """Join blocks [B n, b, H, D] to [B, T, H, D]."""
+    return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]

@@ -1,0 +1,121 @@
+"""Multi-head convolution of attention maps (`conv_mixing: maps`).
+
+With A_h the maps of head h after the softmax, V_i the values of head i and F [W, H_out, H_in] the
+filters, lag 0 first, the maps are mixed over heads and over W keys:
+
+    A'_i[t,m] = sum_h sum_j F[j,i,h] A_h[t,m+j],        Y_i = A'_i V_i.
+
+This is causal, as A_h[t,m+j] is zero for m+j > t. Summing over m first moves the filter from the
+maps to the values:
+
+    Y_i = sum_h A_h (F_{i,h} * V_i),     (F_{i,h} * V_i)[m] = sum_j F[j,i,h] V_i[m−j],
+
+so that any attention function serves, which need not hold maps of T × T: head h attends to the H D
+channels of all F_{i,h} * V_i side by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and
+its outputs are summed over h (`sum_over_maps`). With the values of earlier tokens in a cache, few
+queries meet many keys, and it is the maps that are small: then they are mixed as the first line
+reads (`attend_mixing_maps`).
+
+V_i includes its bias. With one head this is therefore the convolution of the values
+(`conv_mixing: embeddings`), except that the filter meets the bias too: with a bias b, outputs
+differ by b (sum_j F_j − 1), and within W−1 tokens of the start by what the filter reads there.
+
+The paper (CAT, section 3.1) says that Table 2 also examines convolving maps, without an equation.
+This is the reading under which maps of one head are what one head's embeddings are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
+from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
+
+# Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
+QUERY_BLOCK = 128
+
+
+class MapMixingCore(nn.Module):
+    """Attends with mixed maps, by mixed values or, after a cache, by the maps themselves."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            query: [B, H, T, D].
+            key, value: [B, H, S, D], values zero at padding.
+            extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
+
+        Returns:
+            Y [B, T, H, D], and the maps A [B, H, T, S] if the attention function gives them.
+        """
+        if call.continues:
+            return attend_mixing_maps(
+                query, key, value, extra, call.mask, call.scaling, call.dropout
+            )
+        output, maps = call.attend(query, key, extra.transpose(1, 2))
+        return sum_over_maps(output), maps
+
+
+def attend_mixing_maps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    filters: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of T queries to S keys whose maps are mixed.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H, S, D], values zero at padding.
+        filters: [W, H, H].
+        attention_mask: as for transformers' `eager`, `sdpa` or `flex_attention`.
+        scaling: of the scores.
+        dropout: the part of the maps that is dropped.
+
+    Returns:
+        Y [B, T, H, D], and the maps A [B, H, T, S] before they are mixed.
+    """
+    time = query.shape[2]
+    visible = visible_keys(attention_mask, query, key)
+    place = None if visible is None else places_of_real_keys(visible[:, 0, -1])
+    outputs, maps = [], []
+    for start in range(0, time, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, time))
+        scores = query[:, :, rows] @ key.mT * scaling
+        if visible is not None:
+            # Not -inf: a query of a padding token may see nothing, and must not become NaN.
+            lowest = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(~visible[:, :, rows], lowest)
+        attention = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        attention = F.dropout(attention, dropout, training=dropout > 0)
+        outputs.append(_mixed_maps(attention, filters, place) @ value)
+        maps.append(attention)
+    return _joined(outputs).transpose(1, 2), _joined(maps)
+
+
+def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
+    """A' of A [B, H, T, S]; `place` [B, S] as `places_of_real_keys` gives it."""
+    batch, _, time, _ = maps.shape
+    if place is not None:
+        # m+j counts real keys: padding that a prompt ended in does not stand between them.
+        maps = closed_up(maps, place)
+    windows = F.pad(maps, (0, filters.shape[0] - 1)).transpose(1, 2).flatten(0, 1)
+    # conv1d correlates: tap j meets the map at m + j.
+    mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
+    mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
+    return mixed if place is None else opened(mixed, place)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)

@@ -1,0 +1,447 @@
+"""What language models of every family share: the body's loop over layers, and the head with loss.
+
+`CausalLanguageModel` is the contract with the training engine, generation and evaluation: loss,
+labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
+transformers. `CausalBody` and `PreTrainedMixin` want a configuration that extends
+`cat_lm.model.hf.settings.AttentionSettings`; `CausalLanguageModel` takes any.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from cat_lm.model import attention
+from cat_lm.model.attention.causality import check_attention
+from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
+from cat_lm.model.hf.masks import check_call, counted, positions_restart, sequence_layout
+from cat_lm.model.hf.starts import AsksForStarts
+from cat_lm.model.initialization import initialize
+from cat_lm.model.sequence import SequenceGroup, check_divided
+from cat_lm.ops import BACKENDS
+from cat_lm.ops.loss.linear_cross_entropy import IGNORE_INDEX, LanguageModelHead
+from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
+
+# What decides which configuration a name means.
+_HUB_OPTIONS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "trust_remote_code"),
+)
+
+
+class PreTrainedMixin(AsksForStarts):
+    """Initialises and loads the models of a family; before its `PreTrainedModel`."""
+
+    # Layers read the inputs of earlier tokens. Engines with a cache of their own do not keep them,
+    # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
+    _supports_attention_backend = _supports_context_parallel = False
+    # accelerate would pass copies of these arguments, but layers write into them.
+    _skip_keys_device_placement = ("past_key_values", "layer_past", "auxiliary_losses", "norm")
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
+        super().post_init()
+        # Of the instance: read off the class, a property would be true.
+        self._is_stateful = self.config.has_long_filters
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize(module, self.config):
+            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Choose as transformers does, where nothing is asked for among what can compute it."""
+        if attn_implementation is None:
+            attn_implementation = attention.usual_implementation(self.config)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as in transformers; the library's files too."""
+        name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
+        if not isinstance(config, cls.config_class):
+            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+            is_place = isinstance(config, str | os.PathLike)
+            config = cls.config_class.from_pretrained(config if is_place else name_or_path, **hub)
+        renamed = config.renamings(bool(config.convolved_streams)) | (
+            kwargs.pop("key_mapping", None) or {}
+        )
+        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saving would undo the renaming; files of this model have the names of its state_dict.
+        model._weight_conversions = None
+        return loaded
+
+
+class CausalBody:
+    """The forward of a transformer without its head; a family gives the modules.
+
+    The model has `layers` and `rotary_emb` (None without positions).
+    """
+
+    cache_argument = "past_key_values"  # by which the layers take the cache
+    sequence_group: SequenceGroup | None = None
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; check what is not ours before."""
+        check_attention(self)
+        super().post_init()
+
+    def _enter(self, inputs_embeds: Tensor) -> Tensor:
+        """Do what comes between the embeddings [B, T, C] and the first layer."""
+        return inputs_embeds
+
+    def _leave(self, hidden_states: Tensor) -> Tensor:
+        """Do what comes after the last layer: the final norm. [B, T, C]"""
+        raise NotImplementedError
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        document_borders: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute hidden states [B, T, C] after the final norm; see `CausalLanguageModel`.
+
+        Args:
+            document_borders: those of `document_ids` (see `cat_lm.ops.runtime.documents`), for a
+                caller that knows them on the host, which then does not wait for a GPU.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        said = position_ids, attention_mask, padding_mask, document_ids, past_key_values
+        check_call(self.config, kwargs, *said)
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        if past_key_values is not None:
+            attach_layer_state(past_key_values, self.config)
+        elif use_cache:
+            past_key_values = CatCache(self.config)
+
+        group = self.sequence_group
+        check_divided(group, attention_mask, padding_mask, past_key_values)
+        layout = sequence_layout(
+            self.config,
+            inputs_embeds if group is None else group.whole_like(inputs_embeds),
+            attention_mask,
+            position_ids,
+            document_ids,
+            past_key_values,
+            padding_mask,
+            document_borders,
+            kwargs,
+        )
+        hidden_states = self._enter(inputs_embeds)
+        position_embeddings = None
+        if self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(hidden_states, layout.position_ids)
+        with without_plans(past_key_values, hidden_states):
+            for layer in self.layers:
+                hidden_states = layer(
+                    hidden_states,
+                    attention_mask=layout.attention_mask,
+                    position_ids=layout.position_ids,
+                    use_cache=use_cache,
+                    position_embeddings=position_embeddings,
+                    padding_mask=layout.padding_mask,
+                    document_ids=layout.documents,
+                    document_positions=layout.document_positions,
+                    **{self.cache_argument: past_key_values},
+                    **(kwargs | layout.attention_kwargs),
+                )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self._leave(hidden_states),
+            past_key_values=past_key_values,
+        )
+
+
+@dataclass
+class CausalOutput(CausalLMOutputWithPast):
+    """transformers' output, and what layers want to be small beside the loss, a number."""
+
+    auxiliary_loss: Tensor | None = None
+
+
+class CausalLanguageModel:
+    """The head, the loss and generation of a language model of any family.
+
+    The body is `base_model`, the head `lm_head`, a `LanguageModelHead`. A body whose forward has no
+    argument `past_key_values` keeps no state; generation then computes the text anew each time.
+
+    Attributes:
+        collects_losses: whether layers' own losses become the output's `auxiliary_loss` in
+            training, their mean.
+    """
+
+    collects_losses = False
+    # The head computes the loss and filters mix heads, so that no split of weights holds.
+    _tp_plan = _pp_plan = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Enter the class where transformers looks up by name what shifts its labels."""
+        super().__init_subclass__(**kwargs)
+        names, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, getattr(cls, "config_class", None)
+        # A wrapper such as FSDP's makes a second class with the same model type.
+        if kind is not None and names.setdefault(kind.model_type, cls.__name__) != cls.__name__:
+            names[cls.__name__] = cls.__name__
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; see what the body takes."""
+        super().post_init()
+        self.loss_type = "ForCausalLM"  # whatever the class is called
+        taken = inspect.signature(type(self.base_model).forward).parameters
+        self.keeps_state = "past_key_values" in taken
+        self.takes_borders = "document_borders" in taken
+
+    def set_conv_backend(self, name: str) -> None:
+        """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
+
+        A backend asked for by name that cannot serve raises ValueError when the model runs;
+        `cat_lm.model.hf.conv_backends.describe_backend` tells before.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in ("auto", *BACKENDS):
+            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(BACKENDS)}")
+        for module in self.modules():
+            if hasattr(module, "conv_backend"):
+                module.conv_backend = name
+
+    def set_mixer_backend(self, name: str) -> None:
+        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if name not in ("auto", *MIXER_BACKENDS):
+            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(MIXER_BACKENDS)}")
+        for module in self.modules():
+            if hasattr(module, "mixer_backend"):
+                module.mixer_backend = name
+
+    def set_sequence_group(self, group: SequenceGroup | None) -> None:
+        """Have every sequence computed by a group of ranks, each a part of it; None for one alone.
+
+        `input_ids`, labels and what comes out are then this rank's part, [B, T/P], and
+        `document_ids`, `position_ids` those of whole sequences, [B, T]. What can be divided is
+        said by `Architecture.division_problems`.
+        """
+        for module in self.modules():
+            if hasattr(module, "sequence_group"):
+                module.sequence_group = group
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Set the head; a plain linear layer, as resizing makes one, gets the loss."""
+        if type(new_embeddings) is nn.Linear:
+            new_embeddings.__class__ = LanguageModelHead
+        self.lm_head = new_embeddings
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Prepare inputs as transformers does, the attention mask too if the cache is static.
+
+        The convolution then gets the padding beside it. A pattern of attention that masks keys
+        itself gets no prepared mask.
+
+        Raises:
+            ValueError: flex attention with a static cache, whose block mask transformers copies as
+                if it were a tensor.
+        """
+        is_static = getattr(kwargs.get("past_key_values"), "is_compileable", False)
+        if is_static and self.config._attn_implementation == "flex_attention":
+            raise ValueError(
+                "attn_implementation=flex_attention: does not generate with a static cache; use "
+                "cache_implementation='dynamic'"
+            )
+        # By name, off which transformers reads that a text may start with embeddings.
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        prepared, given = inputs.get("attention_mask"), kwargs.get("attention_mask")
+        if getattr(self.config, "masks_keys", False):
+            inputs["attention_mask"] = given
+        elif prepared is not None and prepared is not given and prepared.ndim == 4:
+            batch, _, time, _ = prepared.shape
+            cache = inputs["past_key_values"]
+            if given is None:
+                given = prepared.new_ones(batch, int(cache.get_seq_length()) + time)
+            is_first = time > 1 or kwargs.get("is_first_iteration")
+            # Of one shape and strides, or every token would be compiled anew.
+            new = given if is_first else given[:, -time:]
+            inputs["padding_mask"] = new.clone(memory_format=torch.contiguous_format)
+            if getattr(self.config, "reads_positions", False):
+                inputs["key_positions"] = counted(given, prepared.shape[3])
+        return inputs
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching: raise ValueError."""
+        raise ValueError(
+            f"{type(self).__name__} does not serve by continuous batching, whose cache holds keys "
+            "and values alone; use generate with a batch"
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Give the cache the layers' states, which drafted tokens can be taken back from.
+
+        Raises:
+            ValueError: the model is to draft, and its state cannot go back.
+        """
+        if not self.keeps_state:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+            return None
+        if generation_config.is_assistant and self._is_stateful:
+            raise ValueError(
+                f"{type(self).__name__} cannot draft tokens for another model: its recurrent "
+                "states cannot go back before those that are rejected"
+            )
+        result = super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            attach_layer_state(cache, self.config)
+            if generation_config.is_assistant:
+                # transformers asked the layers that were there before for it.
+                cache.activate_past_recording()
+        return result
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool = False,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalOutput:
+        """Compute logits, and the next-token loss if labels are given.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too, of
+                which it says what it said before. Padding stands at a row's beginning or end.
+            position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
+            inputs_embeds: [B, T, C] instead of `input_ids`.
+            past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
+            document_ids: [B, T] integers; attention, convolution and positions start anew where
+                the id changes. Not with a cache.
+            padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
+                prepared for the attention function.
+            labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
+                −100 is not scored.
+            num_items_in_batch: the loss is the sum divided by this; by default by the number of
+                scored positions.
+            skip_logits: return no logits.
+            use_cache: by default the configuration's; off with labels, documents and in training.
+            logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
+            shift_labels: [B, T], scored against the logits at t, in the place of `labels`. Not in
+                the signature, off which `Trainer` reads which inputs every batch of labels has.
+        """
+        if past_key_values is not None and not self.keeps_state:
+            raise ValueError("past_key_values: the model keeps no state; give all tokens each time")
+        given_shifted = shift_labels = kwargs.pop("shift_labels", None)
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        has_loss = shift_labels is not None
+        if use_cache is None and past_key_values is None:
+            # A cache nobody asked for would cost memory, and packed rows cannot be continued.
+            is_unasked = has_loss or self.training
+            is_unasked = is_unasked or document_ids is not None or kwargs.get("seq_idx") is not None
+            if is_unasked or positions_restart(position_ids, attention_mask):
+                use_cache = False
+
+        losses: list[Tensor] = []
+        if self.collects_losses and self.training:
+            kwargs["auxiliary_losses"] = losses
+        outputs = self.base_model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            document_ids=document_ids,
+            padding_mask=padding_mask,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss, logits = None, None
+        if has_loss and hasattr(self, "_loss_function"):
+            # Set from outside, as by DeepSpeed's tensor parallelism: called as transformers does.
+            how = {"num_items_in_batch": num_items_in_batch, "shift_labels": given_shifted}
+            loss = self.loss_function(
+                logits=self.lm_head(hidden_states),
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                **{name: value for name, value in how.items() if value is not None},
+            )
+        elif has_loss:
+            loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
+        if not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(hidden_states[:, kept])
+        return CausalOutput(
+            # Now, as layers that are computed again add theirs again.
+            auxiliary_loss=torch.stack(losses).mean() if losses else None,
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(
+        self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None
+    ) -> Tensor:
+        if labels.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"labels are {list(labels.shape)} for inputs of {list(hidden_states.shape[:2])}"
+            )
+        labels = labels.to(hidden_states.device)
+        if num_items is None:
+            num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
+        elif isinstance(num_items, Tensor):
+            num_items = num_items.to(hidden_states.device)
+        if isinstance(self.lm_head, LanguageModelHead):
+            return self.lm_head(hidden_states, labels) / num_items
+        # A head that someone wrapped or replaced (an adapter, a quantised layer): its own logits.
+        logits = self.lm_head(hidden_states).float().flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return total / num_items

@@ -1,0 +1,159 @@
+"""`CatConfig`: GPT-NeoX's configuration and what convolution-augmented attention adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
+
+from cat_lm.core.numbers import FRACTION, NORM_EPSILON
+from cat_lm.model.hf.settings import (
+    NUMBERS,
+    SWITCHES,
+    WHOLE_NUMBERS,
+    AttentionSettings,
+    check_numbers,
+    check_shape,
+    refuse,
+)
+from cat_lm.model.rope_scaling import (
+    check_rope_number,
+    check_rope_numbers,
+    check_rope_parameters,
+)
+from cat_lm.model.rules import given_once_problems, rotation_problems, temperature_problems
+
+
+@strict
+class CatConfig(AttentionSettings, GPTNeoXConfig):
+    r"""Configuration of a convolution-augmented GPT-NeoX model.
+
+    conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
+        each head with one causal filter, shared by the channels of the head; `"multihead"` mixes
+        heads, with one filter for each pair of them; `"depthwise"` has one filter for each channel,
+        the short convolution of Primer (on queries, keys and values), of Mamba and DeltaNet, and of
+        Canon layers at position B (arXiv:2512.17351).
+    conv_window (`int`, defaults to 21): W, the number of taps of a filter; at least 1.
+    conv_streams (`str`, defaults to `"qkv"`): which of queries, keys and values are convolved.
+    conv_mixing (`str`, defaults to `"embeddings"`): what a multi-head convolution mixes.
+        `"embeddings"`: the queries, keys and values of all heads before attention, as in the
+        paper's definition (section 3.1). `"maps"`: the attention maps after the softmax, over heads
+        and keys, A'_i[t, m] = sum_h sum_j F[j,i,h] A_h[t, m+j], in place of the convolution of the
+        values; queries and keys, if `conv_streams` names them, are mixed as embeddings. The paper
+        says only that its Table 2 also looks at mixing maps and gives no equation, so this form is
+        inferred, and which of the two its MH-CAT rows used is not known.
+    conv_activation (`str`, defaults to `"none"`): `"silu"` applies SiLU to what a depthwise
+        convolution gives, bias included, as Mamba and DeltaNet do.
+    conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
+        convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
+        multihead ±1/sqrt(W H).
+        `"residual"` adds the two, as a Canon layer in the convolution's place would start.
+    conv_filter (`str`, defaults to `"taps"`): `"exponential"` or `"ssm"` filters are as long as the
+        text, with O(N) numbers for each head, and are decoded from N numbers of state for each
+        channel; conv_state (`int`, defaults to 0): N. For `"head"`, without conv_window. Their
+        `"uniform"` draws the coefficients and the tap of lag 0 from ±1/sqrt(N). See
+        `cat_lm.ops.long_filter`.
+    conv_norm (`str`, defaults to `"none"`): `"l1"` divides a filter by its magnitudes' sum.
+    conv_rank (`int`, defaults to 1): R, of the kernel by which filters of queries and keys convolve
+        their scores; queries and keys become R times as wide. For `"head"` with both streams.
+    qk_norm (`str`, defaults to `"none"`): `"l2"` or `"rms"`, of queries and keys; qk_norm_place
+        (`str`, defaults to `"after"`): of their convolution, or `"before"` it. See
+        `cat_lm.model.qk_norm`.
+    canon (`str`, defaults to `"none"`): the places of Canon layers, some of A, C and D;
+        canon_window (`int`, defaults to 4): their taps; canon_init (`str`, defaults to
+        `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.canon`.
+    position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
+    rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
+        `rope_parameters["partial_rotary_factor"]`, which is another name of it.
+    rope_theta (`float`, defaults to 10,000): the base of the rotary frequencies. Stored as
+        `rope_parameters["rope_theta"]`.
+    attention_temperature (`float`, defaults to 1): t of softmax(q·k / (t sqrt(D))); below 1 it
+        sharpens attention. YaRN's for a factor s is (0.1 ln s + 1)^-2: 0.875, 0.771, 0.685 for
+        s = 2, 4, 8. See `cat_lm.model.rope_scaling`.
+    temperature_scope (`str`, defaults to `"logits"`): what the temperature acts on: `"logits"`, or
+        `"rotary"`, the part of the logits that the rotated channels give.
+    rope_parameters (`dict`, *optional*): as in transformers, with `rope_type` `"default"`,
+        `"linear"` (position interpolation) or `"yarn"`; an unknown key is an error. YaRN without
+        `attention_factor` has transformers' own temperature, on the rotated channels.
+
+    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.initialization`.
+    Wrong values raise a `ValueError` that says what is supported.
+    """
+
+    model_type = "cat_neox"
+    library_names: ClassVar[dict[str, str]] = {r"^embed_out\.": "lm_head."}
+    # The projection's bias is added after the convolution.
+    convolved_names: ClassVar[dict[str, str]] = {r"\.query_key_value\.bias$": ".convolution.bias"}
+    # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
+    # would have to pass documents and padding on.
+    base_model_tp_plan = base_model_pp_plan = None
+
+    @classmethod
+    def other_keys(cls) -> Collection[str]:
+        """Return the keys that are stored in `rope_parameters`, and those of other families."""
+        return ("rotary_emb_base", "rotary_pct", *_SHAPE, *super().other_keys())
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_fields(self)
+        for name, allowed in _SHAPE.items():
+            if (value := kwargs.pop(name, None)) not in (None, allowed(self)):
+                raise ValueError(f"{name}={value}: GPT-NeoX has {allowed(self)} with these heads")
+        _check_rope_names(kwargs)
+        refuse(given_once_problems(self.rope_parameters, kwargs))
+        for name, theirs in _NEOX_NAMES.items():
+            value = kwargs.pop(name, None)
+            if value is not None and kwargs.setdefault(theirs, value) != value:
+                raise ValueError(f"{name}={value}: {theirs} is {kwargs[theirs]}; give one of them")
+        self.check_attention_settings()
+        check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
+        super().__post_init__(**kwargs)
+        check_rope_numbers(self.rope_parameters)
+        refuse([*temperature_problems(self), *rotation_problems(self)])
+
+    @property
+    def rotary_pct(self) -> float:
+        """The part of a head's channels that rotary positions turn."""
+        return self.rope_parameters["partial_rotary_factor"]
+
+
+# GPT-NeoX's own names of what is stored in `rope_parameters`.
+_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+# What other families choose, and rules would read: files of others may have it as it follows.
+_SHAPE: dict[str, Callable[[Any], int]] = {
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_key_value_heads": lambda config: config.num_attention_heads,
+}
+_NUMBERS = NUMBERS | {"layer_norm_eps": NORM_EPSILON, "hidden_dropout": FRACTION}
+_SWITCHES = ("use_parallel_residual", *SWITCHES)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a GPT-NeoX or CAT `config.json` says, before a configuration is made of it.
+
+    Raises:
+        ValueError: as `check_fields`.
+    """
+    check_fields(SimpleNamespace(**CatConfig().to_dict() | dict(settings)))
+    _check_rope_names(settings)
+
+
+def _check_rope_names(values: Mapping[str, Any]) -> None:
+    for name in ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"):
+        if values.get(name) is not None:
+            check_rope_number(name, values[name])
+
+
+def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
+    """Check types and ranges of what a GPT-NeoX or CAT model is built from.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    check_numbers(config, WHOLE_NUMBERS, whole=True)
+    check_numbers(config, _NUMBERS, whole=False)
+    check_shape(config, _SWITCHES)
+    if config.rope_parameters:
+        check_rope_numbers(config.rope_parameters)

@@ -1,0 +1,116 @@
+"""`CatMixerConfig`: the configuration of a language model around a mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from cat_lm import mixers
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import (
+    CONTEXT,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    LAYERS,
+    NORM_EPSILON,
+    VOCABULARY,
+)
+from cat_lm.model.hf.settings import (
+    RecurrentSettings,
+    check_numbers,
+    check_switches,
+    check_tokens,
+    refuse,
+)
+from cat_lm.model.mixer_rules import mixer_of, mixer_problems
+
+_WHOLE_NUMBERS = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": INTERMEDIATE_SIZE,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+}
+_NUMBERS = {"rms_norm_eps": NORM_EPSILON, "initializer_range": NORM_EPSILON}
+_SWITCHES = ("tie_word_embeddings", "use_cache")
+
+
+@strict
+class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
+    r"""Configuration of a language model around one of the mixers of `cat_lm.mixers`.
+
+    Every layer is RMSNorm, mixer, RMSNorm, SwiGLU, each pair on the residual stream.
+
+    mixer (`str`): its name.
+    mixer_options (`dict`): what differs from the options' defaults; all of them are stored.
+    intermediate_size (`int`): the width of the MLP.
+    learned_positions (`int`, *optional*): rows of the table of positions that is added to the
+        embeddings, of a mixer that asks for one; the longest sequence.
+    max_position_embeddings (`int`): tokens of a training sequence.
+    initializer_range (`float`): the standard deviation of linear layers and embeddings. Everything
+        else, and mixers that keep their own, start as `cat_lm.mixers` says.
+
+    Wrong values raise a `ValueError` that says what is supported.
+    """
+
+    model_type = "cat_mixer"
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    mixer: str = "gla"
+    mixer_options: dict[str, Any] | None = None
+    intermediate_size: int = 2816
+    learned_positions: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_fields(self)
+        self.mixer_options = asdict(mixer_of(self).options)
+        super().__post_init__(**kwargs)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Tell whether the mixer has a decoding state."""
+        return "state" in mixer_of(self).kind.supports
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a `config.json` says, before a configuration is made of it.
+
+    Raises:
+        ValueError: as `check_fields`.
+    """
+    check_fields(SimpleNamespace(**CatMixerConfig().to_dict() | {"mixer_options": {}} | settings))
+
+
+def check_fields(config: CatMixerConfig | SimpleNamespace) -> None:
+    """Check types and ranges of what a model is built from.
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    given = {} if config.learned_positions is None else {"learned_positions": CONTEXT}
+    check_numbers(config, _WHOLE_NUMBERS | given, whole=True)
+    check_numbers(config, _NUMBERS, whole=False)
+    check_switches(config, _SWITCHES)
+    check_tokens(config)
+    if not isinstance(config.mixer_options or {}, dict):
+        raise ValueError(f"mixer_options={config.mixer_options!r}: must be options by name")
+    try:
+        mixers.get(config.mixer)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    refuse(mixer_problems(config))

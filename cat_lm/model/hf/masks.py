@@ -1,0 +1,492 @@
+"""What padding, packed documents and the cache mean for positions, attention and convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from cat_lm.model import attention
+from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.attention.modules.varlen import computing_dtype
+from cat_lm.model.hf.settings import AttentionSettings, refuse
+from cat_lm.ops.landmark.layout import interior_padding
+from cat_lm.ops.runtime.documents import document_borders, document_positions, document_runs
+
+# What a body's forward takes beside its named arguments and plain values.
+_FURTHER = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # documents
+_FURTHER += ("auxiliary_losses", "cache_position", "token_type_ids")  # nothing about neighbours
+_FURTHER += ("key_positions",)  # [B, S] beside a prepared mask, see `counted`
+# Further outputs of tokenizers.
+_FURTHER += ("special_tokens_mask", "length", "offset_mapping", "overflow_to_sample_mapping")
+_GAP = (
+    "attention_mask: the model takes no padding between the tokens of a row; pad rows at their "
+    "beginning or their end"
+)
+_OTHER_MASK = (
+    "attention_mask: takes cached tokens for padding that were read as tokens, or padding for "
+    "tokens (generate reads what follows the end of a row); begin with an empty cache"
+)
+
+
+@dataclass
+class SequenceLayout:
+    """Say how the rows of a batch are read.
+
+    position_ids: [B or 1, T].
+    attention_mask: what the attention function of transformers takes: None, [B, 1, T, S], a
+        BlockMask, or for flash attention [B, S].
+    padding_mask: [B, T] bool, False at padding; None where there is no padding.
+    documents: [B, T] document numbers; None where rows are not packed.
+    document_positions: [B, T] int32, the position of each token in its document, or None.
+    attention_kwargs: more arguments for the attention function.
+    """
+
+    position_ids: Tensor
+    attention_mask: Any
+    padding_mask: Tensor | None
+    documents: Tensor | None
+    document_positions: Tensor | None = None
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def sequence_layout(
+    config: AttentionSettings,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    document_ids: Tensor | None,
+    cache: Cache | None,
+    padding_mask: Tensor | None = None,
+    borders: Tensor | None = None,
+    further: Mapping[str, Any] | None = None,
+) -> SequenceLayout:
+    """Derives the layout from what the caller said, so that attention and convolution agree.
+
+    Args:
+        inputs_embeds: [B, T, C].
+        attention_mask: [B, S] with 1 at real tokens, S the cached and the new ones; or a mask that
+            was prepared for the attention function.
+        position_ids: [B, T]; by default they count real tokens, from 0 in every document.
+        document_ids: [B, T]; a change of the id starts a document. Without it, position ids that
+            do not count up by one start a document too, as everywhere in transformers.
+        cache: holds the tokens before these.
+        padding_mask: [B, T], or [B, S] as `attention_mask`, 0 at padding; needed only beside a
+            prepared attention mask, off which it cannot be read.
+        borders: `document_borders` of the documents, if they are known without waiting for a GPU.
+        further: the forward's other arguments.
+
+    Raises:
+        ValueError: combinations for which the convolution could not know what to read.
+    """
+    check_attention(config)
+    batch, time, _ = inputs_embeds.shape
+    further = further or {}
+    told = position_ids, attention_mask, cache, further, (batch, time)
+    documents = documents_of(document_ids, *told)
+    given_padding = padding_mask
+    padding_mask = padding_of(config, attention_mask, padding_mask, time, documents, cache)
+    if position_ids is None:
+        position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
+
+    attention_kwargs: dict[str, Any] = {}
+    if config.masks_keys:
+        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+            raise ValueError(
+                f"attention_mask: {attention.pattern(config).title} takes [B, S] with 1 at real "
+                "tokens, not a prepared mask"
+            )
+        known = {} if borders is None or padding_mask is not None else {"document_borders": borders}
+        return SequenceLayout(position_ids, None, padding_mask, documents, None, known)
+    same_document = positions = None
+    if documents is not None:
+        positions = document_positions(documents).int()
+        by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
+        # Borders that a graph would have to find are of a length that it cannot know.
+        is_known = borders is not None or not torch.compiler.is_compiling()
+        if by == "flash":
+            attention_kwargs = _flash_documents(documents, padding_mask, borders)
+        elif by == "varlen" and attention_mask is None and padding_mask is None and is_known:
+            borders = document_borders(documents) if borders is None else borders
+            attention_kwargs = {"document_borders": borders}
+        elif by == "rows" and attention_mask is None and padding_mask is None:
+            attention_kwargs = {"by_rows": True}
+        else:
+            check_function(config)
+            same_document = _same_document_function(documents)
+    if config.reads_positions:
+        attention_kwargs["key_positions"] = further.get("key_positions")
+        if attention_kwargs["key_positions"] is None:
+            told = attention_mask, given_padding, position_ids, cache
+            attention_kwargs["key_positions"] = _key_positions(*told)
+    prepared_mask = attention.pattern(config).mask(
+        config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        # transformers reads documents off the positions; here they are known.
+        position_ids=None,
+        and_mask_function=same_document,
+    )
+    return SequenceLayout(
+        position_ids, prepared_mask, padding_mask, documents, positions, attention_kwargs
+    )
+
+
+def check_attention(config: AttentionSettings) -> None:
+    """Raise ValueError for an attention function that cannot serve the configuration."""
+    refuse(attention.implementation_problems(config, config._attn_implementation))
+
+
+def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
+    """Check that a call says nothing about a token's neighbours that only attention would read.
+
+    Engines with a cache of their own (vLLM, continuous batching) call a model so: the requests'
+    borders and keys are known to their attention function alone.
+
+    Args:
+        further: the arguments that the body's forward does not name.
+        layout: what else says how rows are read: positions, masks, documents, a cache.
+
+    Raises:
+        ValueError: an argument that no layer reads, or an attention function without a mask.
+    """
+    for name, value in further.items():
+        if name not in _FURTHER and not isinstance(value, bool | int | float | str | None):
+            raise ValueError(
+                f"{name}: a {type(value).__name__} that the layers do not read; say in "
+                "document_ids, padding_mask and past_key_values what stands before a token"
+            )
+    if config.reads_padding and any(said is not None for said in layout):
+        check_function(config)
+
+
+def check_function(config: Any) -> None:
+    """Check that the attention function gets a mask. Raises ValueError."""
+    name = config._attn_implementation
+    if name is not None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        raise ValueError(
+            f"attn_implementation={name}: transformers makes no mask for it, so that it may read "
+            "other tokens than the layers before it; use sdpa, eager or flash_attention_2"
+        )
+
+
+def documents_of(
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    further: Mapping[str, Any],
+    shape: tuple[int, int],
+) -> Tensor | None:
+    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`.
+
+    Args:
+        shape: B and T.
+
+    Raises:
+        ValueError: documents beside a cache, or lengths that say others.
+    """
+    name = "document_ids" if document_ids is not None else "seq_idx"
+    document_ids = further.get("seq_idx") if document_ids is None else document_ids
+    documents = None
+    if document_ids is not None:
+        documents = document_runs(document_ids)
+    elif position_ids is not None and attention_mask is None and position_ids.shape[1] > 1:
+        name = "position_ids that start anew"
+        documents = _runs_of_positions(position_ids.expand(shape[0], -1), cache)
+    if documents is not None and cache is not None:
+        if not torch.compiler.is_compiling() and not documents.any():
+            return None  # one document
+        raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if further.get(name) is not None:
+            _check_lengths(name, further[name], documents, cache, shape)
+    return documents
+
+
+def _check_lengths(
+    name: str, lengths: Tensor, documents: Tensor | None, cache: Cache | None, shape: tuple
+) -> None:
+    """Check that cumulative lengths, which no layer reads, are of the documents, or of the rows.
+
+    Raises:
+        ValueError: they are not.
+    """
+    batch, time = shape
+    if torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
+        # Values are not known while compiling, and cached keys are counted, too.
+        agrees = len(lengths) - 1 == batch if documents is None else True
+    elif documents is None:
+        agrees = lengths.tolist() == [row * time for row in range(batch + 1)]
+    else:
+        agrees = torch.equal(lengths.to(documents.device).int(), document_borders(documents))
+    if not agrees:
+        raise ValueError(
+            f"{name}: the layers read documents off document_ids or position_ids, which say "
+            "others; pass document_ids, and no cache"
+        )
+
+
+def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
+    """Return whether positions alone say documents; False while compiling, where none are known."""
+    if position_ids is None or attention_mask is not None or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=1) != 1).any())
+
+
+def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | None:
+    """Number the runs of positions that count up by one, [B, T]; None where rows are one each."""
+    starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    runs = starts.cumsum(dim=1)
+    if torch.compiler.is_compiling():
+        # Whether positions restart is not known while compiling; one document is never wrong to
+        # number, only slower.
+        if cache is None:
+            return runs
+        torch._assert_async(~runs[:, -1].any(), "position_ids that start anew, beside a cache")
+        return None
+    if not runs[:, -1].any():
+        return None
+    is_odd = starts & (position_ids != 0) & (position_ids != position_ids[:, :1])
+    if is_odd.any():
+        raise ValueError(
+            "position_ids: a document within a row begins at another position than 0 or the "
+            "row's first; give document_ids, and a document's tokens from its beginning"
+        )
+    return runs
+
+
+def padding_of(
+    config: Any,
+    attention_mask: Any,
+    padding_mask: Tensor | None,
+    time: int,
+    documents: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Tensor | None:
+    """Return which of the `time` new tokens are real, [B, T] bool; None where all are.
+
+    The cache's first layer keeps which of its tokens are padding. Masks without padding cost one
+    wait for a GPU, as do those of single tokens.
+
+    Args:
+        config: says by `reads_padding` whether that matters to the model, by `takes_gaps` whether
+            padding may stand between tokens, and by `keeps_padding` whether states hold it.
+        attention_mask, padding_mask, cache: as of `sequence_layout`.
+        documents: [B, T]; None where rows are not packed.
+
+    Raises:
+        ValueError: padding between the tokens of a document, or a mask by which cached tokens are
+            others than those that were read.
+    """
+    _check_width(attention_mask, time, cache)
+    if not config.reads_padding:
+        return None
+    record = next(iter(getattr(cache, "layers", ())), None)
+    kept = getattr(record, "real", None)
+    if attention_mask is None and padding_mask is None:
+        if kept is not None:
+            raise ValueError(
+                "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
+                "cached and the new tokens"
+            )
+        return None
+    real = _real_tokens(attention_mask, padding_mask)
+    new = real[:, -time:]
+    if torch.compiler.is_compiling():
+        _check_compiled(config, real, kept, time, documents, cache)
+        if time > 1 and hasattr(record, "real") and padding_mask is None:
+            record.real = real  # of all tokens so far, for later calls
+        return new
+    if not config.keeps_padding:
+        if not config.takes_gaps and interior_padding(real, documents).any():
+            raise ValueError(_GAP)
+        return None if new.all() else new
+    if (kept is None or real.shape[1] == time) and real.all():
+        return None
+    before = _cached_tokens(new, kept, cache)
+    if _check_padding(real, before, new, documents):
+        return None
+    if hasattr(record, "real"):
+        record.real = torch.cat([before, new], dim=1)
+    return new
+
+
+def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:
+    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
+
+    How many there are in a static cache is not known to the host.
+    """
+    if cache is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return
+    past = cache.get_seq_length()
+    if isinstance(past, int) and attention_mask.shape[1] != past + time:
+        raise ValueError(
+            f"attention_mask: says what {attention_mask.shape[1]} tokens are, of {past + time} "
+            "with those in the cache; give [B, S] with all of them"
+        )
+
+
+def _real_tokens(attention_mask: Any, padding_mask: Tensor | None) -> Tensor:
+    """Return what the masks say of tokens, [B, T] or [B, S] bool. Raises ValueError."""
+    if padding_mask is not None:
+        return padding_mask.bool()
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError(
+            "the convolution cannot read padding or documents off a prepared attention mask; "
+            "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
+            "attention_mask as [B, T]"
+        )
+    return attention_mask.bool()
+
+
+def _cached_tokens(new: Tensor, kept: Tensor | None, cache: Cache | None) -> Tensor:
+    """Return which cached tokens were read as real, [B, past] bool. `kept`: see PaddingRecord."""
+    past = 0 if cache is None else int(cache.get_seq_length())
+    before = new.new_ones(len(new), past)
+    if kept is not None:
+        before[:, : kept.shape[1]] = kept
+    return before
+
+
+def _check_padding(real: Tensor, before: Tensor, new: Tensor, documents: Tensor | None) -> bool:
+    """Check masks against the cache; return whether all new tokens are real. Waits for a GPU once.
+
+    Args:
+        real: [B, S] or [B, T] bool, what the call says.
+        before: [B, past] bool, how the cached tokens were read.
+        new: [B, T] bool.
+
+    Raises:
+        ValueError: see `padding_of`.
+    """
+    past = before.shape[1]
+    said = real[:, : -new.shape[1]] if real.shape[1] > new.shape[1] else before
+    if said.shape[1] != past:
+        raise ValueError(
+            f"padding_mask: says what {said.shape[1]} cached tokens are, of {past}; give [B, S] "
+            "with all of them, or [B, T]"
+        )
+    row = new if documents is not None else torch.cat([before.any(1, keepdim=True), new], dim=1)
+    tests = (said != before).any(), interior_padding(row, documents).any(), new.all()
+    differs, has_gaps, is_whole = torch.stack(tests).tolist()
+    if differs:
+        raise ValueError(_OTHER_MASK)
+    if has_gaps:
+        raise ValueError(_GAP)
+    return is_whole
+
+
+def _check_compiled(
+    config: Any,
+    real: Tensor,
+    kept: Tensor | None,
+    time: int,
+    documents: Tensor | None,
+    cache: Cache | None,
+) -> None:
+    """Put the checks of `_check_padding` into a compiled graph, which raises RuntimeError."""
+    said, new = real[:, :-time], real[:, -time:]
+    if config.keeps_padding and said.shape[1] > 0:
+        count = 0 if kept is None else min(kept.shape[1], said.shape[1])
+        read_so = said[:, count:].all()
+        if count:
+            read_so = read_so & (said[:, :count] == kept[:, :count]).all()
+        torch._assert_async(read_so, _OTHER_MASK)
+    if config.takes_gaps or time == 1:
+        return
+    row = new
+    if documents is None and cache is not None:
+        before = said if said.shape[1] > 0 else kept
+        count = 0 if before is None else before.shape[1]
+        has_real = torch.as_tensor(cache.get_seq_length() > count, device=new.device)
+        has_real = has_real.expand(len(new)) if before is None else has_real | before.any(1)
+        row = torch.cat([has_real[:, None], new], dim=1)
+    torch._assert_async(~interior_padding(row, documents).any(), _GAP)
+
+
+def positions_of(
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    documents: Tensor | None,
+    cache: Cache | None,
+) -> Tensor:
+    """Count real tokens, from 0 in every document; [B or 1, T]."""
+    time, device = inputs_embeds.shape[1], inputs_embeds.device
+    is_known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if documents is not None:
+        positions = document_positions(documents)
+        if not is_known:
+            return positions
+        real = attention_mask.long()
+        counted = real.cumsum(dim=1) - real  # before each token, in its row
+        starts = torch.arange(time, device=device) - positions
+        return counted - counted.gather(1, starts)
+    if is_known:
+        counted = attention_mask.long().cumsum(dim=1) - 1
+        return counted.clamp(min=0)[:, -time:]
+    past = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(time, device=device) + past)[None]
+
+
+def counted(attention_mask: Tensor, length: int) -> Tensor:
+    """Compute the positions of real tokens [B, S], and zeros up to `length` slots."""
+    positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return F.pad(positions, (0, length - positions.shape[1]))
+
+
+def _key_positions(
+    attention_mask: Any, padding_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
+) -> Tensor | None:
+    """Positions of the cached keys and the new ones, [B or 1, S]; None where every slot counts."""
+    if cache is None:
+        return position_ids
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        _check_covers_cache(attention_mask, padding_mask, position_ids.shape[1], cache)
+        attention_mask = padding_mask
+    if attention_mask is None:
+        return None
+    return counted(attention_mask, attention_mask.shape[1])
+
+
+def _check_covers_cache(
+    attention_mask: Any, padding_mask: Tensor | None, time: int, cache: Cache
+) -> None:
+    """Check that padding among cached keys is known, whose mask was prepared elsewhere."""
+    if attention_mask is None or padding_mask.shape[1] > time or torch.compiler.is_compiling():
+        return
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "padding_mask must be [B, S] beside a prepared attention mask, S the cached and the "
+            "new tokens, as positions of all keys are read"
+        )
+
+
+def _same_document_function(documents: Tensor):
+    def same_document(batch, head, query, key):
+        return documents[batch, query] == documents[batch, key]
+
+    return same_document
+
+
+def _flash_documents(
+    documents: Tensor, padding_mask: Tensor | None, borders: Tensor | None
+) -> dict[str, Any]:
+    """Cumulative lengths for flash attention's packed form, all rows joined end to end."""
+    if padding_mask is not None:
+        raise ValueError("flash attention takes document_ids or padding, not both")
+    borders = document_borders(documents) if borders is None else borders
+    time = documents.shape[1]  # no document is longer, and the host need not wait for the longest
+    return {
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": time,
+        "max_length_k": time,
+    }

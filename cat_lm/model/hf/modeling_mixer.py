@@ -1,0 +1,191 @@
+"""`CatMixerForCausalLM`: a language model around any mixer of `cat_lm.mixers`.
+
+    h ← h + mixer(RMSNorm(h)),   h ← h + W_down (SiLU(W_gate n) ⊙ W_up n),  n = RMSNorm(h)
+
+in every layer, a last RMSNorm, and the head. A mixer that keeps documents apart, minds padding and
+has a decoding state says so (`MixerKind.supports`); what it cannot do is refused. Without a state
+generation computes the whole text anew for every token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import kept_parts
+from cat_lm.mixers import Setting
+from cat_lm.model.hf.configuration_mixer import CatMixerConfig
+from cat_lm.model.hf.masks import positions_of
+from cat_lm.model.hf.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
+from cat_lm.model.mixer_cache import MixerCache
+from cat_lm.model.mixer_rules import mixer_of
+from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: W_down (SiLU(W_gate x) ⊙ W_up x), without biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixerLayer(GradientCheckpointingLayer):
+    """RMSNorm and the mixer, RMSNorm and the MLP, on the residual stream."""
+
+    def __init__(self, config: CatMixerConfig, index: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        setting = Setting(width, index, config.num_hidden_layers)
+        self.mixer_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        mixer = mixer_of(config)
+        self.mixer = mixer.build(setting)
+        self.named, self.state_numbers = (
+            mixer.label,
+            mixer.kind.state_numbers(mixer.options, setting, 1),
+        )
+        self.mlp = GatedMLP(width, config.intermediate_size)
+        self._mark_as_built(setting)
+
+    def _mark_as_built(self, setting: Setting) -> None:
+        """Say of each part of the mixer that keeps what its constructor gave where it stands."""
+        # On the meta device the constructors ran for names and shapes alone.
+        lacks, kept = any(p.is_meta for p in self.mixer.parameters()), kept_parts(self.mixer)
+        for name, module in self.mixer.named_modules():
+            if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
+                module.as_built = (setting, name, lacks)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        past_key_values: MixerCache | None = None,
+        auxiliary_losses: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Compute [B, T, C]."""
+        hidden_states = hidden_states + mix(
+            self.mixer,
+            self.mixer_norm(hidden_states),
+            self.index,
+            document_ids,
+            padding_mask,
+            past_key_values,
+            auxiliary_losses,
+        )
+        cached = past_key_values is not None and self.state_numbers
+        if cached and not past_key_values.layers[self.index].state:
+            raise ValueError(
+                f"mixer {self.named}: supports state, of {self.state_numbers} numbers, but its "
+                "forward leaves the state empty"
+            )
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
+    """Share with the classes below: configuration, initialisation, what transformers may do."""
+
+    config_class = CatMixerConfig
+    config: CatMixerConfig
+    base_model_prefix = "model"
+    _no_split_modules = ("MixerLayer",)
+    _can_record_outputs = {"hidden_states": MixerLayer}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module's own parameters; those that were loaded are left alone."""
+        if not hasattr(module, "as_built"):
+            super()._init_weights(module)
+            return
+        setting, name, lacks = module.as_built
+        if lacks:
+            self._draw(module, setting, name)
+
+    def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
+        """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""
+        fresh = mixer_of(self.config).build(setting).get_submodule(name)
+        for key, value in fresh.named_parameters(recurse=False):
+            init.copy_(module.get_parameter(key), value)
+
+
+class CatMixerModel(RecurrentBody, MixerPreTrainedModel):
+    """The model without its head."""
+
+    def __init__(self, config: CatMixerConfig) -> None:
+        super().__init__(config)
+        self.supports = mixer_of(config).kind.supports
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = config.learned_positions
+        self.embed_positions = None if rows is None else nn.Embedding(rows, config.hidden_size)
+        self.layers = nn.ModuleList(
+            MixerLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _enter(
+        self,
+        embedded: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        documents: Tensor | None,
+        cache: MixerCache | None,
+    ) -> Tensor:
+        if self.embed_positions is None:
+            return embedded
+        if position_ids is None:
+            position_ids = positions_of(embedded, attention_mask, documents, cache)
+        return embedded + self._positions(position_ids)
+
+    def _leave(self, hidden_states: Tensor) -> Tensor:
+        return self.norm(hidden_states)
+
+    def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Give the padding that the mixer minds. Raises ValueError where it cannot do its part."""
+        name = self.config.mixer
+        if documents is not None and "documents" not in self.supports:
+            raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")
+        if padding is None or "padding" in self.supports:
+            return padding
+        if (padding[:, 1:] & ~padding[:, :-1]).any():
+            raise ValueError(
+                f"attention_mask: the mixer {name} knows no padding; pad on the right, where no "
+                "token reads it, or give rows of one length"
+            )
+        return None
+
+    def _positions(self, position_ids: Tensor) -> Tensor:
+        rows = self.config.learned_positions
+        if not torch.compiler.is_compiling() and int(position_ids.max()) >= rows:
+            raise UserError(
+                f"a sequence of {int(position_ids.max()) + 1} tokens: the model's table of "
+                f"positions has learned_positions={rows} rows; give fewer tokens"
+            )
+        return self.embed_positions(position_ids)
+
+
+class CatMixerForCausalLM(RecurrentCausalLM, MixerPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CatMixerConfig) -> None:
+        super().__init__(config)
+        self.model = CatMixerModel(config)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.collects_losses = any(
+            getattr(layer.mixer, "adds_losses", False) for layer in self.model.layers
+        )
+        self.post_init()

@@ -1,0 +1,177 @@
+"""Kinds of causal convolution along time: the one table of them.
+
+Everything that depends on a kind (shapes of filters, starts, FLOPs, choices of commands, words in
+logs) asks its row here. A kind of one's own is a `Kind` given to `register`; without a kernel of a
+faster backend the reference computes it, and the log says so. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cat_lm.core import plugins
+from cat_lm.core.registry import check_entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# The streams of a block that may be convolved: queries, keys and values.
+STREAMS = "qkv"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of convolution of x [B, T, H, D] with filters of W taps, lag 0 first.
+
+    Attributes:
+        name: the value of `conv_type`.
+        filter_axes: the filters' dimensions, of "W", "H" (heads), "I" (the heads read from) and
+            "D" (channels of a head).
+        add_lag: the reference: (taps, lag, x delayed by it) to that lag's part of the sum.
+        meaning: what a filter belongs to, as in "one filter for each head".
+        takes_activation: whether `conv_activation` may follow.
+        takes_long_filters: whether `conv_filter` may be one of `cat_lm.ops.long_filter`, which
+            are of heads.
+    """
+
+    name: str
+    filter_axes: tuple[str, ...]
+    add_lag: Callable[[Tensor, int, Tensor], Tensor]
+    meaning: str
+    takes_activation: bool = False
+    takes_long_filters: bool = False
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Tell whether a head's output depends on other heads."""
+        return "I" in self.filter_axes
+
+    @property
+    def window_axis(self) -> int:
+        return self.filter_axes.index("W")
+
+    def filter_shape(self, heads: int, head_dim: int, window: int) -> tuple[int, ...]:
+        """Give the shape of one stream's filters."""
+        sizes = {"W": window, "H": heads, "I": heads, "D": head_dim}
+        return tuple(sizes[axis] for axis in self.filter_axes)
+
+    def filter_parameters(self, heads: int, head_dim: int, window: int) -> int:
+        """Count one stream's taps."""
+        return math.prod(self.filter_shape(heads, head_dim, window))
+
+    def fan_in(self, heads: int, window: int) -> int:
+        """Count the numbers that an output is a weighted sum of."""
+        return window * (heads if self.mixes_heads else 1)
+
+    def window_of(self, filters: Tensor) -> int:
+        """Read W off filters."""
+        return filters.shape[self.window_axis]
+
+    def normalized(self, filters: Tensor) -> Tensor:
+        """Divide filters by the sum of the magnitudes of the taps that an output reads."""
+        axes = [number for number, axis in enumerate(self.filter_axes) if axis in "WI"]
+        # Not by zero: a filter of zeros stays one.
+        return filters / filters.abs().sum(axes, keepdim=True).clamp(min=1e-12)
+
+    def identity(self, heads: int, head_dim: int, window: int) -> Tensor:
+        """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere."""
+        import torch
+
+        filters = torch.zeros(self.filter_shape(heads, head_dim, window))
+        now = filters.select(self.window_axis, 0)
+        if self.mixes_heads:
+            axes = [axis for axis in self.filter_axes if axis != "W"]
+            now.diagonal(dim1=axes.index("H"), dim2=axes.index("I")).fill_(1.0)
+        else:
+            now.fill_(1.0)
+        return filters
+
+
+def _per_head(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    return taps[:, lag, None] * delayed
+
+
+def _per_channel(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    return taps[:, :, lag] * delayed
+
+
+def _over_heads(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+    import torch
+
+    return torch.einsum("ih,bthd->btid", taps[lag], delayed)
+
+
+HEAD = Kind("head", ("H", "W"), _per_head, "one filter for each head", takes_long_filters=True)
+MULTIHEAD = Kind("multihead", ("W", "H", "I"), _over_heads, "one filter for each pair of heads")
+DEPTHWISE = Kind(
+    "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
+)
+_KINDS = {kind.name: kind for kind in (HEAD, DEPTHWISE, MULTIHEAD)}
+BUILT_IN = tuple(_KINDS)
+
+
+def register(kind: Kind) -> None:
+    """Add a kind of one's own; `check_kind` of reference.py sees the rest of it.
+
+    Raises:
+        ValueError: the name is taken, something is missing, or the filters' axes are none.
+    """
+    check_entry("conv_type", kind, Kind, ("name", "meaning"))
+    if kind.name in _KINDS or kind.name == "none":
+        raise ValueError(f"conv_type {kind.name!r}: there is such a kind already")
+    axes = kind.filter_axes
+    named = isinstance(axes, tuple) and set(axes) <= set("WHID")
+    if not named or len(set(axes)) < len(axes) or "W" not in axes:
+        raise ValueError(
+            f"conv_type {kind.name!r}: filter_axes={axes!r} must be a tuple of W, H, I and D, each "
+            "at most once, and W among them"
+        )
+    if "I" in axes and "H" not in axes:
+        raise ValueError(
+            f"conv_type {kind.name!r}: filter_axes={axes} have the heads read from, I, without "
+            "those written to, H"
+        )
+    if not callable(kind.add_lag):
+        raise ValueError(f"conv_type {kind.name!r}: add_lag={kind.add_lag!r} must be a function")
+    _KINDS[kind.name] = kind
+
+
+def takes_activation(name: str) -> bool:
+    """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
+    return _is_known(name) and _KINDS[name].takes_activation
+
+
+def takes_long_filters(name: str) -> bool:
+    """Tell whether filters of a kind, or of "none", may be long."""
+    return _is_known(name) and _KINDS[name].takes_long_filters
+
+
+def mixes_heads(name: str) -> bool:
+    """Tell whether convolutions of a kind, or of "none", mix heads."""
+    return _is_known(name) and _KINDS[name].mixes_heads
+
+
+def names() -> tuple[str, ...]:
+    """List the kinds by name, those of plugins (`cat_lm.core.plugins`) among them."""
+    plugins.load()
+    return tuple(_KINDS)
+
+
+def _is_known(name: str) -> bool:
+    # Plugins are asked last: a model looks its kind up in its forward, which may be compiled.
+    return name in _KINDS or name in names()
+
+
+def get(name: str) -> Kind:
+    """Look a kind up.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if not _is_known(name):
+        raise ValueError(f"conv_type={name!r}: choose one of {', '.join(_KINDS)}")
+    return _KINDS[name]

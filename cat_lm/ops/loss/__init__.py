@@ -1,0 +1,1 @@
+"""Cross-entropy of a linear head without the logits of a whole batch."""

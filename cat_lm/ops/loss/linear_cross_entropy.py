@@ -1,0 +1,233 @@
+"""Next-token cross-entropy of a linear head that does not hold the logits of the whole batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.ops.runtime.operators import custom_op, refuse_second_derivative
+from cat_lm.ops.runtime.triton_launch import INSTALLED
+
+if INSTALLED:
+    from cat_lm.ops.loss import cross_entropy_triton
+
+# The logits of one chunk, in elements: 64 MiB in fp32. Larger chunks are not faster on a CPU.
+CHUNK_ELEMENTS = 16 * 1024 * 1024
+# In Triton's kernel, the bytes of a chunk in the compute dtype, and the most chunks that a batch is
+# cut into, whatever their bytes: the head's weight and its gradient in fp32 are read anew, and
+# written, for each.
+KERNEL_CHUNK_BYTES = 512 * 1024 * 1024
+MOST_KERNEL_CHUNKS = 8
+_ROWS_OF_A_TILE = 128  # of a matrix product: a chunk has whole ones
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The sum over labelled positions of −log softmax(hidden · weightᵀ)[label].
+
+    Logits exist for one chunk of positions at a time: in the compute dtype (autocast's if it is on,
+    else that of `hidden`), then in fp32 for the softmax. Where a gradient is wanted, the same pass
+    computes it, with the gradient of `weight` summed over chunks in fp32, so that logits are
+    neither kept nor computed twice. On a GPU with Triton, a kernel turns the logits of a chunk into
+    their gradient where they lie, and computes in fp32 without storing anything in it. Second and
+    forward-mode derivatives raise NotImplementedError.
+
+    Args:
+        hidden: [..., C].
+        weight: [V, C].
+        labels: [...] with values in 0 … V−1, or −100 where nothing is scored.
+
+    Returns:
+        The sum in nats, a fp32 scalar (fp64 for fp64 inputs); 0 if nothing is scored.
+    """
+    device_type = hidden.device.type
+    compute_dtype = hidden.dtype
+    if torch.is_autocast_enabled(device_type):
+        compute_dtype = torch.get_autocast_dtype(device_type)
+    wanted = [torch.is_grad_enabled() and part.requires_grad for part in (hidden, weight)]
+    total, _, _ = _summed_loss(
+        hidden.flatten(0, -2), weight, labels.flatten(), compute_dtype, *wanted
+    )
+    return total
+
+
+@custom_op("cat_lm::linear_cross_entropy")
+def _summed_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    compute_dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of hidden [N, C] and weight [V, C], empty if not wanted.
+
+    An operator of torch's, so that torch.compile does not unroll the loop over chunks, whose number
+    changes with every sequence length.
+    """
+    total, d_hidden, d_weight = _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+    total.zero_(), d_weight.zero_()
+    wanted = wants_hidden, wants_weight
+    through = _through_the_kernel if _kernel_serves(hidden, compute_dtype) else _through_torch
+    with torch.autocast(hidden.device.type, enabled=False):
+        through(hidden, weight.to(compute_dtype), labels, (total, d_hidden, d_weight), wanted)
+    return total, d_hidden, d_weight
+
+
+def _through_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> None:
+    """Add to the sums of `_summed_loss`, chunk by chunk; `weight` has the compute dtype."""
+    total, d_hidden, d_weight = sums
+    scored = labels != IGNORE_INDEX
+    length = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    for start in range(0, hidden.shape[0], length):
+        chunk = slice(start, start + length)
+        inputs = hidden[chunk].to(weight.dtype)
+        logits = (inputs @ weight.T).to(total.dtype)
+        loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], any(wanted))
+        total += loss
+        if d_logits is None:
+            continue
+        d_logits = d_logits.to(weight.dtype)
+        _add_gradients(d_logits, inputs, weight, d_hidden, d_weight, start, wanted)
+
+
+def _through_the_kernel(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    wanted: tuple[bool, bool],
+) -> None:
+    """Do what `_through_torch` does in a chunk's own memory, a row padded to whole vectors."""
+    total, d_hidden, d_weight = sums
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    length, stride = kernel_chunk(tokens, vocabulary, weight.itemsize)
+    room = weight.new_empty(min(length, tokens), stride)
+    losses = total.new_empty(tokens)
+    for start in range(0, tokens, length):
+        rows = start, min(length, tokens - start)
+        inputs = hidden.narrow(0, *rows).to(weight.dtype)
+        logits = room.narrow(0, 0, rows[1]).narrow(1, 0, vocabulary)
+        torch.mm(inputs, weight.T, out=logits)
+        chunk = labels.narrow(0, *rows), losses.narrow(0, *rows)
+        cross_entropy_triton.cross_entropy_(logits, *chunk, any(wanted))
+        _add_gradients(logits, inputs, weight, d_hidden, d_weight, start, wanted)
+    torch.sum(losses, dim=0, out=total)
+
+
+def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]:
+    """Say of how many positions the kernel's path has logits at a time, and a row's numbers.
+
+    Args:
+        tokens: N, the positions of a batch.
+        vocabulary: V.
+        itemsize: bytes of a logit in the compute dtype.
+    """
+    stride = -(-vocabulary // 64) * 64
+    chunks = -(-tokens * stride * itemsize // KERNEL_CHUNK_BYTES)
+    length = max(1, -(-tokens // max(1, min(chunks, MOST_KERNEL_CHUNKS))))
+    return -(-length // _ROWS_OF_A_TILE) * _ROWS_OF_A_TILE, stride
+
+
+def _kernel_serves(hidden: Tensor, compute_dtype: torch.dtype) -> bool:
+    return hidden.is_cuda and INSTALLED and compute_dtype in cross_entropy_triton.DTYPES
+
+
+def _room(
+    hidden: Tensor,
+    weight: Tensor,
+    compute_dtype: torch.dtype,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors for the results of `_summed_loss`."""
+    sum_dtype = torch.promote_types(compute_dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=sum_dtype),
+        hidden.new_empty(hidden.shape if wants_hidden else (0,), dtype=compute_dtype),
+        weight.new_empty(weight.shape if wants_weight else (0,), dtype=sum_dtype),
+    )
+
+
+@_summed_loss.register_fake
+def _(hidden, weight, labels, compute_dtype, wants_hidden, wants_weight):
+    return _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight = inputs[:2]
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.set_materialize_grads(False)  # zeros for the outputs that are gradients would be large
+
+
+def _backward(ctx, d_total, *_):
+    if d_total is None:
+        return (None,) * 6
+    refuse_second_derivative("the loss of labels", "compute the loss from the logits")
+    gradients = [
+        (gradient * d_total).to(dtype) if wanted else None
+        for gradient, dtype, wanted in zip(
+            ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
+        )
+    ]
+    return *gradients, None, None, None, None
+
+
+_summed_loss.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _chunk(
+    logits: Tensor, labels: Tensor, scored: Tensor, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Loss of a chunk and, in place of `logits`, its gradient: softmax(logits) − one-hot(label)."""
+    target = labels.where(scored, 0)[:, None]
+    log_sum = logits.logsumexp(dim=1, keepdim=True)
+    loss = (log_sum - logits.gather(1, target)).where(scored[:, None], 0.0).sum()
+    if not wants_gradient:
+        return loss, None
+    d_logits = logits.sub_(log_sum).exp_()
+    d_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=logits.dtype))
+    return loss, d_logits.masked_fill_(~scored[:, None], 0.0)
+
+
+def _add_gradients(
+    d_logits: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    d_hidden: Tensor,
+    d_weight: Tensor,
+    start: int,
+    wanted: tuple[bool, bool],
+) -> None:
+    """Write d_hidden [N, C] from row `start` on and add to d_weight [V, C], as far as wanted."""
+    if wanted[0]:
+        torch.mm(d_logits, weight, out=d_hidden.narrow(0, start, len(d_logits)))
+    if not wanted[1]:
+        return
+    if d_logits.dtype == d_weight.dtype:
+        d_weight.addmm_(d_logits.T, inputs)
+    elif d_logits.is_cuda:  # only there: products of half precision that are added in fp32
+        torch.addmm(d_weight, d_logits.T, inputs, out_dtype=d_weight.dtype, out=d_weight)
+    else:
+        d_weight += d_logits.T @ inputs
+
+
+class LanguageModelHead(nn.Linear):
+    """The output projection, which also computes the loss.
+
+    The loss is computed inside this module's forward because engines that shard parameters (ZeRO-3,
+    FSDP) hold the whole weight only while the module that owns it runs.
+    """
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits [..., V] of `hidden` [..., C]; with `labels` [...], the summed cross-entropy."""
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels)

@@ -1,0 +1,143 @@
+"""A file's bytes as they are, cut into train, validation and test: text8 and enwik8's splits.
+
+The ids are those of `--tokenizer bytes`. A split is one document and begins where the one before it
+ends, in the middle of a character too; that is how byte-level models are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+
+from cat_lm.core.checksums import sha256
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.folders import check_output
+from cat_lm.core.locks import Busy
+from cat_lm.core.own_files import MARK, empty_marked, make_marked, remove_marked
+from cat_lm.core.readers import resolve
+from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
+from cat_lm.data.opening import open_corpus
+from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
+from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
+from cat_lm.data.verified import note_shards
+from data_prep.assemble.manifest import manifest_of, print_counts
+from data_prep.common.locks import file_lock
+from data_prep.common.unfinished import TOKENIZER
+
+_PURPOSE = "raw bytes on their way"
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Write the splits of `arguments.path` and print a summary.
+
+    Raises:
+        UserError: no such file, too few bytes in it, or an output folder with something else.
+    """
+    out, file = arguments.out, Path(arguments.path)
+    check_output(out)
+    source = _describe(file, arguments.splits)
+    if _is_complete(out, source):
+        print(f"{out}: already complete with these arguments, nothing to do")
+        return
+    place = resolve(out)  # of a link, the folder that it points to
+    making = place.with_name(f".{place.name}.raw-bytes.tmp")  # a kill leaves it to the next run
+    make_marked(making, _PURPOSE)
+    try:
+        with file_lock(making / MARK, wait=False):
+            _make(making, place, file, source)
+    except Busy:
+        raise UserError(f"--out {out}: another preparation is writing to it") from None
+    print(f"{out}: complete")
+
+
+def _describe(file: Path, sizes: list[int]) -> dict:
+    """Describe the file for the manifest, and check that it has so many bytes."""
+    if not file.is_file():
+        what = "is no file" if file.exists() else "no such file"
+        raise UserError(f"--path {file}: {what}; raw-bytes reads one file, such as text8")
+    try:
+        there, digest = file.stat().st_size, sha256(file)
+    except OSError as error:
+        text = f"--path {file}: cannot be read ({describe_os_error(error)})"
+        raise file_error(text, error) from None
+    if sum(sizes) > there:
+        raise UserError(
+            f"--splits {','.join(map(str, sizes))}: are {sum(sizes):,} bytes, and {file} has "
+            f"{there:,}"
+        )
+    names = dict(zip(ALL_SPLITS, sizes, strict=False))
+    return {
+        "kind": "raw-bytes",
+        "files": 1,
+        "file_bytes": there,
+        "contents_sha256": digest,
+        "splits": names,
+    }
+
+
+def _is_complete(out: Path, source: dict) -> bool:
+    """Tell whether the folder holds these splits. Raises UserError where it holds other things."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: is a file, a folder is needed")
+    if not out.is_dir() or not any(out.iterdir()):
+        return False
+    if not (out / MANIFEST).is_file():
+        raise UserError(f"--out {out}: is not empty; choose another folder")
+    if read_manifest(out).get("source") != source:
+        raise UserError(f"--out {out}: holds data made otherwise; choose another folder")
+    for split in source["splits"]:
+        open_corpus(out, split)  # an error where a shard is gone or cut short
+    return True
+
+
+def _make(making: Path, out: Path, file: Path, source: dict) -> None:
+    """Make the data in `making`, which is held, and give them their name."""
+    try:
+        empty_marked(making)
+        made = making / out.name
+        made.mkdir()
+        info = build_tokenizer("bytes", made / TOKENIZER, lambda: ())
+        shards, counts, start = {}, {}, 0
+        for split, size in source["splits"].items():
+            shards[split], counts[split] = _write(made, split, file, start, size, info)
+            start += size
+        arguments = {"source": source, "tokenizer": "bytes"}
+        manifest = manifest_of({file.name: shards}, counts, info, _dtype(info), arguments)
+        write_json(made / MANIFEST, manifest)
+        for split in shards:
+            open_corpus(made, split)
+        note_shards(made, [entry.to_json() for entries in shards.values() for entry in entries])
+        if out.is_dir():
+            out.rmdir()  # it is empty
+        os.rename(made, out)
+        sync_directory(out.parent)
+    finally:
+        remove_marked(making, _PURPOSE)
+    print_counts(manifest)
+    if start < source["file_bytes"]:
+        print(f"left out: the last {source['file_bytes'] - start:,} bytes of {file}")
+
+
+def _dtype(info: TokenizerInfo) -> np.dtype:
+    return token_dtype(info.vocab_size)
+
+
+def _write(
+    folder: Path, split: str, file: Path, start: int, size: int, info: TokenizerInfo
+) -> tuple[list[ShardInfo], np.ndarray]:
+    """Write one split, closed by the end of a document; give its shard and the ids' counts."""
+    if size >= MAX_DOCUMENT_TOKENS:
+        raise UserError(f"--splits {size}: a split has at most {MAX_DOCUMENT_TOKENS - 1:,} bytes")
+    data = np.fromfile(file, np.uint8, size, offset=start)
+    if len(data) != size:
+        raise UserError(f"--path {file}: has changed since the preparation began; start it again")
+    counts = np.bincount(data, minlength=info.vocab_size).astype(np.int64)
+    counts[info.eod_id] += 1
+    tokens = np.append(data.astype(_dtype(info)), np.array([info.eod_id], _dtype(info)))
+    with ShardWriter(folder, split, _dtype(info)) as writer:
+        writer.write(tokens, np.array([len(tokens)]), [size])
+    return writer.shards, counts
