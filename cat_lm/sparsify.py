@@ -20,7 +20,7 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
 from cat_lm.export import refuse_checkpoints
-from cat_lm.model.attention.landmark import ALL_FILTERS, ENTRY
+from cat_lm.model.attention.patterns.landmark import ALL_FILTERS, ENTRY
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.card import describe_model

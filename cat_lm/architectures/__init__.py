@@ -1,8 +1,8 @@
 """Families of models: the one registry of them, by the value of `model.architecture`.
 
 Whatever depends on a family (the YAML's keys, classes, FLOPs, memory, words) asks its
-`Architecture` here. A family is one file in this folder and its name in `_BUILT_IN`; one of an
-installed package (`cat_lm.core.plugins`) or of a script is given to `register`. Imports neither
+`Architecture` here. A family is one file in `families/`, with an ENTRY; a family of an installed
+package (`cat_lm.core.plugins`) or of a script is given to `register`. This module imports neither
 torch nor transformers.
 """
 
@@ -12,70 +12,47 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
-from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
-from cat_lm.core.registry import check_entry, take_built_in
+from cat_lm.core.plugins import is_own
+from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["DEFAULT", "Architecture", "Classes", "ModelSection"]
+__all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection"]
 __all__ += ["find", "get", "names", "of_config", "register"]
 
-# Each is a file here that has an ARCHITECTURE, or registers one. The first is meant where none is
-# named.
-_BUILT_IN = (
-    *("gpt_neox", "llama", "mixer", "mamba", "mamba2", "gla", "delta_net", "gated_deltanet"),
-)
-DEFAULT = _BUILT_IN[0]
-
-_ARCHITECTURES: dict[str, Architecture] = {}
+DEFAULT = "gpt_neox"  # where no architecture is named
 
 
-def register(architecture: Architecture) -> None:
-    """Add a family.
-
-    Raises:
-        ValueError: its name or a model type of it is taken, something is missing, or its section
-            is of another name.
-    """
-    words = ("name", "title", "model_type", "embedding", "layer_weight")
-    check_entry(
-        *("architecture", architecture, Architecture, words),
-        methods=("classes", "mixing_flops", "saved_tensors"),
-    )
+def _check(architecture: Architecture) -> None:
+    """Check what a family says of itself. Raises ValueError."""
+    named = f"architecture {architecture.name!r}"
     if not issubclass(getattr(architecture, "Section", object), ModelSection):
-        raise ValueError(f"architecture {architecture.name!r}: Section must be a ModelSection")
-    taken = {kind for other in _ARCHITECTURES.values() for kind in other.model_types}
-    if architecture.name in _ARCHITECTURES:
-        raise ValueError(f"architecture {architecture.name!r}: there is one of this name already")
+        raise ValueError(f"{named}: Section must be a ModelSection")
+    # Those of this project are imported one by one, and its tests compare them.
+    others = () if is_own(architecture) else map(get, names())
+    taken = {kind for other in others for kind in other.model_types}
     for kind in architecture.model_types:
         if kind in taken:
-            raise ValueError(f"architecture {architecture.name!r}: model type {kind!r} is taken")
+            raise ValueError(f"{named}: model type {kind!r} is taken")
     default = architecture.Section.model_fields["architecture"].default
     if default != architecture.name:
         raise ValueError(
-            f"architecture {architecture.name!r}: its Section's key architecture has the default "
-            f"{default!r}; must be its name"
+            f"{named}: its Section's key architecture has the default {default!r}; must be its name"
         )
-    _ARCHITECTURES[architecture.name] = architecture
 
 
-def names() -> tuple[str, ...]:
-    """List the families. Raises UserError where a plugin cannot be imported."""
-    plugins.load()
-    return tuple(_ARCHITECTURES)
-
-
-def get(name: str) -> Architecture:
-    """Look a family up by the value of `model.architecture`.
-
-    Raises:
-        UserError: there is none of that name, with those that there are.
-    """
-    if name not in names():
-        raise UserError(f"architecture {name!r}: unknown; known: {', '.join(names())}")
-    return _ARCHITECTURES[name]
+ARCHITECTURES: Registry[Architecture] = Registry(
+    "architecture",
+    Architecture,
+    package=f"{__name__}.families",
+    words=("name", "title", "model_type", "embedding", "layer_weight"),
+    methods=("classes", "mixing_flops", "saved_tensors"),
+    check=_check,
+    first=(DEFAULT, "llama"),
+)
+get, names, register = ARCHITECTURES.get, ARCHITECTURES.names, ARCHITECTURES.register
 
 
 def find(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture | None:
@@ -85,8 +62,7 @@ def find(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture | None:
     a model that no family knows, which may be evaluated all the same.
     """
     kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
-    plugins.load()
-    return next((a for a in _ARCHITECTURES.values() if kind in a.model_types), None)
+    return next((a for a in map(get, names()) if kind in a.model_types), None)
 
 
 def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
@@ -98,14 +74,11 @@ def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
     found = find(config)
     if found is None:
         kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
-        known = [name for a in _ARCHITECTURES.values() for name in a.model_types]
+        known = [name for family in map(get, names()) for name in family.model_types]
         raise UserError(f"model_type is {kind!r}; known: {', '.join(known)}")
     return found
 
 
 def built_in() -> tuple[Architecture, ...]:
     """List this project's own families, without asking plugins."""
-    return tuple(_ARCHITECTURES[name] for name in _BUILT_IN)
-
-
-take_built_in(__name__, _BUILT_IN, "ARCHITECTURE", register, _ARCHITECTURES.__contains__)
+    return tuple(map(get, ARCHITECTURES.own_names()))

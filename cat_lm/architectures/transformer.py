@@ -17,7 +17,7 @@ from cat_lm.architectures.base import (
     layer_channels,
 )
 from cat_lm.core import numbers
-from cat_lm.core.fields import number, whole
+from cat_lm.core.fields import entry_of, number, whole
 from cat_lm.model import attention, rules
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 PATTERNS_OWN = ".core."
 
 
-def _known_kind(name: str) -> str:
-    if name not in ("none", *kinds.names()):
-        raise ValueError(f"must be one of none, {', '.join(kinds.names())}")
-    return name
-
-
-def _known_entry(kind: type[attention.Entry]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in attention.names(kind):
-            raise ValueError(f"must be one of {', '.join(attention.names(kind))}")
-        return name
-
-    return AfterValidator(check)
-
-
 def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
     check_rope_parameters(rope)
     # Whoever reads them takes a key without a value for one that is given, and transformers warns
@@ -59,9 +44,9 @@ def _check_rope(rope: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 # Here, as a section has a key `attention` of its own.
-_PatternName = Annotated[str, _known_entry(attention.Pattern)]
-_ScoreTransformName = Annotated[str, _known_entry(attention.ScoreTransform)]
-_ValueTransformName = Annotated[str, _known_entry(attention.ValueTransform)]
+_PatternName = Annotated[str, entry_of(attention.REGISTRIES[attention.Pattern])]
+_ScoreTransformName = Annotated[str, entry_of(attention.REGISTRIES[attention.ScoreTransform])]
+_ValueTransformName = Annotated[str, entry_of(attention.REGISTRIES[attention.ValueTransform])]
 Dropout = Annotated[float, number(numbers.FRACTION, below=1)]
 
 
@@ -115,7 +100,7 @@ class AttentionKeys(ModelSection):
 class ConvolutionKeys(ModelSection):
     """The convolutions of queries, keys and values."""
 
-    conv_type: Annotated[str, AfterValidator(_known_kind)] = Field(
+    conv_type: Annotated[str, entry_of(kinds.KINDS)] = Field(
         "none", description="kind of convolution, such as head, or none"
     )
     conv_window: Annotated[int, whole(numbers.WINDOW)] = Field(21, description="taps of a filter")

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from cat_lm.architectures.base import ModelSection
 from cat_lm.core import numbers
-from cat_lm.core.fields import whole
+from cat_lm.core.fields import entry_of, whole
 from cat_lm.ops.long_filter import filters
-
-
-def _known_filter(name: str) -> str:
-    known = (filters.TAPS, *filters.names())
-    if name not in known:
-        raise ValueError(f"must be one of {', '.join(known)}")
-    return name
 
 
 class KernelKeys(ModelSection):
     """What filters are, the kernel of scores that they make, and norms of them, q and k."""
 
-    conv_filter: Annotated[str, AfterValidator(_known_filter)] = Field(
+    conv_filter: Annotated[str, entry_of(filters.FILTERS)] = Field(
         "taps", description="or exponential, ssm: as long as the text, for each head"
     )
     conv_state: Annotated[int, whole(numbers.CONV_STATE)] = Field(

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     SerializeAsAny,
     ValidatorFunctionWrapHandler,
@@ -28,6 +27,7 @@ from cat_lm.config.sections import (
     ValidationSection,
 )
 from cat_lm.core.errors import UserError
+from cat_lm.core.fields import entry_of
 from cat_lm.core.files import write_text
 from cat_lm.core.own_files import set_aside
 from cat_lm.core.readers import parse_yaml, read_text
@@ -38,16 +38,10 @@ from cat_lm.ops.landmark.options import DENSE
 GRADIENT_BUCKET = 10**8
 
 
-def _known_architecture(name: Any) -> Any:
-    if name not in architectures.names():
-        raise ValueError(f"must be one of {', '.join(architectures.names())}")
-    return name
-
-
 class _Named(BaseModel):
     """Hold what of `model:` says which keys the others may be."""
 
-    architecture: Annotated[Any, AfterValidator(_known_architecture)] = architectures.DEFAULT
+    architecture: Annotated[Any, entry_of(architectures.ARCHITECTURES)] = architectures.DEFAULT
 
 
 def _by_architecture(values: Any, check: ValidatorFunctionWrapHandler) -> ModelSection:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from cat_lm.core import numbers, paths
 from cat_lm.core.numbers import Range
+from cat_lm.core.registry import Registry
 
 
 def whole(allowed: Range) -> BeforeValidator:
@@ -25,6 +26,17 @@ def number(
     return BeforeValidator(
         lambda value: numbers.check_number(value, allowed, above=above, below=below)
     )
+
+
+def entry_of(registry: Registry) -> AfterValidator:
+    """Return the validator of a name that a registry has."""
+
+    def check(name: str) -> str:
+        if problem := registry.problem(name):
+            raise ValueError(problem)
+        return name
+
+    return AfterValidator(check)
 
 
 def _check_path(path: str | None) -> str | None:

@@ -109,7 +109,7 @@ def _value(where: str, given: Any, kind: Any) -> Any:
                 problem = str(error)
     if str in kinds:
         return text
-    raise UserError(f"{where}={clipped(text)!r}: {problem}")
+    raise UserError(f"{where}={clipped(text)}: {problem}")
 
 
 def _written(value: Any) -> str | None:

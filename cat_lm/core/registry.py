@@ -1,17 +1,148 @@
-"""What registries ask of an entry, and how they take their own."""
+"""The one registry: entries by the name that a key or an option gives, ours and those of plugins.
+
+A registry of this project's files imports a file when its entry is first asked for; so a new entry
+is one file, and no list of names is kept beside the files.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.readers import short
+
+T = TypeVar("T")
 
 # This package, and what modules are made with.
 _LIBRARIES = ("cat_lm", "torch", "transformers", "triton")
+
+
+class UnknownName(UserError, ValueError):
+    """Raised for a name that no entry has; names those that there are, and the nearest one."""
+
+
+class Registry(Generic[T]):
+    """Entries by name.
+
+    Args:
+        key: the configuration key that chooses an entry, in messages.
+        base: the class of every entry.
+        package: a package whose files, and nothing else, are this project's entries: each has its
+            entry in `ENTRY`, or registers it, under the file's name.
+        separator: what names have where files have _.
+        words, methods: what an entry must have, as in `check_entry`.
+        check: raises ValueError for an entry that is wrong in another way.
+        others: names that the key can also have, such as none.
+        first: those of the package's names that stand before the others, which are in order.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        base: type[T],
+        *,
+        package: str | None = None,
+        separator: str = "_",
+        words: Iterable[str] = ("name",),
+        methods: Iterable[str] = (),
+        check: Callable[[T], None] = lambda entry: None,
+        others: tuple[str, ...] = (),
+        first: tuple[str, ...] = (),
+    ) -> None:
+        self.key, self.base, self.others = key, base, others
+        self._required, self._check = (tuple(words), tuple(methods)), check
+        modules = _modules(package, separator) if package else {}
+        self._modules = {name: modules[name] for name in first} | modules
+        self._entries: dict[str, T] = {}
+
+    def register(self, entry: T) -> None:
+        """Add an entry.
+
+        Raises:
+            ValueError: its name is taken, or it lacks something.
+        """
+        module = type(entry).__module__
+        # A file of ours may register its own entry while it is imported.
+        self._add(entry, is_taken=self._modules.get(getattr(entry, "name", ""), module) != module)
+
+    def _add(self, entry: T, is_taken: bool) -> None:
+        check_entry(self.key, entry, self.base, *self._required)
+        if is_taken or entry.name in (*self._entries, *self.others):
+            raise ValueError(f"{self.key} {entry.name!r}: there is one of this name already")
+        self._check(entry)
+        self._entries[entry.name] = entry
+
+    def own_names(self) -> tuple[str, ...]:
+        """List this project's entries, without asking plugins."""
+        registered = (name for name, entry in self._entries.items() if plugins.is_own(entry))
+        return tuple(dict.fromkeys((*self._modules, *registered)))
+
+    def names(self) -> tuple[str, ...]:
+        """List all entries, this project's first. Raises UserError for a broken plugin."""
+        plugins.load()
+        return tuple(dict.fromkeys((*self._modules, *self._entries)))
+
+    def get(self, name: str, what: str = "") -> T:
+        """Return an entry.
+
+        Args:
+            what: names the key or option in messages, in place of `key`.
+
+        Raises:
+            UnknownName: no entry has this name.
+        """
+        # Plugins are loaded for unknown names alone: a compiled model looks its kinds up.
+        if not isinstance(name, str) or name not in self._entries:
+            self._find(name, what)
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self._entries or name in self.names())
+
+    def problem(self, name: object) -> str | None:
+        """Return what would be right in place of a name that no entry has, else None."""
+        if name in self or name in self.others:
+            return None
+        return one_of(name, (*self.others, *self.names()))
+
+    def _find(self, name: Any, what: str) -> None:
+        """Import the file of a name, or plugins. Raises UnknownName."""
+        if name not in self:
+            raise UnknownName(
+                f"{what or self.key}={short(name)}: {one_of(name, (*self.others, *self.names()))}"
+            )
+        if name in self._entries:  # A plugin had it.
+            return
+        module = importlib.import_module(self._modules[name])
+        if name not in self._entries:
+            self._add(module.ENTRY, is_taken=False)
+        if name not in self._entries:
+            raise ValueError(f"{module.__name__}: its entry must be named {name!r}")
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """Return the words for an unknown name: the names that there are, and the nearest of them."""
+    known = tuple(known)
+    near = difflib.get_close_matches(str(name)[:60], known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"must be one of {', '.join(known)}{meant}"
+
+
+def _modules(package: str, separator: str) -> dict[str, str]:
+    """Map the names of a package's entries to their modules, without an import of them."""
+    spec = importlib.util.find_spec(package)
+    files = sorted(file.name for file in pkgutil.iter_modules(spec.submodule_search_locations))
+    return {file.replace("_", separator): f"{package}.{file}" for file in files}
 
 
 def check_entry(
@@ -49,11 +180,6 @@ def check_entry(
             raise ValueError(f"{named}: {kind.__name__}.{name} must be a method")
 
 
-def is_own(entry: object) -> bool:
-    """Tell whether an entry or a function is this project's, which its tests hold to its text."""
-    return entry.__module__.partition(".")[0] == "cat_lm"
-
-
 def module_problem(module: object) -> str | None:
     """Say that what a stranger's `build` gives is no module; None where it is one."""
     from torch import nn
@@ -74,28 +200,3 @@ def mishap(error: Exception) -> str:
         if not frame.filename.startswith(folders):
             return f"{line} ({Path(frame.filename).name}, line {frame.lineno})"
     return line
-
-
-def take_built_in(
-    package: str,
-    names: Iterable[str],
-    attribute: str,
-    register: Callable[[Any], None],
-    is_known: Callable[[str], bool],
-) -> None:
-    """Import a registry's own files, each of which has one entry of its name, with _ for -.
-
-    A file has it in an attribute, or registers it when it is imported, as a plugin's does.
-
-    Raises:
-        ValueError: a file does neither.
-    """
-    for name in names:
-        module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
-        if not is_known(name) and hasattr(module, attribute):
-            register(getattr(module, attribute))
-        if not is_known(name):
-            raise ValueError(
-                f"{module.__name__}: must have an entry of the name {name!r}, as {attribute} or "
-                "given to register"
-            )

@@ -1,10 +1,9 @@
 """Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
 
-A mixer of this project is a torch-free file here, whose MIXER says what it is (see `MixerKind`),
-its module in `modules/`, and its name in `_BUILT_IN`; a file that calls `register` works as well.
-One of an installed package or of a script is given to `register`, and is then a name for
-`model.mixer` and for `eval.recall run --mixer` alike.
-Imports no torch.
+A mixer of this project is a torch-free file in `kinds/`, whose ENTRY says what it is (see
+`MixerKind`), and its module in `modules/`. A mixer of an installed package or of a script is given
+to `register`. Each is a name for `model.mixer` and for `eval.recall run --mixer` alike. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -13,72 +12,45 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm.core import plugins
-from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
-from cat_lm.core.registry import check_entry, take_built_in
+from cat_lm.core.registry import Registry
 from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
 
-__all__ = ["CAPABILITIES", "Mixer", "MixerKind", "Setting"]
+__all__ = ["CAPABILITIES", "MIXERS", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
 
-_BUILT_IN = (
-    *("attention", "based", "cat", "deltanet", "gated-deltanet", "gla", "landmark"),
-    *("lincat", "linear-attention", "mamba", "multi-token", "none"),
-)
 
-_KINDS: dict[str, MixerKind] = {}
-
-
-def register(kind: MixerKind) -> None:
-    """Add a mixer.
-
-    Raises:
-        ValueError: its name is taken or cannot stand in a specification, something is missing, or
-            it claims what no mixer can do.
-    """
-    check_entry("mixer", kind, MixerKind, methods=("build", "mixing_flops", "saved_tensors"))
-    if kind.name in _KINDS:
-        raise ValueError(f"mixer {kind.name!r}: there is one of this name already")
-    if not kind.name or set(kind.name) & set(":,= \n"):
-        raise ValueError(f"mixer {kind.name!r}: a name has no spaces, colons, commas or =")
+def _check(kind: MixerKind) -> None:
+    """Check what a mixer says of itself. Raises ValueError."""
+    named = f"mixer {kind.name!r}"
+    if set(kind.name) & set(":,= \n"):
+        raise ValueError(f"{named}: a name has no spaces, colons, commas or =")
     if not isinstance(kind.supports, frozenset | set):
         raise ValueError(
-            f"mixer {kind.name!r}: supports={kind.supports!r} must be a frozenset of names, as "
+            f"{named}: supports={kind.supports!r} must be a frozenset of names, as "
             'frozenset({"documents"})'
         )
     unknown = set(kind.supports) - set(CAPABILITIES)
     if unknown:
         raise ValueError(
-            f"mixer {kind.name!r}: supports {', '.join(sorted(unknown))}; "
-            f"known: {', '.join(CAPABILITIES)}"
+            f"{named}: supports {', '.join(sorted(unknown))}; known: {', '.join(CAPABILITIES)}"
         )
     options = getattr(kind, "Options", None)
     if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:
-        raise ValueError(f"mixer {kind.name!r}: its Options must be a frozen dataclass")
+        raise ValueError(f"{named}: its Options must be a frozen dataclass")
     if "state" in kind.supports and type(kind).state_numbers is MixerKind.state_numbers:
-        raise ValueError(f"mixer {kind.name!r}: supports state, but does not define state_numbers")
-    _KINDS[kind.name] = kind
+        raise ValueError(f"{named}: supports state, but does not define state_numbers")
 
 
-def names() -> list[str]:
-    """List the names of all mixers. Raises UserError where a plugin cannot be imported."""
-    plugins.load()
-    return sorted(_KINDS)
-
-
-def get(name: str, what: str = "mixer") -> MixerKind:
-    """Look a mixer up.
-
-    Args:
-        what: names the key or option in messages.
-
-    Raises:
-        UserError: there is none of that name, with those that there are.
-    """
-    if name not in names():
-        raise UserError(f"{what} {name!r}: choose one of {', '.join(names())}")
-    return _KINDS[name]
+MIXERS: Registry[MixerKind] = Registry(
+    "mixer",
+    MixerKind,
+    package=f"{__name__}.kinds",
+    separator="-",
+    methods=("build", "mixing_flops", "saved_tensors"),
+    check=_check,
+)
+get, names, register = MIXERS.get, MIXERS.names, MIXERS.register
 
 
 def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
@@ -101,6 +73,3 @@ def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
         UserError: an unknown name or option.
     """
     return make(*parse_specification(specification), what=what)
-
-
-take_built_in(__name__, _BUILT_IN, "MIXER", register, _KINDS.__contains__)

@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.options import changed_options
-from cat_lm.core.registry import is_own, mishap, module_problem
+from cat_lm.core.plugins import is_own
+from cat_lm.core.registry import mishap, module_problem
 
 if TYPE_CHECKING:
     from torch import nn

@@ -91,7 +91,7 @@ class LinearMixer(nn.Module):
 
 
 class GatedLinearAttention(LinearMixer):
-    """Linear attention whose keys decay, see `cat_lm.mixers.gla`."""
+    """Linear attention whose keys decay, see `cat_lm.mixers.kinds.gla`."""
 
     recurrence = backends.GLA
 
@@ -127,7 +127,7 @@ class GatedLinearAttention(LinearMixer):
 
 
 class DeltaRule(LinearMixer):
-    """The delta rule of unit queries and keys, see `cat_lm.mixers.deltanet`."""
+    """The delta rule of unit queries and keys, see `cat_lm.mixers.kinds.deltanet`."""
 
     recurrence = backends.DELTA_RULE
 

@@ -75,6 +75,6 @@ def describe_backend(
     for count in channels:
         shape = {"window": window, "heads": 1, "head_dim": count}
         choice = choose_backend("depthwise", device=device, dtype=dtype, backend=backend, **shape)
-        what = BACKENDS[choice.name].describe("depthwise", dtype, window)
+        what = BACKENDS.get(choice.name).describe("depthwise", dtype, window)
         lines.append(f"short (W={window}): {choice.name}, {choice.reason}; {what}")
     return "; ".join(dict.fromkeys(lines))

@@ -45,7 +45,7 @@ def _tasks_and_mixers() -> tuple[str, str]:
     from eval.long_range.mixers import VARIANTS
     from eval.long_range.tasks import TASKS
 
-    return ", ".join(TASKS), ", ".join((*VARIANTS, *registry.names()))
+    return ", ".join(TASKS.names()), ", ".join((*VARIANTS, *registry.names()))
 
 
 def _add_direction(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
+from cat_lm.core.registry import one_of
 from cat_lm.mixers import Mixer, MixerKind, Setting
 from cat_lm.mixers.shared import attention_flops
 from eval.long_range.options import Options
@@ -85,7 +86,6 @@ def make(specification: str, what: str = "--mixer") -> Mixer:
     name, options = parse_specification(specification)
     if name in VARIANTS:
         return Mixer(KIND, build_options(Options, f"mixer {name}", options, VARIANTS[name]))
-    if name not in mixers.names():
-        known = ", ".join((*VARIANTS, *mixers.names()))
-        raise UserError(f"{what} {name!r}: choose one of {known}")
+    if name not in mixers.MIXERS:
+        raise UserError(f'{what}="{name}": {one_of(name, (*VARIANTS, *mixers.names()))}')
     return mixers.make(name, options, what)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from cat_lm.core import numbers
 from cat_lm.mixers.shared import check_choice, check_counts
-from cat_lm.model.attention.exponential_decay import LEAST, SPACINGS
+from cat_lm.model.attention.scores.exponential_decay import LEAST, SPACINGS
 
 POSITIONS = ("none", "sinusoidal", "rope", "alibi", "alibi-scaled")
 VALUES = ("none", "box", "learned")

@@ -55,7 +55,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "filters; a finished one is kept.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    tasks, known = ", ".join(TASKS), ", ".join(mixers.names())
+    tasks, known = ", ".join(TASKS.names()), ", ".join(mixers.names())
     parser.add_argument(
         "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
     )

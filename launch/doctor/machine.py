@@ -226,7 +226,7 @@ def convolutions() -> Iterator[Finding]:
             for name in ("float32", "bfloat16"):
                 dtype = getattr(torch, name)
                 choice = ops.choose_backend(conv_type, device=where, dtype=dtype, **shape)
-                runs = ops.BACKENDS[choice.name].describe(conv_type, dtype, shape["window"])
+                runs = ops.BACKENDS.get(choice.name).describe(conv_type, dtype, shape["window"])
                 value[name] = {"backend": choice.name, "reason": choice.reason, "runs": runs}
                 # Mostly both dtypes are served alike, and share a line.
                 dtypes_of.setdefault(tuple(value[name].values()), []).append(name)

@@ -31,14 +31,14 @@ WEIGHTS = "model/model.safetensors"
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Knows the mixer in this process, where models are exported and loaded."""
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
     know()
 
 
 def know() -> None:
     from tests.distributed.buffered import Features
 
-    mixers._KINDS["features"] = Features()
+    mixers.MIXERS._entries["features"] = Features()
 
 
 def model_values(learns: str = "") -> dict[str, Any]:

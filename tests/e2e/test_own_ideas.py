@@ -173,7 +173,7 @@ def refused(done: subprocess.CompletedProcess) -> str:
 NAMED = {
     "convolution": ("conv_type", "neighbour", "none, head, depthwise, multihead"),
     "scores": ("score_transform", "log_distance", "must be one of none"),
-    "pattern": ("attention", "forgetting", "must be one of softmax, map_mixing"),
+    "pattern": ("attention", "forgetting", "must be one of softmax, chunk"),
     "mixer": ("mixer", "leaky", "attention, based, cat"),
     "family": ("architecture", "ngram", "gpt_neox, llama, mixer"),
 }
@@ -181,8 +181,8 @@ NAMED = {
 EXPORTED = {
     "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
     "scores": 'score_transform="log_distance": must be one of none',
-    "pattern": 'attention="forgetting": must be one of softmax, map_mixing',
-    "mixer": "mixer 'leaky': choose one of attention, based, cat",
+    "pattern": 'attention="forgetting": must be one of softmax, chunk',
+    "mixer": 'mixer="leaky": must be one of attention, based, cat',
     "family": "none of cat_neox, cat_llama, cat_mixer, cat_mamba",
 }
 
@@ -202,10 +202,10 @@ def test_without_the_package_its_name_is_one_clear_line(idea: Idea, tiny_corpus)
 def test_names_elsewhere(tiny_corpus, tmp_path):
     """A mixer of the recall suite, and a pattern of attention, that nobody brings."""
     said = refused(python(*RECALL, "--mixer", "leaky", "--out", tmp_path / "cells"))
-    assert "--mixer 'leaky': choose one of attention, based, cat" in said
+    assert '--mixer="leaky": must be one of attention, based, cat' in said
     config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run"))
     said = refused(python("train.py", config, "model.attention=nowhere"))
-    assert "model.attention='nowhere': must be one of softmax, map_mixing" in said
+    assert "model.attention='nowhere': must be one of softmax, chunk" in said
     assert not (tmp_path / "run").exists()
 
 

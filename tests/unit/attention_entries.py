@@ -199,9 +199,9 @@ def registered_entries():
     try:
         yield
     finally:
-        for known in attention._ENTRIES.values():
+        for registry in attention.REGISTRIES.values():
             for entry in ENTRIES:
-                known.pop(entry.name, None)
+                registry._entries.pop(entry.name, None)
 
 
 @pytest.fixture

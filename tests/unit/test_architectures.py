@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from cat_lm import architectures
-from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
+from cat_lm.architectures.families.gpt_neox import GPTNeoX, GPTNeoXSection
 from cat_lm.config import changed_values, known_keys, load_config
 from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
@@ -29,7 +29,7 @@ from tests.unit.tiny_models import cat_model, each_model, random_ids, stock_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-BUILT_IN = architectures._BUILT_IN
+BUILT_IN = architectures.ARCHITECTURES.own_names()
 ROPE_NEVER = {"position_embedding": "none"}
 
 
@@ -228,7 +228,7 @@ def test_unknown_architectures(tmp_path):
         message = error_of(f"model.architecture={odd}", "model.key_of_it=1")
         assert "model.architecture=" in message and "must be one of gpt_neox" in message
         assert "\n" not in message
-    with pytest.raises(UserError, match="architecture 'nowhere': unknown; known: gpt_neox"):
+    with pytest.raises(UserError, match='architecture="nowhere": must be one of gpt_neox'):
         architectures.get("nowhere")
     values = yaml.safe_load(loaded().to_yaml())
     values["model"]["architecture"] = "nowhere"
@@ -272,7 +272,8 @@ class Toy(architectures.Architecture):
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    families = architectures.ARCHITECTURES
+    monkeypatch.setattr(families, "_entries", dict(families._entries))
     architectures.register(Toy())
     return architectures.get("toy")
 
@@ -372,7 +373,8 @@ def test_a_subclass_with_another_name_is_whole(monkeypatch):
             return architectures.Classes(OtherConfig, OtherForCausalLM)
 
     Other.Section = Section
-    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    families = architectures.ARCHITECTURES
+    monkeypatch.setattr(families, "_entries", dict(families._entries))
     architectures.register(Other())
     config = loaded(architecture="other_neox", conv_type="head")
     model = meta_model(config, 99)
@@ -428,7 +430,7 @@ PLUGIN = """
 from typing import Literal
 
 from cat_lm import architectures
-from cat_lm.architectures.gpt_neox import GPTNeoX, GPTNeoXSection
+from cat_lm.architectures.families.gpt_neox import GPTNeoX, GPTNeoXSection
 from cat_lm.ops.convolution import kinds
 
 architectures.names()  # a registry that is asked while the plugin is imported
@@ -518,7 +520,7 @@ assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForC
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("(", "SyntaxError: "),
         ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two; mend or uninstall it"),
-        ("from cat_lm.architectures import get\nget('odd')", "architecture 'odd': unknown"),
+        ("from cat_lm.architectures import get\nget('odd')", 'architecture="odd": must be one of'),
         ("import sys\nsys.exit(3)", "imported: SystemExit: 3; mend or uninstall it"),
         ("import sys\nsys.exit()", "imported: SystemExit; mend or uninstall it"),
     ],

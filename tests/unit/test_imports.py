@@ -64,8 +64,8 @@ def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from run_time_nodes(child)
 
 
-def imports(source: str, modules: set[str], package: str = "") -> set[str]:
-    """The modules among these that a text of a package imports, wherever in it."""
+def imports(source: str, modules: set[str]) -> set[str]:
+    """The modules among these that a text imports, wherever in it."""
     found = set()
     for node in run_time_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -75,10 +75,6 @@ def imports(source: str, modules: set[str], package: str = "") -> set[str]:
                 inner = f"{node.module}.{alias.name}"
                 known = {inner, f"{inner}.__init__"} & modules
                 found.add(inner if known else node.module)
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_BUILT_IN":
-            # A registry imports the modules of its own folder that this names.
-            texts = [leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
-            found |= {f"{package}.{text.replace('-', '_')}" for text in texts}
     packages = {f"{name}.__init__" for name in found}
     return (found | packages) & modules
 
@@ -86,10 +82,7 @@ def imports(source: str, modules: set[str], package: str = "") -> set[str]:
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
     texts = {module_name(path): path.read_text(encoding="utf-8") for path in source_files()}
-    return {
-        name: imports(text, set(texts), name.rpartition(".")[0]) - {name}
-        for name, text in texts.items()
-    }
+    return {name: imports(text, set(texts)) - {name} for name, text in texts.items()}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -133,12 +126,6 @@ def test_a_circle_within_functions_would_be_found():
     assert graph == {"a": {"b"}, "b": {"c"}, "c": {"b"}}
     assert sorted(set(circle(graph))) == ["b", "c"]
     assert circle({**graph, "c": set()}) == []
-
-
-def test_the_modules_of_a_registry_count_as_imported():
-    modules = {"room.__init__", "room.red_door", "door"}
-    text = "_BUILT_IN = ('red-door', *others, 'door')"
-    assert imports(text, modules, "room") == {"room.red_door"}
 
 
 def test_a_package_is_told_from_a_name_in_it():

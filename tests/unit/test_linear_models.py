@@ -324,7 +324,7 @@ def test_a_backend_by_name_computes_the_same_or_says_why_not(case):
         else:
             with pytest.raises(ValueError, match=f"backend='{name}' cannot serve the|gated"):
                 model(rows)
-    with pytest.raises(ValueError, match="backend='cuda': choose auto or one of torch, cpu"):
+    with pytest.raises(ValueError, match="backend='cuda': must be one of auto, torch, cpu"):
         model.set_mixer_backend("cuda")
 
 

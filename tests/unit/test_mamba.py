@@ -218,7 +218,7 @@ def test_backends_compute_the_same_and_are_named(case):
         model.set_mixer_backend(backend)
         with pytest.raises(ValueError, match=f"backend='{backend}' cannot serve the selective"):
             model(rows)
-    with pytest.raises(ValueError, match="backend='cuda': choose auto or one of torch, cpu"):
+    with pytest.raises(ValueError, match="backend='cuda': must be one of auto, torch, cpu"):
         model.set_mixer_backend("cuda")
 
 

@@ -22,7 +22,7 @@ from tests.unit.kept_memory import kept_of_tokens
 from tests.unit.test_mixers import outside  # noqa: F401
 
 VOCABULARY, WIDTH = 50, 16
-ARCHITECTURE = architectures.get("mixer")
+ENTRY = architectures.get("mixer")
 # One of every mixer; of attention, whose own positions end somewhere, the other kind too.
 MODELS = {
     **{name: {} for name in mixers.names()},
@@ -224,19 +224,19 @@ def test_weights_that_a_folder_lacks_start_as_new_ones(name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_counts_are_those_of_the_model(name):
     model = model_of(name)
-    section = ARCHITECTURE.section(model.config)
+    section = ENTRY.section(model.config)
     every = sum(p.numel() for p in model.parameters())
-    assert ARCHITECTURE.num_parameters(section, VOCABULARY) == every
+    assert ENTRY.num_parameters(section, VOCABULARY) == every
     decayed, exempt = parameters_by_decay(model)
     assert len(decayed) + len(exempt) == len(list(model.parameters()))
     cache = MixerCache(model.config)
     with torch.no_grad():
         model(tokens(1, 40), past_key_values=cache)
     held = [x for layer in cache.layers for n, x in layer.state.items() if n != "seen"]
-    assert ARCHITECTURE.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
-    assert ARCHITECTURE.flops_per_token(section, every, 64) > 0
-    assert model.config.mixer in ARCHITECTURE.describe(section)
-    assert ARCHITECTURE.problems(section, 64) == []
+    assert ENTRY.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
+    assert ENTRY.flops_per_token(section, every, 64) > 0
+    assert model.config.mixer in ENTRY.describe(section)
+    assert ENTRY.problems(section, 64) == []
 
 
 def test_layers_own_losses_are_the_models():
@@ -264,8 +264,8 @@ def test_layers_own_losses_are_the_models():
 def test_published_shapes_have_the_published_parameters(mixer, options, parameters):
     """flash-linear-attention's GLA and DeltaNet of 24 x 1,024 with 32,000 entries."""
     given = {"hidden_size": 1024, "num_hidden_layers": 24, "vocab_size": 32000}
-    section = ARCHITECTURE.Section(mixer=mixer, mixer_options=options, **given)
-    assert ARCHITECTURE.num_parameters(section, 1) == parameters
+    section = ENTRY.Section(mixer=mixer, mixer_options=options, **given)
+    assert ENTRY.num_parameters(section, 1) == parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -276,12 +276,12 @@ def test_what_training_keeps_is_estimated(name, precision, documents):
     config = config_of(name, hidden_size=64, intermediate_size=160, learned_positions=rows)
     model = CatMixerForCausalLM(config).model.train().to(precision)
     taken = kept_of_tokens(model, tokens(2, 256), documents) / (2 * 2 * 256 * 64)
-    section, size = ARCHITECTURE.section(config), precision.itemsize
-    wide = ARCHITECTURE.saved_in_fp32(section)
-    counted = size * (ARCHITECTURE.saved_tensors(section) - wide) + 4 * wide
-    counted += (4 + size) * (256 / 64) * ARCHITECTURE.saved_maps(section, 256, False, "fp32")
+    section, size = ENTRY.section(config), precision.itemsize
+    wide = ENTRY.saved_in_fp32(section)
+    counted = size * (ENTRY.saved_tensors(section) - wide) + 4 * wide
+    counted += (4 + size) * (256 / 64) * ENTRY.saved_maps(section, 256, False, "fp32")
     if documents:
-        masks = ARCHITECTURE.saved_masks(config, False, "fp32")
+        masks = ENTRY.saved_masks(config, False, "fp32")
         counted += ((masks > 0) / 2 + size * masks) * (256 / 64)  # the model's, and its layers'
     assert 0.8 < counted / taken < 1.25
 
@@ -356,7 +356,7 @@ def test_a_table_of_positions_covers_a_training_sequence(tmp_path):
     assert config.num_parameters(50) == sum(
         p.numel()
         for p in CatMixerForCausalLM(
-            CatMixerConfig(**ARCHITECTURE.fields(config.model, 50, 64))
+            CatMixerConfig(**ENTRY.fields(config.model, 50, 64))
         ).parameters()
     )
 
@@ -382,15 +382,15 @@ def test_wrong_configurations_are_refused(changes, said, tmp_path):
         AutoConfig.from_pretrained(tmp_path)
     assert said in str(error.value)
     with pytest.raises(ValueError) as error:
-        ARCHITECTURE.check_settings(settings)
+        ENTRY.check_settings(settings)
     assert said in str(error.value)
 
 
 def test_only_the_meaning_of_weights_counts_as_a_difference():
-    ours = ARCHITECTURE.section_values(config_of("cat"))
+    ours = ENTRY.section_values(config_of("cat"))
     for options, same_weights in (({"dropout": 0.3}, True), ({"window": 5}, False)):
-        theirs = ARCHITECTURE.section_values(config_of("cat", mixer_options=options))
-        assert (ARCHITECTURE.differences(theirs, ours) == []) is same_weights
+        theirs = ENTRY.section_values(config_of("cat", mixer_options=options))
+        assert (ENTRY.differences(theirs, ours) == []) is same_weights
 
 
 def test_a_sweep_over_lengths_finds_nothing_scaled():
@@ -402,6 +402,6 @@ def test_a_sweep_over_lengths_finds_nothing_scaled():
 def test_a_mixer_chooses_its_operators_by_itself():
     config = config_of("gla")
     how = (torch.device("cpu"), torch.float32)
-    assert "mixer gla" in ARCHITECTURE.describe_backend(config, *how, "auto")
+    assert "mixer gla" in ENTRY.describe_backend(config, *how, "auto")
     with pytest.raises(ValueError, match="use auto"):
-        ARCHITECTURE.describe_backend(config, *how, "triton")
+        ENTRY.describe_backend(config, *how, "triton")

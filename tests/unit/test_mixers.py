@@ -364,7 +364,7 @@ class RunningMean(MixerKind):
 
 @pytest.fixture
 def outside(monkeypatch):
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
     mixers.register(RunningMean())
 
 
@@ -384,7 +384,7 @@ def test_the_readmes_mixer_is_whole(monkeypatch):
     """It trains, in recall and as a language model's."""
     text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
     mixer, x = make_mixer("running-mean:gain=3"), rows()
     module = mixer.build(Setting(WIDTH))
@@ -445,7 +445,7 @@ def test_values_and_text_are_the_same_options():
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("dog", {}, "mixer 'dog': choose one of attention, based"),
+        ("dog", {}, 'mixer="dog": must be one of attention, based'),
         ("cat", {"stream": "k"}, "mixer cat: unknown option 'stream'; did you mean streams?"),
         ("cat", {"window": 2.5}, "mixer cat: window='2.5': must be a whole number"),
         ("cat", {"window": True}, "mixer cat: window='true': must be a whole number"),
@@ -454,7 +454,7 @@ def test_values_and_text_are_the_same_options():
         ("cat", {"bias": 1}, "mixer cat: bias='1': must be true or false"),
         ("cat", {"window": 0}, "mixer cat: window=0: must be at least 1"),
         ("linear-attention", {"heads": 0}, "heads=0: must be at least 1"),
-        ("gla", {"expand_k": float("inf")}, "expand_k=inf: must be a number above 0"),
+        ("gla", {"expand_k": float("inf")}, "expand_k=inf: must be from -1e+30"),
     ],
 )
 def test_wrong_options_are_one_clear_line(name, options, said):

@@ -299,7 +299,7 @@ REFUSED = [
     ),
     (
         {"attention": "linear"},
-        "attention=[\"']linear[\"']: must be one of softmax, map_mixing, .*sigmoid",
+        "attention=[\"']linear[\"']: must be one of softmax, chunk, .*sigmoid",
     ),
     (
         {**DECAY, "score_options": {"slope": 1}},
@@ -360,12 +360,12 @@ def test_the_example_of_the_readme():
         ids = random_ids(1, 12)
         logits = cat_model(score_transform="learned_decay")(ids).logits
     finally:
-        attention._ENTRIES[ScoreTransform].pop("learned_decay", None)
+        attention.SCORE_TRANSFORMS._entries.pop("learned_decay", None)
     assert not torch.allclose(logits, cat_model()(ids).logits, atol=1e-3)
 
 
 def test_names_are_taken_once():
-    with pytest.raises(ValueError, match="score_transform='decay': there is one"):
+    with pytest.raises(ValueError, match="score_transform 'decay': there is one"):
         attention.register(LearnedDecay())
 
     class Formless(SoftCap):
@@ -385,6 +385,6 @@ def test_names_are_taken_once():
     ],
 )
 def test_collections_are_collections(facts, said):
-    with pytest.raises(ValueError, match=f"score_transform='odd': {said}"):
+    with pytest.raises(ValueError, match=f"score_transform 'odd': {said}"):
         attention.register(type("Odd", (LearnedDecay,), {"name": "odd", **facts})())
     assert "odd" not in attention.names(ScoreTransform)

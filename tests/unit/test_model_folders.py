@@ -411,7 +411,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("values", "said"),
         [
-            ({"conv_type": "foo"}, "conv_type='foo' is not supported; choose one of none, head"),
+            ({"conv_type": "foo"}, "conv_type='foo': must be one of none, head"),
             ({"conv_type": 3}, "conv_type=3"),
             ({"conv_window": 21.0}, "conv_window=21.0: must be a whole number"),
             ({"conv_window": "21"}, "conv_window='21': must be a whole number"),

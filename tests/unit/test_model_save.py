@@ -51,7 +51,7 @@ def test_parameter_counts():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"conv_type": "heads"}, "conv_type='heads' is not supported; choose one of none, head"),
+        ({"conv_type": "heads"}, "conv_type='heads': must be one of none, head"),
         ({"conv_streams": "qx"}, 'conv_streams="qx": must name some of q, k and v'),
         ({"conv_streams": ""}, "must name some of q, k and v"),
         ({"conv_streams": "qq"}, "each once"),

@@ -163,21 +163,20 @@ def test_choice_of_a_backend():
     assert choice.name == "reference" and "triton cannot serve" in choice.reason
     with pytest.raises(ValueError, match=r"backend='cpu' cannot serve this convolution: .*meta"):
         choose_backend("head", device="meta", backend="cpu", **shape)
-    with pytest.raises(ValueError, match="choose auto or one of reference, cpu, triton"):
+    with pytest.raises(ValueError, match="must be one of auto, reference, cpu, triton"):
         choose_backend("head", device="cpu", backend="toeplitz", **shape)
     for dtype in (torch.int64, torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(ValueError, match=f"{dtype} cannot be convolved; use one of float32"):
             choose_backend("head", device="cpu", **(shape | {"dtype": dtype}))
     with pytest.raises(ValueError, match="window=0"):
         choose_backend("head", device="cpu", **(shape | {"window": 0}))
-    with pytest.raises(ValueError, match="choose one of head, depthwise, multihead"):
+    with pytest.raises(ValueError, match="must be one of none, head, depthwise, multihead"):
         choose_backend("heads", device="cpu", **shape)
 
 
-def test_every_backend_has_the_three_functions():
-    for module in BACKENDS.values():
-        assert callable(module.convolve) and callable(module.why_not)
-        assert isinstance(module.describe("head", torch.float32, 21), str)
+def test_every_backend_describes_itself():
+    for name in BACKENDS.names():
+        assert isinstance(BACKENDS.get(name).describe("head", torch.float32, 21), str)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +288,7 @@ def test_packed_projection_with_a_state():
         ({"initial_state": torch.zeros(2, 2, 3, 3, 6)}, r"initial_state must be \[2, 2, 3, 1, 6\]"),
         ({"rotary": _angles(8, 4)}, r"rotary must be .*\[2 or 1, 9, R\]"),
         ({"rotary": _angles(9, 8)}, "at most 6"),
-        ({"backend": "fastest"}, "choose auto or one of"),
+        ({"backend": "fastest"}, "must be one of auto"),
     ],
 )
 def test_packed_projections_that_do_not_fit(change, message):

@@ -39,10 +39,14 @@ POINTERS += [f"{s}_next_ptr" for s in "qkv"] + ["cos_ptr", "sin_ptr"]
 
 @pytest.mark.parametrize(("kind", "window"), [("head", 21), ("depthwise", 4), ("multihead", 21)])
 def test_the_kernel_compiles_for_hopper(kind, window, tmp_path, monkeypatch):
-    from cat_lm.ops.convolution.triton.decode import KINDS, decode_kernel, decode_options
+    from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
+    from cat_lm.ops.convolution.triton.decode import decode_kernel, decode_options
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = decode_options(64, window, 16) | {"KIND": KINDS[kind], "SILU": kind == "depthwise"}
+    constants = decode_options(64, window, 16) | {
+        "KIND": KERNEL_NUMBERS[kind],
+        "SILU": kind == "depthwise",
+    }
     pointers = dict.fromkeys(POINTERS, "bf16") | {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     compiled(decode_kernel, HOPPER, pointers, constants, {"num_warps": 4})
 

@@ -18,7 +18,7 @@ from tests.unit.tiny_models import cat_model, random_ids
 @pytest.fixture
 def shared(monkeypatch):
     """One filter for all heads and channels, which no backend but the reference knows."""
-    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    monkeypatch.setattr(kinds.KINDS, "_entries", dict(kinds.KINDS._entries))
     kind = kinds.Kind(
         "shared", ("W",), lambda taps, lag, delayed: taps[lag] * delayed, "one filter for all"
     )
@@ -77,7 +77,7 @@ def test_identity_changes_nothing(shared):
 
 
 def test_names_that_are_taken_or_known_nowhere(shared):
-    with pytest.raises(ValueError, match="there is such a kind already"):
+    with pytest.raises(ValueError, match="there is one of this name already"):
         kinds.register(shared)
     for axes, said in (
         (("H", "D"), "and W among them"),
@@ -93,7 +93,7 @@ def test_names_that_are_taken_or_known_nowhere(shared):
     with pytest.raises(ValueError, match="conv_type 'other': add_lag=None must be a function"):
         kinds.register(kinds.Kind("other", ("W",), None, "one"))
     assert "other" not in kinds.names()
-    with pytest.raises(ValueError, match="choose one of head, depthwise, multihead, shared"):
+    with pytest.raises(ValueError, match="must be one of none, head, depthwise, multihead, shared"):
         ops.convolve("nowhere", torch.randn(1, 2, 3, 4), torch.randn(2))
     with pytest.raises(ValueError, match="nowhere"):
         cat_model(conv_type="nowhere")

@@ -258,7 +258,9 @@ def test_what_does_not_fit_is_refused():
         long_conv(x[:, :, :1], modes)
     with pytest.raises(ValueError, match=r"must be \[B, T, H, D\] and not empty"):
         long_conv(x[:, :0], modes)
-    with pytest.raises(ValueError, match="conv_filter='fir': choose one of exponential, ssm"):
+    with pytest.raises(
+        ValueError, match='conv_filter="fir": must be one of taps, exponential, ssm'
+    ):
         filters.get("fir")
     assert choose_backend("cpu", torch.float32, 6).name == "reference"
 

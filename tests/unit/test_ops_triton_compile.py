@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cat_lm.ops.convolution import triton as backend
+from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from tests.unit.sass import disassemble, hazards
 
 pytestmark = pytest.mark.skipif(
@@ -282,7 +283,7 @@ def kernels_of_convolutions():
         constants, options = multihead.mix_options(x, 4, documents=True)
         yield mix_kernel, constants | {"REVERSED": reverse}, options
     yield mix_filters_kernel, *multihead.filter_options(x, 4)
-    for kind in decode.KINDS.values():
+    for kind in KERNEL_NUMBERS.values():
         constants = decode.decode_options(64, 4, 16) | {"KIND": kind, "SILU": True}
         yield decode.decode_kernel, constants, {}
 

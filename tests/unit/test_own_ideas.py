@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 import tomllib
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 
 from cat_lm import architectures, mixers, ops
 from cat_lm.core import plugins
-from cat_lm.core.registry import take_built_in
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.ops.convolution import kinds
@@ -32,11 +30,12 @@ from tests.unit.tiny_models import cat_model, random_ids
 @pytest.fixture
 def registries(monkeypatch):
     """Takes away again what a test registers."""
-    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
-    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
-    entries = {kind: dict(known) for kind, known in attention._ENTRIES.items()}
-    monkeypatch.setattr(attention, "_ENTRIES", entries)
+    monkeypatch.setattr(kinds.KINDS, "_entries", dict(kinds.KINDS._entries))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
+    families = architectures.ARCHITECTURES
+    monkeypatch.setattr(families, "_entries", dict(families._entries))
+    for registry in attention.REGISTRIES.values():
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 @pytest.fixture
@@ -228,8 +227,8 @@ def test_the_mixer_is_the_recurrence(ideas):
 
 def test_the_examples_pass_their_authors_check(ideas):
     check_entry(ideas.mixer.Leaky(), {"memory": 8.0})
-    check_entry(attention._ENTRIES[attention.ScoreTransform]["log_distance"])
-    check_entry(attention._ENTRIES[attention.Pattern]["forgetting"])
+    check_entry(attention.REGISTRIES[attention.ScoreTransform].get("log_distance"))
+    check_entry(attention.REGISTRIES[attention.Pattern].get("forgetting"))
 
 
 def test_the_mixer_keeps_what_it_says(ideas):
@@ -248,7 +247,7 @@ def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
     # On a CPU it would be tried, and be no model at all.
     facts = {"supports": frozenset({"state"}), "computes_on_cpu": False}
     kind = type("Forgets", (ideas.mixer.Leaky,), facts)()
-    monkeypatch.setitem(mixers._KINDS, "leaky", kind)
+    monkeypatch.setitem(mixers.MIXERS._entries, "leaky", kind)
     config = CatMixerConfig(
         vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"
     )
@@ -292,35 +291,33 @@ def test_a_family_without_state_generates_from_the_whole_text(ideas):
         model(rows, past_key_values=ideas.family.PreTrainedConfig)
 
 
-# A registry's package, the attribute of its own files, an example, and the name of its entry.
-MOVED = {
-    "mixers": (mixers, "MIXER", "mixer", "leaky"),
-    "attention": (attention, "ENTRY", "scores", "log_distance"),
-    "architectures": (architectures, "ARCHITECTURE", "family", "ngram"),
-}
-
-
-def is_known(name: str) -> bool:
-    tables = (mixers._KINDS, architectures._ARCHITECTURES, *attention._ENTRIES.values())
-    return any(name in table for table in tables)
-
-
-@pytest.mark.parametrize("form", ["registers", "has", "neither"])
-@pytest.mark.parametrize("room", MOVED)
-def test_the_file_of_a_plugin_moves_into_the_project(registries, monkeypatch, tmp_path, room, form):
-    """As it is, or with its entry in an attribute."""
-    package, attribute, example, name = MOVED[room]
+@pytest.mark.parametrize("form", ["registers", "has"])
+@pytest.mark.parametrize(
+    ("registry", "example", "name"),
+    [
+        (mixers.MIXERS, "mixer", "leaky"),
+        (attention.SCORE_TRANSFORMS, "scores", "log_distance"),
+        (attention.PATTERNS, "pattern", "forgetting"),
+        (architectures.ARCHITECTURES, "family", "ngram"),
+    ],
+    ids=["mixer", "scores", "pattern", "family"],
+)
+def test_the_file_of_a_plugin_moves_into_the_project(
+    registries, monkeypatch, tmp_path, registry, example, name, form
+):
+    """As it is, or with its entry in ENTRY; nothing lists it."""
     code = (REPOSITORY / f"tests/own_ideas/{example}.py").read_text(encoding="utf-8")
-    last = {"registers": r"register(\1)", "has": rf"{attribute} = \1", "neither": ""}[form]
+    last = {"registers": r"register(\1)", "has": r"ENTRY = \1"}[form]
     code, count = re.subn(r"^register\((\w+\(\))\)$", last, code, flags=re.M)
+    assert count == 1
     (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    (module, *_) = registry._modules.values()
+    package = importlib.import_module(module.rpartition(".")[0])
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
-    assert count == 1 and not is_known(name)
-    said = f"{name}: must have an entry of the name '{name}', as {attribute} or given to register"
-    with pytest.raises(ValueError, match=said) if form == "neither" else nullcontext():
-        take_built_in(package.__name__, (name,), attribute, package.register, is_known)
-    assert is_known(name) == (form != "neither")
+    modules = registry._modules | {name: f"{package.__name__}.{name}"}
+    monkeypatch.setattr(registry, "_modules", modules)
+    assert registry.get(name).name == name
 
 
 def test_the_readme_installs_and_links_them():
@@ -347,7 +344,7 @@ def test_the_family_says_what_its_model_has(ideas):
 
 def test_the_cells_of_a_plugin_s_mixer_are_named_by_its_sources_too(tmp_path, monkeypatch):
     """Its code may change where no version does; cells of the project's mixers keep their names."""
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
     code = (REPOSITORY / "tests/own_ideas/mixer.py").read_text(encoding="utf-8")
     (tmp_path / "leaky_idea.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

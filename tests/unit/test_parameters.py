@@ -84,17 +84,16 @@ class GatedMixer(MixerKind):
 
 @pytest.fixture
 def pattern(monkeypatch):
-    known = attention._ENTRIES
-    monkeypatch.setitem(known, Pattern, known[Pattern] | {"gated": GatedPattern()})
+    monkeypatch.setitem(attention.PATTERNS._entries, "gated", GatedPattern())
 
 
 @pytest.fixture
 def mixer(monkeypatch):
     """Registers the mixer around another module, which it takes."""
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
 
     def around(module: type[nn.Module]) -> None:
-        mixers._KINDS.pop("gated", None)
+        mixers.MIXERS._entries.pop("gated", None)
         mixers.register(type("Around", (GatedMixer,), {"module": module})())
 
     around(Gated)
@@ -169,7 +168,7 @@ def test_a_pattern_s_buffers_start_as_built_in_a_model_without(pattern, monkeypa
             super().__init__(width)
             self.register_buffer("omega", torch.randn(3))
 
-    monkeypatch.setattr(attention._ENTRIES[Pattern]["gated"], "build", lambda config: Drawn(WIDTH))
+    monkeypatch.setattr(attention.PATTERNS.get("gated"), "build", lambda config: Drawn(WIDTH))
     transformer().save_pretrained(tmp_path)
     model = transformer(attention="gated")
     drawn = {name: b.clone() for name, b in model.named_buffers() if name.endswith(".omega")}
@@ -244,7 +243,7 @@ OF_PATTERNS = {
 @pytest.mark.parametrize("wrong", [*SAID_WRONGLY, *OF_PATTERNS])
 def test_what_a_pattern_says_wrongly_is_refused_by_name(pattern, monkeypatch, wrong):
     module, said = (SAID_WRONGLY | OF_PATTERNS)[wrong]
-    entry = attention._ENTRIES[Pattern]["gated"]
+    entry = attention.PATTERNS.get("gated")
     monkeypatch.setattr(entry, "build", lambda config: module(WIDTH), raising=False)
     monkeypatch.setattr(entry, "parameters", lambda model: 3 + GatedPattern().parameters(model))
     with pytest.raises(UserError, match=f"^attention 'gated': .*{re.escape(said)}"):

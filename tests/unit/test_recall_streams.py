@@ -22,7 +22,7 @@ from cat_lm.core.files import finite
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.mixers.cat import Options
+from cat_lm.mixers.kinds.cat import Options
 from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters
 from eval.common.comparison import t_quantile
 from eval.common.grids import cells, execution

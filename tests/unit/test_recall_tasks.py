@@ -232,7 +232,7 @@ def test_rows_stay_what_they_were(case):
         ("mqar", 64, {"keys": "17"}, "keys=17: seq_len=64 fits 1 to 16"),
         ("mqnar", 64, {"keys": "11"}, "fits 1 to 10"),
         ("mqnar", 64, {"ngram": "32"}, "too short"),
-        ("mqar", 64, {"keys": "x"}, "must be a whole number or none"),
+        ("mqar", 64, {"keys": "x"}, "must be a whole number such as"),
         ("mqar", 64, {"ngram": "2"}, "unknown option 'ngram'"),
         ("mqar", 64, {"key": "2"}, "did you mean keys"),
         ("mqar", 64, {"vocab_size": "20"}, "vocab_size=20"),
@@ -247,7 +247,7 @@ def test_rows_stay_what_they_were(case):
         ("selective-copy", 64, {"signals": "8"}, "need as many signals"),
         ("selective-copy", 64, {"unique": "maybe"}, "must be true or false"),
         ("selective-copy", 20, {}, "32 tokens are needed"),
-        ("copy", 20, {}, "choose one of ar, nar"),
+        ("copy", 20, {}, "must be one of ar, nar"),
     ],
 )
 def test_options_that_do_not_fit_are_one_clear_line(name, seq_len, options, words):
@@ -260,4 +260,12 @@ def test_longer_tasks_ask_in_proportion():
     assert make_task("mqar", 128).at_length(512).num_keys == 128
     assert make_task("mqar", 128, {"keys": "8"}).at_length(512).num_keys == 32
     assert make_task("selective-copy", 64).at_length(256).copies == 16
-    assert {*TASKS} == {"ar", "nar", "mqar", "mqnar", "hard-mqnar", "needle", "selective-copy"}
+    assert {*TASKS.names()} == {
+        "ar",
+        "nar",
+        "mqar",
+        "mqnar",
+        "hard-mqnar",
+        "needle",
+        "selective-copy",
+    }

@@ -14,8 +14,8 @@ from cat_lm.ops.convolution.maps import sum_over_maps
 from cat_lm.ops.runtime.documents import document_runs
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import attention, cat
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import attention, cat
 
 
 def softmax_attention(

@@ -12,8 +12,8 @@ from cat_lm.mixers.modules.context import State, short_convolution
 from cat_lm.mixers.modules.linear_attention import linear_attention
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import based
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import based
 
 
 class GatedShortConvolution(nn.Module):

@@ -13,8 +13,8 @@ from cat_lm.ops.recurrence import GLA_LOW_RANK, fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import gla
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import gla
 
 TEMPERATURE = 16
 

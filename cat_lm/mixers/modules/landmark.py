@@ -21,8 +21,8 @@ from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.runtime.documents import document_runs
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import landmark
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import landmark
 
 ROWS = 64  # queries of a sequence on which landmarks are taught
 

@@ -15,8 +15,8 @@ from cat_lm.ops.runtime.documents import document_runs
 from cat_lm.ops.runtime.precision import without_autocast
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import lincat
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import lincat
 
 
 def linear_attention(

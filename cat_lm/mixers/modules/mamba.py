@@ -19,8 +19,8 @@ from cat_lm.mixers.modules.context import (
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import mamba
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import mamba
 
 FASTEST, SLOWEST = 0.1, 1e-3  # Δ at the start
 

@@ -17,8 +17,8 @@ from cat_lm.ops.convolution.multi_token_options import length_problem
 from cat_lm.ops.runtime.documents import document_positions, document_runs
 
 if TYPE_CHECKING:
-    from cat_lm.mixers import multi_token
     from cat_lm.mixers.base import Setting
+    from cat_lm.mixers.kinds import multi_token
 
 
 class MultiTokenAttention(NothingDecays):

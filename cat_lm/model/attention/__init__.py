@@ -3,9 +3,9 @@
 A *pattern* is how queries meet keys (`model.attention`). A *score transform* changes the logits
 before the softmax (`model.score_transform`), a *value transform* the values before they are cached
 and attended to (`model.value_transform`); each takes options as a mapping. An entry is a subclass
-of those in `cat_lm.model.attention.base`, in one file, given to `register`; built-in ones stand in
-`_BUILT_IN`, others come from plugins (`cat_lm.core.plugins`) or scripts. Imports no torch: entries
-import it when they build their modules.
+of those in `cat_lm.model.attention.base`. This project's are files with an ENTRY in `patterns`,
+`scores` and `values`; plugins (`cat_lm.core.plugins`) and scripts give theirs to `register`. This
+module imports no torch: entries import it when they build their modules.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
+from cat_lm.core.plugins import is_own
 from cat_lm.core.readers import short
-from cat_lm.core.registry import check_entry, is_own, mishap, module_problem, take_built_in
+from cat_lm.core.registry import Registry, mishap, module_problem
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
 
-__all__ = ["Entry", "Pattern", "ScoreTransform", "ValueTransform", "build", "check_names"]
-__all__ += ["chosen_entries", "compared_options", "described"]
-__all__ += ["given_options"]
+__all__ = ["REGISTRIES", "Entry", "Pattern", "ScoreTransform", "ValueTransform", "build"]
+__all__ += ["check_names", "chosen_entries", "compared_options", "described", "given_options"]
 __all__ += ["implementation_problems", "keeps_parameters", "keys_of", "keys_of_any_weights"]
-__all__ += ["length_problems", "names"]
-__all__ += ["pattern", "problems"]
-__all__ += ["register", "usual_implementation"]
-__all__ += ["score_transform", "value_transform"]
+__all__ += ["length_problems", "names", "pattern", "problems", "register", "score_transform"]
+__all__ += ["usual_implementation", "value_transform"]
 
 # The key that chooses an entry, and the one that holds its options, by the entries' class.
 _KEYS = {
@@ -35,55 +32,79 @@ _KEYS = {
     ScoreTransform: ("score_transform", "score_options"),
     ValueTransform: ("value_transform", "value_options"),
 }
-# Entries' names, which are their files' here; each has an ENTRY, or registers itself.
-_BUILT_IN = ("softmax", "map_mixing", "multi_token", "landmark", "chunk")
-_BUILT_IN += ("exponential_decay", "smoothing")
-
-_ENTRIES: dict[type[Entry], dict[str, Entry]] = {kind: {} for kind in _KEYS}
 
 
-def register(entry: Entry) -> None:
-    """Add a pattern, or a transform of scores or values.
-
-    Raises:
-        ValueError: there is one of its class and name already, something is missing, options or
-            implementations are no collection, or a score transform's form is none.
-    """
-    kind = next((kind for kind in _KEYS if isinstance(entry, kind)), Entry)
-    key = _KEYS[kind][0] if kind in _KEYS else "attention"
-    methods = ("build", "flops") if kind is Pattern else ("build",)
-    words = ("name", "title", "form") if kind is ScoreTransform else ("name", "title")
-    check_entry(key, entry, kind if kind in _KEYS else Pattern, words, methods)
-    if entry.name in _ENTRIES[kind] or entry.name == "none":
-        raise ValueError(f"{key}={entry.name!r}: there is one of this name already")
+def _check(entry: Entry) -> None:
+    """Check what an entry says of itself. Raises ValueError."""
+    named = f"{_KEYS[kind_of(entry)][0]} {entry.name!r}"
     if isinstance(entry, ScoreTransform) and entry.form not in entry.FORMS:
-        raise ValueError(
-            f"{key}={entry.name!r}: form={entry.form!r} must be one of {', '.join(entry.FORMS)}"
-        )
+        raise ValueError(f"{named}: form={entry.form!r} must be one of {', '.join(entry.FORMS)}")
     if not isinstance(entry.options, Mapping):
         raise ValueError(
-            f"{key}={entry.name!r}: options={entry.options!r} must be a mapping of the options' "
-            "names to their defaults"
+            f"{named}: options={entry.options!r} must be a mapping of the options' names to their "
+            "defaults"
         )
     able = entry.implementations
     if able is not None and not isinstance(able, tuple):
         raise ValueError(
-            f"{key}={entry.name!r}: implementations={able!r} must be a tuple of names, as "
+            f"{named}: implementations={able!r} must be a tuple of names, as "
             '("eager", "sdpa"), or None for all'
         )
-    _ENTRIES[kind][entry.name] = entry
+
+
+PATTERNS: Registry[Pattern] = Registry(
+    "attention",
+    Pattern,
+    package=f"{__name__}.patterns",
+    words=("name", "title"),
+    methods=("build", "flops"),
+    check=_check,
+    first=("softmax",),
+)
+SCORE_TRANSFORMS: Registry[ScoreTransform] = Registry(
+    "score_transform",
+    ScoreTransform,
+    package=f"{__name__}.scores",
+    words=("name", "title", "form"),
+    methods=("build",),
+    check=_check,
+    others=("none",),
+)
+VALUE_TRANSFORMS: Registry[ValueTransform] = Registry(
+    "value_transform",
+    ValueTransform,
+    package=f"{__name__}.values",
+    words=("name", "title"),
+    methods=("build",),
+    check=_check,
+    others=("none",),
+)
+REGISTRIES: dict[type[Entry], Registry] = {
+    Pattern: PATTERNS,
+    ScoreTransform: SCORE_TRANSFORMS,
+    ValueTransform: VALUE_TRANSFORMS,
+}
+
+
+def kind_of(entry: object) -> type[Entry]:
+    """Return what an entry is: a pattern, or a transform of scores or values."""
+    return next((kind for kind in REGISTRIES if isinstance(entry, kind)), Pattern)
+
+
+def register(entry: Entry) -> None:
+    """Add a pattern, or a transform of scores or values. Raises ValueError for a wrong one."""
+    REGISTRIES[kind_of(entry)].register(entry)
 
 
 def names(kind: type[Entry]) -> tuple[str, ...]:
     """List what a key may say; transforms have `none` first."""
-    plugins.load()
-    return (*(() if kind is Pattern else ("none",)), *_ENTRIES[kind])
+    return (*(() if kind is Pattern else ("none",)), *REGISTRIES[kind].names())
 
 
 def pattern(model: Any) -> Pattern:
     """Give the pattern of a model, by its section or configuration."""
     if mixes_maps(model):
-        return _ENTRIES[Pattern]["map_mixing"]
+        return PATTERNS.get("map_mixing")
     return _chosen(Pattern, model)
 
 
@@ -98,22 +119,15 @@ def value_transform(model: Any) -> ValueTransform | None:
 
 
 def _chosen(kind: type[Entry], model: Any) -> Any:
-    name = getattr(model, _KEYS[kind][0])
-    if name not in _ENTRIES[kind] and name not in names(kind):
-        raise ValueError(_unknown(kind, name))
-    return _ENTRIES[kind][name]
-
-
-def _unknown(kind: type[Entry], name: Any) -> str:
-    known = ", ".join(names(kind))
-    return f"{_KEYS[kind][0]}={short(name)}: must be one of {known}"
+    return REGISTRIES[kind].get(getattr(model, _KEYS[kind][0]))
 
 
 def check_names(model: Any) -> None:
     """Check that a section or configuration names entries that there are. Raises ValueError."""
     for kind, (key, _) in _KEYS.items():
-        if getattr(model, key) not in names(kind):
-            raise ValueError(_unknown(kind, getattr(model, key)))
+        name = getattr(model, key)
+        if problem := REGISTRIES[kind].problem(name):
+            raise ValueError(f"{key}={short(name)}: {problem}")
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
@@ -175,7 +189,7 @@ def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
     found = set()
     for kind, (key, options_key) in _KEYS.items():
         plain = "softmax" if kind is Pattern else "none"
-        if theirs[key] == plain != ours[key] and _ENTRIES[kind][ours[key]].takes_any_weights:
+        if theirs[key] == plain != ours[key] and REGISTRIES[kind].get(ours[key]).takes_any_weights:
             found |= {key, options_key}
     return found
 
@@ -187,7 +201,8 @@ def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {}
     for kind, (key, options_key) in _KEYS.items():
-        if (entry := _ENTRIES[kind].get(values[key])) is not None:
+        if (name := values[key]) != "none":
+            entry = REGISTRIES[kind].get(name)
             options = entry.resolved(values[options_key])
             found[options_key] = {n: v for n, v in options.items() if n not in entry.free_options}
     return found
@@ -196,7 +211,7 @@ def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
 def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     """Tell whether what their pattern of attention learned means the same in our model."""
     key, options_key = _KEYS[Pattern]
-    entry = _ENTRIES[Pattern][ours[key]]
+    entry = PATTERNS.get(ours[key])
     return theirs[key] == ours[key] and entry.keeps_parameters(
         theirs[options_key], ours[options_key]
     )
@@ -295,10 +310,3 @@ def _option_problems(model: Any) -> list[str]:
             else:
                 found += entry.problems(model, entry.resolved(options))
     return found
-
-
-def _is_known(name: str) -> bool:
-    return any(name in known for known in _ENTRIES.values())
-
-
-take_built_in(__name__, _BUILT_IN, "ENTRY", register, _is_known)

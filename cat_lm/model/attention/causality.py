@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cat_lm.core.causality import TIME, changed, check_causal
-from cat_lm.core.registry import is_own
+from cat_lm.core.plugins import is_own
 from cat_lm.model import attention
 
 # The parts of a configuration of which one layer needs little beside its attention.

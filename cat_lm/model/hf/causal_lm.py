@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.core.registry import one_of
 from cat_lm.model import attention
 from cat_lm.model.attention.causality import check_attention
 from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
@@ -225,8 +226,8 @@ class CausalLanguageModel:
         Raises:
             ValueError: an unknown name.
         """
-        if name not in ("auto", *BACKENDS):
-            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(BACKENDS)}")
+        if problem := BACKENDS.problem(name):
+            raise ValueError(f"backend={name!r}: {problem}")
         for module in self.modules():
             if hasattr(module, "conv_backend"):
                 module.conv_backend = name
@@ -237,8 +238,8 @@ class CausalLanguageModel:
         Raises:
             ValueError: an unknown name.
         """
-        if name not in ("auto", *MIXER_BACKENDS):
-            raise ValueError(f"backend={name!r}: choose auto or one of {', '.join(MIXER_BACKENDS)}")
+        if name not in (known := ("auto", *MIXER_BACKENDS)):
+            raise ValueError(f"backend={name!r}: {one_of(name, known)}")
         for module in self.modules():
             if hasattr(module, "mixer_backend"):
                 module.mixer_backend = name

@@ -55,7 +55,7 @@ def describe_backend(
             head_dim=head_dim,
             backend=backend,
         )
-        runs = BACKENDS[choice.name].describe(conv_type, dtype, window)
+        runs = BACKENDS.get(choice.name).describe(conv_type, dtype, window)
         lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
     return "; ".join(lines) or "no convolutions"
 

@@ -27,6 +27,7 @@ from cat_lm.core.numbers import (
     WINDOW,
     Range,
 )
+from cat_lm.core.registry import Registry
 from cat_lm.model import attention
 from cat_lm.model.rules import (
     DEFAULT_WINDOW,
@@ -48,7 +49,6 @@ CONV_MIXINGS = ("embeddings", "maps")
 CONV_ACTIVATIONS = ("none", "silu")
 CONV_INITS = ("identity", "uniform", "residual")
 CANON_INITS = ("uniform", "zero")
-FILTERS = (filters.TAPS, *filters.names())
 CONV_NORMS = ("none", "l1")
 QK_NORMS = ("none", "l2", "rms")
 QK_NORM_PLACES = ("after", "before")
@@ -323,11 +323,11 @@ class AttentionSettings(KnownKeys):
         if self.conv_type != "none":
             check_choice("conv_init", self.conv_init, CONV_INITS)
         check_choice("canon_init", self.canon_init, CANON_INITS)
-        check_choice("conv_type", self.conv_type, ("none", *kinds.names()))
+        check_entry_name("conv_type", self.conv_type, kinds.KINDS)
         check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
         check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
         check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        check_choice("conv_filter", self.conv_filter, FILTERS)
+        check_entry_name("conv_filter", self.conv_filter, filters.FILTERS)
         check_choice("conv_norm", self.conv_norm, CONV_NORMS)
         check_choice("qk_norm", self.qk_norm, QK_NORMS)
         check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
@@ -401,6 +401,12 @@ def check_tokens(config: Any) -> None:
     pad = config.pad_token_id
     if pad is not None and pad >= config.vocab_size:
         raise ValueError(f"pad_token_id={pad}: must be below vocab_size={config.vocab_size}")
+
+
+def check_entry_name(key: str, name: str, registry: Registry) -> None:
+    """Check that a registry has a name. Raises ValueError."""
+    if problem := registry.problem(name):
+        raise ValueError(f"{key}={name!r}: {problem}")
 
 
 def check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:

@@ -10,15 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cat_lm.ops.convolution.api import (
-        BACKENDS,
-        BackendChoice,
-        choose_backend,
-        convolve,
-        depthwise_conv,
-        head_conv,
-        multihead_conv,
-    )
+    from cat_lm.ops.convolution.api import convolve, depthwise_conv, head_conv, multihead_conv
+    from cat_lm.ops.convolution.backends import BACKENDS, BackendChoice, choose_backend
     from cat_lm.ops.convolution.qkv import head_conv_qkv
     from cat_lm.ops.convolution.rotation import rotate
 
@@ -35,8 +28,11 @@ __all__ = [
 ]
 
 
+_HOMES = {"head_conv_qkv": "qkv", "rotate": "rotation"}
+_HOMES |= dict.fromkeys(("BACKENDS", "BackendChoice", "choose_backend"), "backends")
+
+
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = {"head_conv_qkv": "qkv", "rotate": "rotation"}.get(name, "api")
-        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

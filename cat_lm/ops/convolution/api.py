@@ -1,17 +1,12 @@
-"""`head_conv`, `depthwise_conv`, `multihead_conv`: checks, state, and the choice of a backend.
-
-A backend is a module with three functions: `convolve`, `why_not`, `describe`; `reference` documents
-them. All backends read zeros before the start, and across document borders given as positions.
-"""
+"""`head_conv`, `depthwise_conv`, `multihead_conv`: checks, documents and decoding state."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution import cpu, kinds, reference, triton
+from cat_lm.ops.convolution import kinds, triton
+from cat_lm.ops.convolution.backends import BACKENDS, choose_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.runtime.documents import (
     check_document_ids,
@@ -19,63 +14,6 @@ from cat_lm.ops.runtime.documents import (
     positions_of_starts,
     starts_of_lengths,
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = {"reference": reference, "cpu": cpu, "triton": triton}
-
-
-class BackendChoice(NamedTuple):
-    """The name of the backend that serves a convolution, and why this one."""
-
-    name: str
-    reason: str
-
-
-def choose_backend(
-    conv_type: str,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    window: int,
-    heads: int,
-    head_dim: int,
-    backend: str = "auto",
-) -> BackendChoice:
-    """The backend that serves a convolution and the reason.
-
-    `auto` takes `triton` on a GPU, `cpu` on a CPU, and `reference`, which serves everything slowly,
-    where these cannot.
-
-    Args:
-        conv_type: a kind's name (`cat_lm.ops.convolution.kinds`).
-        device: where the inputs are.
-        dtype: of the inputs.
-        window, heads, head_dim: W, H and D.
-        backend: auto, or the name of a backend that must serve.
-
-    Raises:
-        ValueError: the name is unknown, the backend asked for cannot serve, or none can.
-    """
-    device = torch.device(device)
-    kinds.get(conv_type)
-    if window < 1:
-        raise ValueError(f"window={window}: a filter needs at least 1 tap")
-    if dtype not in DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
-        raise ValueError(f"inputs of {dtype} cannot be convolved; use one of {names}")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend={backend!r}: choose auto or one of {', '.join(BACKENDS)}")
-    shape = (conv_type, device, dtype, window, heads, head_dim)
-    if backend != "auto":
-        obstacle = BACKENDS[backend].why_not(*shape)
-        if obstacle is not None:
-            raise ValueError(f"backend={backend!r} cannot serve this convolution: {obstacle}")
-        return BackendChoice(backend, "asked for by name")
-    fast = "cpu" if device.type == "cpu" else "triton"
-    obstacle = BACKENDS[fast].why_not(*shape)
-    if obstacle is None:
-        return BackendChoice(fast, f"the fast path of {device.type} tensors")
-    return BackendChoice("reference", f"{fast} cannot serve: {obstacle}")
 
 
 def head_conv(
@@ -247,7 +185,7 @@ def convolve(
     if choice.name == "triton" and rotary is not None and not past:
         y = triton.convolve(*inputs, rotary)
     else:
-        y = BACKENDS[choice.name].convolve(*inputs)
+        y = BACKENDS.get(choice.name).convolve(*inputs)
         if past:
             y = y[:, past:]
         if rotary is not None:

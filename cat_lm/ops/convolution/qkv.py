@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution import triton
-from cat_lm.ops.convolution.api import check_filters, choose_backend, convolve, packed_positions
+from cat_lm.ops.convolution.api import check_filters, convolve, packed_positions
+from cat_lm.ops.convolution.backends import choose_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.

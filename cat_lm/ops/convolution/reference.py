@@ -92,15 +92,8 @@ def check_kind(kind: kinds.Kind) -> None:
             raise ValueError(f"{named} changes its input with 1 at lag 0 and 0 elsewhere")
 
 
-def why_not(
-    conv_type: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    window: int,
-    heads: int,
-    head_dim: int,
-) -> str | None:
-    """None: plain torch serves every shape, dtype and device."""
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None: plain torch serves every dtype and device."""
     return None
 
 

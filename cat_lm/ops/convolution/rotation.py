@@ -22,7 +22,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, backend: str = "auto") -> 
     """
     width = cosines.shape[-1]
     by_kernel = backend == "triton" or (backend == "auto" and x.device.type != "cpu")
-    if by_kernel and width > 0 and triton.why_no_kernel(x.device, x.dtype) is None:
+    if by_kernel and width > 0 and triton.why_not(x.device, x.dtype) is None:
         return triton.rotate(x, cosines, sines)
     cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
     turned, passed = x[..., :width], x[..., width:]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.api import choose_backend
+from cat_lm.ops.convolution.backends import choose_backend
 from cat_lm.ops.runtime.operators import is_differentiated
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.api import BackendChoice, head_conv, packed_positions
+from cat_lm.ops.convolution.api import head_conv, packed_positions
+from cat_lm.ops.convolution.backends import BackendChoice
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime import vmap_rules
@@ -35,7 +36,7 @@ def choose_backend(
         ValueError: the name is unknown, or it cannot serve.
     """
     if backend not in ("auto", "reference", "cpu", "triton"):
-        raise ValueError(f"backend={backend!r}: choose auto or one of reference, triton")
+        raise ValueError(f"backend={backend!r}: must be one of auto, reference, triton")
     if backend == "reference":
         return BackendChoice(backend, "asked for by name")
     if backend == "cpu":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from cat_lm.core.registry import Registry
 from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class LongFilter:
         start: (heads, N) to the fixed numbers [H, fixed] as they start.
         paced: (N, tokens) to fixed numbers [fixed] whose first decay is e^{−1/tokens}.
         modes: ([H, fixed], coefficients [H, N], d [H]) to the filter that they are.
+        usual_state: the N of a family's variants that are named by the filter alone.
     """
 
     name: str
@@ -62,6 +64,7 @@ class LongFilter:
     start: Callable[[int, int], Tensor]
     paced: Callable[[int, int], Tensor]
     modes: Callable[[Tensor, Tensor, Tensor], Modes]
+    usual_state: int
 
     def numbers(self, state: int) -> int:
         """Count the learned numbers of a head's filter."""
@@ -218,44 +221,33 @@ def problems(
     return [f"{keys[1]}={state}: {problem} ({named})"] if problem else []
 
 
-_KINDS = {
-    kind.name: kind
-    for kind in (
-        LongFilter(
-            "exponential",
-            "a sum of decays",
-            fixed=lambda state: state,
-            products=lambda state: 2 * state + 1,
-            problem=lambda state: "",
-            start=_start_exponential,
-            paced=_paced_exponential,
-            modes=_exponential,
-        ),
-        LongFilter(
-            "ssm",
-            "a state-space model (S4D)",
-            fixed=lambda state: state + 1,
-            products=lambda state: 3 * state + 1,
-            problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
-            start=_start_ssm,
-            paced=_paced_ssm,
-            modes=_ssm,
-        ),
+FILTERS: Registry[LongFilter] = Registry(
+    "conv_filter", LongFilter, words=("name", "meaning"), others=(TAPS,)
+)
+get, names, register = FILTERS.get, FILTERS.names, FILTERS.register
+register(
+    LongFilter(
+        "exponential",
+        "a sum of decays",
+        fixed=lambda state: state,
+        products=lambda state: 2 * state + 1,
+        problem=lambda state: "",
+        start=_start_exponential,
+        paced=_paced_exponential,
+        modes=_exponential,
+        usual_state=1,
     )
-}
-
-
-def names() -> tuple[str, ...]:
-    """List the long filters by name."""
-    return tuple(_KINDS)
-
-
-def get(name: str) -> LongFilter:
-    """Look a kind up.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if name not in _KINDS:
-        raise ValueError(f"conv_filter={name!r}: choose one of {', '.join(_KINDS)}")
-    return _KINDS[name]
+)
+register(
+    LongFilter(
+        "ssm",
+        "a state-space model (S4D)",
+        fixed=lambda state: state + 1,
+        products=lambda state: 3 * state + 1,
+        problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
+        start=_start_ssm,
+        paced=_paced_ssm,
+        modes=_ssm,
+        usual_state=16,
+    )
+)

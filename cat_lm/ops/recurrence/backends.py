@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from cat_lm.core.registry import one_of
 from cat_lm.ops.recurrence.decaying_scan_cpu import SCAN
 from cat_lm.ops.runtime import compiler
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -54,8 +55,8 @@ def choose_backend(
         ValueError: the name is unknown, or the backend asked for cannot serve.
     """
     device = torch.device(device)
-    if backend not in ("auto", *NAMES):
-        raise ValueError(f"backend={backend!r}: choose auto or one of {', '.join(NAMES)}")
+    if backend not in (known := ("auto", *NAMES)):
+        raise ValueError(f"backend={backend!r}: {one_of(backend, known)}")
     if backend != "auto":
         obstacle = _why_not(recurrence, backend, device, dtype)
         if obstacle is not None:

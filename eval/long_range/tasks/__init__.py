@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cat_lm.core.errors import UserError
-from cat_lm.core.options import build_options, parse_specification
+from cat_lm.core.options import parse_specification
+from cat_lm.core.registry import Registry
+from eval.common.tasks import NamedTask
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select
 from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Exchanged, Place, Task
 from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist
@@ -14,12 +15,13 @@ from eval.long_range.tasks.retrieval import Retrieval
 
 __all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Exchanged", "Place", "Task", "make_task"]
 
-_TASKS: tuple[type[Task], ...] = (
+TASKS: Registry[NamedTask] = Registry("task", NamedTask)
+for _task in (
     *(ListOps, Imdb, Retrieval, Cifar10, Pathfinder),
     *(SequentialMnist, PermutedMnist),
     *(Select, CumSum, CumMax),
-)
-TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+):
+    TASKS.register(NamedTask(_task.name, _task))
 
 
 def make_task(text: str) -> Task:
@@ -29,6 +31,4 @@ def make_task(text: str) -> Task:
         UserError: an unknown name or option, or options that do not fit together.
     """
     name, options = parse_specification(text)
-    if name not in TASKS:
-        raise UserError(f"task {name!r}: choose one of {', '.join(TASKS)}")
-    return build_options(TASKS[name], f"task {name}", options)
+    return TASKS.get(name).make(options)

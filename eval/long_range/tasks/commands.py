@@ -70,7 +70,7 @@ def add_show(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
-    tasks = f"{', '.join(TASKS)}; options as listops:max_length=200,train=1000"
+    tasks = f"{', '.join(TASKS.names())}; options as listops:max_length=200,train=1000"
     parser.add_argument("task", metavar="TASK", help=tasks)
     workers = "processes that generate (default: 1)"
     parser.add_argument("--workers", type=whole(numbers.WORKERS), default=1, help=workers)

@@ -92,7 +92,7 @@ def _heads_of(
     """The heads of a run's filters; the rule is of one layer that recalls by filters of heads."""
     conv_type = getattr(make_mixer(mixer).options, "conv_type", "")
     mixes = kinds.mixes_heads(conv_type)
-    recalls = TASKS[task.partition(":")[0]][0].recalls
+    recalls = TASKS.get(task.partition(":")[0]).options.recalls
     return list(heads(filters, ruled=recalls and len(filters) == 1 and not mixes, pairs=mixes))
 
 

@@ -328,7 +328,7 @@ def _import_for_gpu(case: ConvCase, modules: tuple[str, ...], function: str) -> 
 
 
 _FINDERS: dict[str, Callable[[ConvCase], list[Kernel]]] = {
-    **{backend: partial(_own, backend) for backend in ops.BACKENDS},
+    **{backend: partial(_own, backend) for backend in ops.BACKENDS.names()},
     "conv1d": _torch_conv1d,
     "fla": _flash_linear_attention,
     "causal-conv1d": _causal_conv1d,

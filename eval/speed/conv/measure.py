@@ -137,7 +137,7 @@ def _qkv_step(case: ConvCase, options: ConvOptions) -> Work:
 def _backend_of(case: ConvCase) -> dict[str, str]:
     """Name the backend that this project itself would use, and why."""
     choice = ops.choose_backend(**case.backend_arguments)
-    runs = ops.BACKENDS[choice.name].describe(case.kind.name, case.torch_dtype, case.window)
+    runs = ops.BACKENDS.get(choice.name).describe(case.kind.name, case.torch_dtype, case.window)
     return {"name": choice.name, "reason": choice.reason, "runs": without_home(runs)}
 
 

@@ -102,7 +102,7 @@ def test_smaller_subsets_are_within_larger_ones():
         ("cumsum:seq_len=1", "seq_len=1: must be at least 2"),
         ("cummax:test=0", "test=0: must be at least 1"),
         ("cummax:seed=-2", "seed=-2: must be at least 0"),
-        ("cummin", "choose one of listops, imdb, aan, cifar10, pathfinder, smnist, pmnist"),
+        ("cummin", "must be one of listops, imdb, aan, cifar10, pathfinder, smnist, pmnist"),
     ],
 )
 def test_wrong_options_are_one_line(text, message):

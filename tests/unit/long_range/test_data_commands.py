@@ -52,7 +52,7 @@ def test_show_writes_rows_for_people(tmp_path, capsys):
     [
         (("show", LISTOPS, "--rows", "0"), "must be from 1 to 1,000"),
         (("show", LISTOPS, "--split", "dev"), "invalid choice: 'dev'"),
-        (("prepare", "list"), "task 'list': choose one of listops, "),
+        (("prepare", "list"), 'task="list": must be one of listops, '),
         (("prepare", LISTOPS, "--workers", "0"), "must be from 1 to"),
         (("prepare", LISTOPS, "--data", "."), "--data: has no effect on listops, made by a"),
         (("show", "select", "--data", "."), "--data: has no effect on select, made by a"),
@@ -116,7 +116,7 @@ def test_damaged_piece_of_unfinished_work_is_one_line(tmp_path):
 
 
 def test_every_task_says_what_a_model_needs():
-    for name in TASKS:
+    for name in TASKS.names():
         task = make_task(name)
         assert (task.vocabulary > 0) != (task.channels > 0), name
         assert (task.classes > 0) != (task.scored > 0), name

@@ -13,6 +13,6 @@ from cat_lm.model import attention
 def anew(monkeypatch):
     """Forgets what was checked, and takes away what a test registers."""
     monkeypatch.setattr(causality, "_CHECKED", set())
-    entries = {kind: dict(known) for kind, known in attention._ENTRIES.items()}
-    monkeypatch.setattr(attention, "_ENTRIES", entries)
-    monkeypatch.setattr(mixers, "_KINDS", dict(mixers._KINDS))
+    for registry in attention.REGISTRIES.values():
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))

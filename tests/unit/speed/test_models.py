@@ -53,8 +53,9 @@ def test_models_without_stock_are_built_and_counted(name):
 
 def test_a_kind_and_a_family_of_ones_own_are_rows(speed, monkeypatch):
     """The kind has a kernel nowhere, so that the reference alone is timed, and checked."""
-    monkeypatch.setattr(kinds_table, "_KINDS", dict(kinds_table._KINDS))
-    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    monkeypatch.setattr(kinds_table.KINDS, "_entries", dict(kinds_table.KINDS._entries))
+    families = architectures.ARCHITECTURES
+    monkeypatch.setattr(families, "_entries", dict(families._entries))
     backwards = kinds_table.Kind(
         "backwards", ("H", "W"), lambda taps, lag, x: -taps[:, lag, None] * x, "minus one"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.cpu.kernel import DTYPES, KINDS, library
+from cat_lm.ops.convolution.cpu.kernel import DTYPES, library
 from cat_lm.ops.convolution.cpu.operators import cpu_conv
 
 
@@ -23,7 +23,7 @@ def convolve(
     depend on the number of threads.
 
     Args:
-        conv_type: a kind that `why_not` has nothing against.
+        conv_type: `head`, `depthwise` or `multihead`.
         x: [B, T, H, D], with any strides.
         filters: [H, W], [H, D, W] or [W, H, H], in the dtype of x; lag 0 first.
         bias: [H, D] in the dtype of x, or None.
@@ -36,19 +36,10 @@ def convolve(
     return cpu_conv(conv_type, x, filters, bias, positions)
 
 
-def why_not(
-    conv_type: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    window: int,
-    heads: int,
-    head_dim: int,
-) -> str | None:
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why this backend cannot serve, as a clause, or None if it can."""
     if device.type != "cpu":
         return f"it is for CPU tensors, not {device.type}"
-    if conv_type not in KINDS:
-        return f"it has no kernel for {conv_type} filters"
     if dtype not in DTYPES:
         return f"it has no arithmetic for {dtype}"
     return None

@@ -16,7 +16,6 @@ from cat_lm.ops.runtime.threads import runtime
 _FILES = ("kernel.cpp", "block.h", "call.h", "pairs.h", "tiles.h")
 SOURCES = Sources("convolution", (*(Path(__file__).with_name(name) for name in _FILES), *SHARED))
 # By their numbers in kernel.cpp.
-KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 # Products of x and filters below which one thread is faster than waking others.
@@ -96,7 +95,7 @@ class Kernel:
         batch, time, heads, width = like.shape
         window = kinds.get(conv_type).window_of(filters)
         threads = 1 if like.numel() * window < SMALL else torch.get_num_threads()
-        kind = KINDS[conv_type]
+        kind = kinds.KERNEL_NUMBERS[conv_type]
         call = _Call(DTYPES[like.dtype], kind, threads, batch, time, heads, width, window)
         held = []  # copies must outlive the call
         for name, tensor in tensors.items():

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cat_lm.core import plugins
-from cat_lm.core.registry import check_entry
+from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,19 +109,10 @@ MULTIHEAD = Kind("multihead", ("W", "H", "I"), _over_heads, "one filter for each
 DEPTHWISE = Kind(
     "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
 )
-_KINDS = {kind.name: kind for kind in (HEAD, DEPTHWISE, MULTIHEAD)}
-BUILT_IN = tuple(_KINDS)
 
 
-def register(kind: Kind) -> None:
-    """Add a kind of one's own; `check_kind` of reference.py sees the rest of it.
-
-    Raises:
-        ValueError: the name is taken, something is missing, or the filters' axes are none.
-    """
-    check_entry("conv_type", kind, Kind, ("name", "meaning"))
-    if kind.name in _KINDS or kind.name == "none":
-        raise ValueError(f"conv_type {kind.name!r}: there is such a kind already")
+def _check(kind: Kind) -> None:
+    """Check what a kind says of itself; `check_kind` of reference.py sees the rest."""
     axes = kind.filter_axes
     named = isinstance(axes, tuple) and set(axes) <= set("WHID")
     if not named or len(set(axes)) < len(axes) or "W" not in axes:
@@ -137,41 +127,31 @@ def register(kind: Kind) -> None:
         )
     if not callable(kind.add_lag):
         raise ValueError(f"conv_type {kind.name!r}: add_lag={kind.add_lag!r} must be a function")
-    _KINDS[kind.name] = kind
+
+
+KINDS: Registry[Kind] = Registry(
+    "conv_type", Kind, words=("name", "meaning"), check=_check, others=("none",)
+)
+get, names, register = KINDS.get, KINDS.names, KINDS.register
+for _kind in (HEAD, DEPTHWISE, MULTIHEAD):
+    register(_kind)
+
+
+BUILT_IN = KINDS.own_names()
+# The numbers of kinds in the C++ kernel and in Triton's decoding kernel.
+KERNEL_NUMBERS = {HEAD.name: 0, DEPTHWISE.name: 1, MULTIHEAD.name: 2}
 
 
 def takes_activation(name: str) -> bool:
     """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
-    return _is_known(name) and _KINDS[name].takes_activation
+    return name in KINDS and get(name).takes_activation
 
 
 def takes_long_filters(name: str) -> bool:
     """Tell whether filters of a kind, or of "none", may be long."""
-    return _is_known(name) and _KINDS[name].takes_long_filters
+    return name in KINDS and get(name).takes_long_filters
 
 
 def mixes_heads(name: str) -> bool:
     """Tell whether convolutions of a kind, or of "none", mix heads."""
-    return _is_known(name) and _KINDS[name].mixes_heads
-
-
-def names() -> tuple[str, ...]:
-    """List the kinds by name, those of plugins (`cat_lm.core.plugins`) among them."""
-    plugins.load()
-    return tuple(_KINDS)
-
-
-def _is_known(name: str) -> bool:
-    # Plugins are asked last: a model looks its kind up in its forward, which may be compiled.
-    return name in _KINDS or name in names()
-
-
-def get(name: str) -> Kind:
-    """Look a kind up.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    if not _is_known(name):
-        raise ValueError(f"conv_type={name!r}: choose one of {', '.join(_KINDS)}")
-    return _KINDS[name]
+    return name in KINDS and get(name).mixes_heads

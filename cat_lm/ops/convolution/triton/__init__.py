@@ -11,6 +11,9 @@ inputs: what lies across a border is multiplied with an exact zero where matrix 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,8 +26,6 @@ if INSTALLED:
     from cat_lm.ops.convolution.triton.multihead import multihead_conv
     from cat_lm.ops.convolution.triton.qkv import conv_qkv
 
-# The kinds that there are kernels for.
-KINDS = ("head", "depthwise", "multihead")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,8 +51,7 @@ def convolve(
         What is rotated is rounded once more where a kernel of its own does it (`turns_apart`).
     """
     cos, sin = (None, None) if rotary is None else rotary
-    operator = multihead_conv if conv_type == "multihead" else conv
-    return operator(x, filters, bias, positions, cos, sin)
+    return KERNELS[conv_type].operator(x, filters, bias, positions, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,23 +82,8 @@ def head_conv_qkv(
     return conv_qkv(qkv, *filters, bias, cos, sin, positions)
 
 
-def why_not(
-    conv_type: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    window: int,
-    heads: int,
-    head_dim: int,
-) -> str | None:
-    """Why these kernels cannot serve; None if they can."""
-    obstacle = why_no_kernel(device, dtype)
-    if obstacle is None and conv_type not in KINDS:
-        return f"Triton has no kernel for {conv_type} filters"
-    return obstacle
-
-
-def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel here takes tensors of this device and dtype; None if they do."""
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel here takes tensors of this device and dtype; None if they do."""
     if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
@@ -111,16 +96,36 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """Say how the kernels compute a convolution."""
     interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "
-    if conv_type == "multihead":
-        precision = "fp32 products" if dtype == torch.float32 else "matrix units"
-        return f"{interpreter}block Toeplitz matrices over heads and time, {precision}"
-    if uses_dot(dtype, window, conv_type == "depthwise"):
+    return interpreter + KERNELS[conv_type].describe(dtype, window)
+
+
+def _describe_head(dtype: torch.dtype, window: int) -> str:
+    if uses_dot(dtype, window, False):
         turns = ", rotation by a kernel of its own" if turns_apart(dtype, window) else ""
-        return f"{interpreter}banded Toeplitz matrices on matrix units{turns}"
-    if conv_type == "depthwise":
-        reason = "filters per channel"
-    elif dtype == torch.float32:
-        reason = "fp32 is exact so"
-    else:
-        reason = f"W is above {WIDEST_DOT_WINDOW}"
-    return f"{interpreter}sum over lags ({reason})"
+        return f"banded Toeplitz matrices on matrix units{turns}"
+    reason = "fp32 is exact so" if dtype == torch.float32 else f"W is above {WIDEST_DOT_WINDOW}"
+    return f"sum over lags ({reason})"
+
+
+def _describe_depthwise(dtype: torch.dtype, window: int) -> str:
+    return "sum over lags (filters per channel)"
+
+
+def _describe_multihead(dtype: torch.dtype, window: int) -> str:
+    precision = "fp32 products" if dtype == torch.float32 else "matrix units"
+    return f"block Toeplitz matrices over heads and time, {precision}"
+
+
+class Kernel(NamedTuple):
+    """The operator of a kind of convolution, and how to say what it does."""
+
+    operator: Callable[..., Tensor]
+    describe: Callable[[torch.dtype, int], str]
+
+
+# The kinds that have a kernel.
+KERNELS: dict[str, Kernel] = {}
+if INSTALLED:
+    KERNELS["head"] = Kernel(conv, _describe_head)
+    KERNELS["depthwise"] = Kernel(conv, _describe_depthwise)
+    KERNELS["multihead"] = Kernel(multihead_conv, _describe_multihead)

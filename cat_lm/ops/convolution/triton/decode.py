@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.convolution.triton.tiles import rotary_partners
 from cat_lm.ops.runtime.triton_launch import contiguous, next_power_of_2, on_device_of
 
-KINDS = {"head": 0, "depthwise": 1, "multihead": 2}
 MOST_LAGS = 32  # loaded at a time
-_HEAD, _DEPTHWISE, _MULTIHEAD = (tl.constexpr(number) for number in range(3))
+_HEAD = tl.constexpr(KERNEL_NUMBERS["head"])
+_DEPTHWISE = tl.constexpr(KERNEL_NUMBERS["depthwise"])
+_MULTIHEAD = tl.constexpr(KERNEL_NUMBERS["multihead"])
 
 
 @triton.jit
@@ -284,7 +286,7 @@ def decode_step(
             past_step=held.stride(2),
             cos_stride_b=cos_stride_b,
             **decode_options(width, window, turned),
-            KIND=KINDS[conv_type],
+            KIND=KERNEL_NUMBERS[conv_type],
             SILU=silu,
             num_warps=4,
         )

@@ -258,4 +258,4 @@ def _count(mixer: Mixer, setting: Setting) -> tuple[int, int]:
     return sum(p.numel() for p in module.parameters()), matrices
 
 
-ARCHITECTURE = MixerArchitecture()
+ENTRY = MixerArchitecture()

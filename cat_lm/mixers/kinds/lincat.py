@@ -59,4 +59,4 @@ class ConvolvedLinearAttention(MixerKind):
         return options.heads * head * (head + 1) + past * width
 
 
-MIXER = ConvolvedLinearAttention()
+ENTRY = ConvolvedLinearAttention()

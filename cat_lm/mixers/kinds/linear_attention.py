@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cat_lm.mixers import lincat
 from cat_lm.mixers.base import ALL, MixerKind, Setting
+from cat_lm.mixers.kinds import lincat
 from cat_lm.mixers.shared import check_counts
 
 if TYPE_CHECKING:
@@ -42,25 +42,25 @@ class LinearAttention(MixerKind):
     supports = ALL
 
     def check(self, options: Options, setting: Setting) -> None:
-        lincat.MIXER.check(options.plain, setting)
+        lincat.ENTRY.check(options.plain, setting)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        return lincat.MIXER.build(options.plain, setting)
+        return lincat.ENTRY.build(options.plain, setting)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return lincat.MIXER.mixing_flops(options.plain, setting, length)
+        return lincat.ENTRY.mixing_flops(options.plain, setting, length)
 
     def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return lincat.MIXER.saved_tensors(options.plain, setting)
+        return lincat.ENTRY.saved_tensors(options.plain, setting)
 
     def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        return lincat.MIXER.saved_in_fp32(options.plain, setting)
+        return lincat.ENTRY.saved_in_fp32(options.plain, setting)
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
-        return lincat.MIXER.saved_maps(options.plain, setting)
+        return lincat.ENTRY.saved_maps(options.plain, setting)
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return lincat.MIXER.state_numbers(options.plain, setting, length)
+        return lincat.ENTRY.state_numbers(options.plain, setting, length)
 
 
-MIXER = LinearAttention()
+ENTRY = LinearAttention()

@@ -74,4 +74,4 @@ class Based(MixerKind):
         return (options.window - 1) * setting.d_model
 
 
-MIXER = Based()
+ENTRY = Based()

@@ -73,4 +73,4 @@ class Attention(MixerKind):
         return 2 * setting.d_model * length
 
 
-MIXER = Attention()
+ENTRY = Attention()

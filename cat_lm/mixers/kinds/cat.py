@@ -106,4 +106,4 @@ class ConvolvedAttention(MixerKind):
         return setting.d_model * ((1 + values) * length + past)
 
 
-MIXER = ConvolvedAttention()
+ENTRY = ConvolvedAttention()

@@ -49,4 +49,4 @@ class DeltaNet(LinearArchitecture):
         return 2 * keys + delta_numbers(keys, values, section.num_heads, decays)
 
 
-ARCHITECTURE = DeltaNet()
+ENTRY = DeltaNet()

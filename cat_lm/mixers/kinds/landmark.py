@@ -1,6 +1,6 @@
 """Landmark CAT: attention over convolved streams to the blocks of keys that landmarks find.
 
-`cat_lm.model.attention.modules.landmark` has the equations, `cat_lm.mixers.cat` the streams.
+`cat_lm.model.attention.modules.landmark` has the equations, `cat_lm.mixers.kinds.cat` the streams.
 Decoding here reads all keys for each token, to make the landmarks again; the pattern
 `attention: landmark` of the families with attention keeps them.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.mixers import cat
 from cat_lm.mixers.base import Setting
+from cat_lm.mixers.kinds import cat
 from cat_lm.mixers.shared import attention_flops, attention_maps, check_choice, check_counts
 from cat_lm.ops.landmark import options as landmark
 
@@ -92,4 +92,4 @@ class LandmarkAttention(cat.ConvolvedAttention):
         return attention_maps(options.heads, options.dropout) + masks
 
 
-MIXER = LandmarkAttention()
+ENTRY = LandmarkAttention()

@@ -39,4 +39,4 @@ class NoMixing(MixerKind):
         return 0
 
 
-MIXER = NoMixing()
+ENTRY = NoMixing()

@@ -59,4 +59,4 @@ class DeltaNet(MixerKind):
         return options.state_numbers(setting.d_model, 1.0)
 
 
-MIXER = DeltaNet()
+ENTRY = DeltaNet()

@@ -89,4 +89,4 @@ class MultiToken(MixerKind):
         return setting.d_model * (2 * length + options.query_window - 1)
 
 
-MIXER = MultiToken()
+ENTRY = MultiToken()

@@ -54,4 +54,4 @@ class Gla(LinearArchitecture):
         return 5 * section.key_channels + section.value_channels + kept
 
 
-ARCHITECTURE = Gla()
+ENTRY = Gla()

@@ -57,4 +57,4 @@ class GatedDeltaNet(MixerKind):
         return options.state_numbers(setting.d_model, options.expand_v)
 
 
-MIXER = GatedDeltaNet()
+ENTRY = GatedDeltaNet()

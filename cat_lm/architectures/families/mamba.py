@@ -294,4 +294,4 @@ class Mamba(StateSpace):
         return 2 + 3 * section.expand + read + self.kept_states(section)
 
 
-ARCHITECTURE = Mamba()
+ENTRY = Mamba()

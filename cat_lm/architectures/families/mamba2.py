@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from cat_lm.architectures.base import Classes
-from cat_lm.architectures.mamba import StateSpace, StateSpaceSection
+from cat_lm.architectures.families.mamba import StateSpace, StateSpaceSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
 from cat_lm.model.mamba_rules import inner_size, limit_problems, state_head_problems
@@ -168,4 +168,4 @@ class Mamba2(StateSpace):
         return super().sizes(section) | {"heads": section.heads}
 
 
-ARCHITECTURE = Mamba2()
+ENTRY = Mamba2()

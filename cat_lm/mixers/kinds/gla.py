@@ -81,4 +81,4 @@ class GatedLinearAttention(MixerKind):
         return keys * values // options.heads
 
 
-MIXER = GatedLinearAttention()
+ENTRY = GatedLinearAttention()

@@ -146,4 +146,4 @@ class GPTNeoX(Transformer):
         return re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name)
 
 
-ARCHITECTURE = GPTNeoX()
+ENTRY = GPTNeoX()

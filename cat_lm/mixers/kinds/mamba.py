@@ -74,4 +74,4 @@ class Mamba(MixerKind):
         return options.expand * setting.d_model * (options.state + options.window - 1)
 
 
-MIXER = Mamba()
+ENTRY = Mamba()

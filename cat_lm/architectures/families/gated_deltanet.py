@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cat_lm.architectures.delta_net import DeltaNet
+from cat_lm.architectures.families.delta_net import DeltaNet
 from cat_lm.architectures.linear import LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
@@ -45,4 +45,4 @@ class GatedDeltaNet(DeltaNet):
         return fields | {"head_dim": section.head_channels}
 
 
-ARCHITECTURE = GatedDeltaNet()
+ENTRY = GatedDeltaNet()

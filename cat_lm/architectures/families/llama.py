@@ -170,4 +170,4 @@ class Llama(Transformer):
         return re.sub(r"\.convolution\.([qkv])_bias$", r".\1_proj.bias", name)
 
 
-ARCHITECTURE = Llama()
+ENTRY = Llama()

@@ -1,0 +1,1 @@
+"""The kinds of mixers: one file each, with an ENTRY."""

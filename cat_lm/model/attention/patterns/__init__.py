@@ -1,0 +1,1 @@
+"""The patterns of attention: one file each, with an ENTRY."""

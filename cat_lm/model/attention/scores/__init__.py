@@ -1,0 +1,1 @@
+"""The transforms of scores: one file each, with an ENTRY."""

@@ -1,0 +1,1 @@
+"""The transforms of values: one file each, with an ENTRY."""

@@ -1,0 +1,109 @@
+"""What computes convolutions: the one table of backends, and the choice among them.
+
+All backends read zeros before the start, and across document borders given as positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cat_lm.core.registry import Registry
+from cat_lm.ops.convolution import cpu, kinds, reference, triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute convolutions.
+
+    Attributes:
+        name: the value of `conv_backend`.
+        convolve: (kind's name, x, filters, bias, positions) to y, as `reference.convolve`.
+        why_not: (device, dtype) to why it cannot serve, as a clause; None where it can.
+        describe: (kind's name, dtype, W) to the words that say what runs.
+        kinds: the kinds that it has kernels for; None for all.
+    """
+
+    name: str
+    convolve: Callable[..., Tensor]
+    why_not: Callable[[torch.device, torch.dtype], str | None]
+    describe: Callable[[str, torch.dtype, int], str]
+    kinds: Iterable[str] | None = None
+
+    def obstacle(self, conv_type: str, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why it cannot serve convolutions of a kind; None where it can."""
+        obstacle = self.why_not(device, dtype)
+        if obstacle is None and self.kinds is not None and conv_type not in self.kinds:
+            return f"it has no kernel for {conv_type} filters"
+        return obstacle
+
+
+def _check(backend: Backend) -> None:
+    if unknown := set(backend.kinds or ()) - set(kinds.BUILT_IN):
+        raise ValueError(f"backend {backend.name!r}: has kernels for unknown kinds {unknown}")
+
+
+BACKENDS: Registry[Backend] = Registry("backend", Backend, check=_check, others=("auto",))
+for _backend in (
+    Backend("reference", reference.convolve, reference.why_not, reference.describe),
+    Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
+    Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS),
+):
+    BACKENDS.register(_backend)
+
+
+class BackendChoice(NamedTuple):
+    """The name of the backend that serves a convolution, and why this one."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(
+    conv_type: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    window: int,
+    heads: int,
+    head_dim: int,
+    backend: str = "auto",
+) -> BackendChoice:
+    """Return the backend that serves a convolution, and the reason.
+
+    `auto` takes `triton` on a GPU, `cpu` on a CPU, and `reference`, which serves everything slowly,
+    where these cannot.
+
+    Args:
+        conv_type: a kind's name (`cat_lm.ops.convolution.kinds`).
+        device: where the inputs are.
+        dtype: of the inputs.
+        window, heads, head_dim: W, H and D.
+        backend: auto, or the name of a backend that must serve.
+
+    Raises:
+        ValueError: the name is unknown, the backend asked for cannot serve, or none can.
+    """
+    device = torch.device(device)
+    kinds.get(conv_type)
+    if window < 1:
+        raise ValueError(f"window={window}: a filter needs at least 1 tap")
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise ValueError(f"inputs of {dtype} cannot be convolved; use one of {names}")
+    if backend != "auto":
+        obstacle = BACKENDS.get(backend).obstacle(conv_type, device, dtype)
+        if obstacle is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this convolution: {obstacle}")
+        return BackendChoice(backend, "asked for by name")
+    fast = "cpu" if device.type == "cpu" else "triton"
+    obstacle = BACKENDS.get(fast).obstacle(conv_type, device, dtype)
+    if obstacle is None:
+        return BackendChoice(fast, f"the fast path of {device.type} tensors")
+    return BackendChoice("reference", f"{fast} cannot serve: {obstacle}")
