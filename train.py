@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cat_lm import __version__, architectures
 from cat_lm.config import RunConfig, load_config
 from cat_lm.config.keys import ShowKeys
+from cat_lm.config.run import check_replaceable
 from cat_lm.core.cli import Parser, whole
 from cat_lm.core.errors import SharedError, UserError, command, hard_exit, is_temporary
 from cat_lm.core.folders import check_output
@@ -73,6 +74,7 @@ def main() -> None:
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
         check_output(config.train.output_dir, "train.output_dir")
+        check_replaceable(Path(config.train.output_dir) / "config.yaml")
         open_data(config)
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)
@@ -133,8 +135,7 @@ class Trainer:
         past = self.checkpoints.recorded_step
         self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, past, self.log.line))
         self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
-        if aside := ranks.on_rank_zero(lambda: config.save(folder / "config.yaml")):
-            self.log.line(f"{folder / 'config.yaml'} was not written by a run: now {aside.name}")
+        ranks.on_rank_zero(lambda: config.save(folder / "config.yaml"))
         self.report = Report(config, self.engine.model, ranks)
         # On a GPU the numbers of a step are read while the next one is computed.
         self.reads_late = ranks.device.type == "cuda"

@@ -29,7 +29,6 @@ from cat_lm.config.sections import (
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import entry_of
 from cat_lm.core.files import write_text
-from cat_lm.core.own_files import set_aside
 from cat_lm.core.readers import parse_yaml, read_text
 from cat_lm.ops.landmark.options import DENSE
 
@@ -176,21 +175,27 @@ class RunConfig(Section):
             "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a pass
         }
 
-    def save(self, path: Path | str) -> Path | None:
+    def save(self, path: Path | str) -> None:
         """Write the resolved configuration as YAML.
 
-        Returns:
-            Where a file went that stood there and was no resolved configuration: someone's own
-            YAML, with its comments, may lie in the run's folder.
+        Raises:
+            UserError: a file stands there that is no resolved configuration, such as somebody's
+                own YAML with its comments.
         """
-        path, aside = Path(path), None
-        if os.path.lexists(path) and not _is_dumped(path):
-            aside = set_aside(path)
+        check_replaceable(path)
         write_text(path, self.to_yaml())
-        return aside
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def check_replaceable(path: Path | str) -> None:
+    """Check that a configuration may be saved at a path. Raises UserError, as `RunConfig.save`."""
+    if os.path.lexists(path) and not _is_dumped(Path(path)):
+        raise UserError(
+            f"{path}: is no configuration that training wrote, and would be replaced; move it "
+            "away, or give another train.output_dir"
+        )
 
 
 def _is_dumped(path: Path) -> bool:

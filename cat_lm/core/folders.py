@@ -11,19 +11,9 @@ from pathlib import Path
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import give_usual_mode, sync_directory
 from cat_lm.core.locks import Busy, hold
-from cat_lm.core.own_files import (
-    MARK,
-    empty_marked,
-    is_marked,
-    make_marked,
-    remove_listed,
-    remove_marked,
-    take_over,
-)
 from cat_lm.core.paths import output_problem
 from cat_lm.core.readers import clipped, resolve
-
-_PURPOSE = "a folder on its way to {}"
+from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
 
 
 def check_output(out: Path | str, flag: str = "--out") -> None:
@@ -105,45 +95,42 @@ def _nothing(folder: Path) -> Collection[str]:
 def atomic_folder(
     out: Path, listing: Callable[[Path], Collection[str]] = _nothing
 ) -> Iterator[Path]:
-    """Yield a new folder beside `out` that takes its place when the block ends without an error.
+    """Yield an empty folder that takes the place of `out` when the block ends without an error.
 
-    Its name depends on `out` alone, so that the next attempt clears what a killed one has left.
-    What stands in `out` and is not of an earlier result stays there, beside the new files.
+    It grows in a temporary folder beside `out`, whose name depends on `out` alone, so that the next
+    attempt clears what a killed one has left. An `out` that is there is replaced where its own
+    record lists all that is in it.
 
     Args:
-        listing: the relative paths that a folder's own record says were written there by us, the
-            record last; these alone are replaced or go.
+        listing: the relative paths that a folder's record says were written by its command.
 
     Raises:
-        UserError: it cannot be written; or a new file has the name of one that is not ours.
+        UserError: `out` holds anything else; another command is writing to it; or it cannot be
+            written.
     """
     from safetensors import SafetensorError
 
     place = resolve(out)  # of a link, the folder that it points to is replaced
-    folder, old = (place.parent / f".{place.name}.{suffix}" for suffix in ("tmp", "old"))
+    holder = place.parent / f".{place.name}.tmp"
+    new, old = holder / "new", holder / "old"
     try:
-        with _claimed(folder, place, out):
-            if os.path.lexists(old) and not is_marked(old, _PURPOSE.format(place.name)):
-                raise UserError(
-                    f"OUT {out}: {old} stands where an earlier result waits while it is replaced, "
-                    "and was not put there by this program; move it away"
-                )
-            _restore(place, old, listing)
+        with _claimed(holder, out):
             try:
-                yield folder
-                carried = _carry_over(place, folder, listing, out)
-                _publish(folder, carried)
+                _restore(old, place)
+                _check_listed(place, listing, out)
+                empty_temporary(holder)
+                new.mkdir()
+                yield new
+                _publish(new)
+                _check_listed(place, listing, out)
                 if place.exists():
-                    shutil.copymode(place, folder)
-                    # So that it is known as ours wherever a kill leaves it.
-                    take_over(place, _PURPOSE.format(place.name))
+                    shutil.copymode(place, new)
                     os.replace(place, old)
-                os.replace(folder, place)
-                (place / MARK).unlink()
+                os.replace(new, place)
                 sync_directory(place.parent)
             finally:
-                remove_marked(folder, _PURPOSE.format(place.name))
-                _restore(place, old, listing)
+                _restore(old, place)
+                remove_temporary(holder)
     except OSError as error:
         text = f"OUT {out}: cannot be written: {describe_os_error(error)}"
         raise file_error(text, error) from error
@@ -152,82 +139,40 @@ def atomic_folder(
 
 
 @contextmanager
-def _claimed(folder: Path, place: Path, out: Path) -> Iterator[None]:
-    """Make `folder` empty and hold it. Raises UserError while another command writes to it."""
+def _claimed(holder: Path, out: Path) -> Iterator[None]:
+    """Make a temporary folder and hold it. Raises UserError while another command writes to it."""
     try:
-        make_marked(folder, _PURPOSE.format(place.name))
+        make_temporary(holder)
+        # Network file systems may have no locks for folders: there, the work goes on.
+        lock = hold(holder, wait=False)
     except UserError as error:
         raise UserError(f"OUT {out}: {error}") from None
-    try:
-        # Network file systems may have no locks for folders: there, the work goes on.
-        lock = hold(folder, wait=False)
     except Busy:
         raise UserError(f"OUT {out}: another command is writing to it") from None
     with lock:
-        empty_marked(folder)
         yield
 
 
-def _carry_over(
-    place: Path, folder: Path, listing: Callable[[Path], Collection[str]], out: Path
-) -> set[Path]:
-    """Link what is not ours from the earlier folder into the new one; no bytes are copied.
+def _restore(old: Path, place: Path) -> None:
+    """Put an earlier result back where a kill or an error came between the two renames."""
+    if old.exists() and not place.exists():
+        os.replace(old, place)
 
-    Returns:
-        What was carried over, in the new folder, and the folders that it is in.
-    """
-    carried: set[Path] = set()
+
+def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], out: Path) -> None:
+    """Refuse to replace a folder that holds what its own record does not list."""
     if not place.exists():
-        return carried
-    listed = {MARK, *listing(place)}
-    for parent, folders, files in os.walk(place):
-        inner = Path(parent).relative_to(place)
-        linked = [name for name in folders if (Path(parent) / name).is_symlink()]
-        for name in (str(inner / name) for name in (*files, *linked)):
-            if name in listed:
-                continue
-            if os.path.lexists(folder / name):
-                raise UserError(
-                    f"OUT {out}: {name} is not of an earlier result and would be replaced; "
-                    "move it away or give another folder"
-                )
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(place / name, folder / name, follow_symlinks=False)
-            except OSError:  # a file system without links
-                shutil.copy2(place / name, folder / name, follow_symlinks=False)
-            carried.add(folder / name)
-        if not folders and not files and parent != str(place):
-            (folder / inner).mkdir(parents=True, exist_ok=True)
-        if parent != str(place) and (folder / inner).is_dir():
-            shutil.copymode(place / inner, folder / inner)
-            carried.add(folder / inner)
-    return carried
-
-
-def _restore(out: Path, old: Path, listing: Callable[[Path], Collection[str]]) -> None:
-    """End a replacement: the earlier folder goes, or comes back where none took its place.
-
-    Of the earlier one go the files that its own record lists, and those that the new one has too.
-    """
-    if not os.path.lexists(old):
         return
-    if not out.exists():
-        os.replace(old, out)
-        (out / MARK).unlink(missing_ok=True)
-        return
-    listed = listing(old)
-    for name in _files_below(old) - {*listed, MARK}:
-        mine, its = old / name, out / name
-        same = os.path.lexists(its) and os.path.samestat(mine.lstat(), its.lstat())
-        if same or _equal(mine, its):
-            mine.unlink()
-    # The mark last: until then what a kill leaves is known as ours.
-    if not remove_listed(old, listed) or _files_below(old) == {MARK}:
-        remove_listed(old, [MARK])
+    found = files_below(place)
+    if found and (others := sorted(found - set(listing(place)))):
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise UserError(
+            f"OUT {out}: holds {others[0]}{more}, which is not of an earlier result; move it away "
+            "or give another folder"
+        )
 
 
-def _files_below(folder: Path) -> set[str]:
+def files_below(folder: Path) -> set[str]:
     """List all files and links by their relative names."""
     found = set()
     for parent, folders, files in os.walk(folder):
@@ -237,26 +182,12 @@ def _files_below(folder: Path) -> set[str]:
     return found
 
 
-def _equal(mine: Path, its: Path) -> bool:
-    """Tell whether a file was copied where it could not be linked."""
-    import filecmp
-
-    if mine.is_symlink():
-        return its.is_symlink() and os.readlink(mine) == os.readlink(its)
-    return its.is_file() and filecmp.cmp(mine, its, shallow=False)
-
-
-def _publish(folder: Path, carried: set[Path]) -> None:
-    """Flush everything to disk, with the permissions that newly made files would have.
-
-    Args:
-        carried: files and folders of others, which keep what they had.
-    """
+def _publish(folder: Path) -> None:
+    """Flush everything to disk, with the permissions that newly made files would have."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             continue
-        if path not in carried:
-            give_usual_mode(path)
+        give_usual_mode(path)
         if path.is_dir():
             sync_directory(path)
         else:

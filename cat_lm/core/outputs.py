@@ -1,7 +1,7 @@
-"""Outputs with fixed names: what a command may write over, known before it computes.
+"""The records by which a command knows its own output; only what they list is ever replaced.
 
 A file is replaced where an earlier run of the same command listed it, in a hidden file beside it,
-or where it is a result that says which command made it. Anything else is somebody's own.
+or where it is a result that says which command made it. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -9,15 +9,39 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cat_lm.core import __version__
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.own_files import Listing
-from cat_lm.core.readers import read_json, read_object
+from cat_lm.core.readers import InsideName, Versioned, read_json, read_object
 
 PICTURES = (".png", ".svg")
+
+
+LISTING = ".cat_lm_files.json"
+
+
+class Listing(Versioned):
+    """The files that were written into a folder, for folders without a record of another kind."""
+
+    program: Literal["cat_lm"]
+    files: list[InsideName]
+
+
+def write_listing(folder: Path) -> None:
+    """List all files of a folder of ours, in a file beside them."""
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    ours = Listing(format=1, program="cat_lm", files=sorted(set(names) - {LISTING}))
+    (folder / LISTING).write_text(ours.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def read_listing(folder: Path) -> list[str]:
+    """Read what `write_listing` wrote, itself last; nothing where there is no such list."""
+    try:
+        return [*read_json(folder / LISTING, Listing).files, LISTING]
+    except UserError:
+        return []
 
 
 def named(stem: str, *suffixes: str) -> list[str]:
@@ -95,3 +119,31 @@ def _listed(listing: Path) -> list[str]:
         return read_json(listing, Listing).files
     except UserError:
         return []
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete the files of `folder` that `names` lists, and the folders in it that held only them.
+
+    Links are deleted, never followed.
+    """
+    parents = set()
+    for name in names:
+        path = folder / name
+        if _leads_out(folder, name) or not os.path.lexists(path):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            parents |= {above for above in path.parents if above.is_relative_to(folder)}
+    for parent in sorted(parents - {folder}, reverse=True):
+        if not os.listdir(parent):
+            parent.rmdir()
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    """Tell whether a link on the way makes the name one of another folder's."""
+    place = folder
+    for part in Path(name).parts[:-1]:
+        place = place / part
+        if place.is_symlink():
+            return True
+    return ".." in Path(name).parts or Path(name).is_absolute()

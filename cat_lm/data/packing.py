@@ -24,8 +24,8 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import sync_directory, write_json
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.core.locks import hold_patiently
-from cat_lm.core.own_files import empty_marked, is_alive, is_marked, make_marked, remove_marked
 from cat_lm.core.readers import Record, read_json
+from cat_lm.core.temporary import empty_temporary, is_marked, make_temporary, remove_temporary
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
@@ -38,7 +38,6 @@ PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2
 FILES = ("windows.bin", "pieces.bin")
 GROUP = 100_000
-_PURPOSE = "a packing plan on its way"
 
 
 class Plan(Record):
@@ -231,9 +230,9 @@ def _make(
     begin = f".{folder.name}.{socket.gethostname()}"
     _remove_dead(folder.parent, begin)
     temporary = folder.with_name(f"{begin}.{os.getpid()}.tmp")
-    make_marked(temporary, _PURPOSE)
+    make_temporary(temporary)
     try:
-        empty_marked(temporary)  # what a process of this number left that was killed
+        empty_temporary(temporary)  # what a process of this number left that was killed
         corpus.fetch(progress)
         # A plan is kept: it must not come of a damaged index.
         verify([corpus], cache_dir, (".idx",), progress)
@@ -252,18 +251,29 @@ def _make(
                 raise
         sync_directory(folder.parent)
     finally:
-        remove_marked(temporary, _PURPOSE)
+        remove_temporary(temporary)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return True if a process of this number may run on this host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def _remove_dead(place: Path, begin: str) -> None:
     """Remove the folders of plans that killed processes of this host left."""
     for left in place.glob(f"{glob.escape(begin)}.*.tmp"):
         number = left.name.removeprefix(f"{begin}.").removesuffix(".tmp")
-        is_dead = number.isdecimal() and not is_alive(int(number))
+        is_dead = number.isdecimal() and not _is_alive(int(number))
         if is_dead:
             with suppress(UserError):  # another process that starts now may be removing it, too
-                if is_marked(left, _PURPOSE):
-                    remove_marked(left, _PURPOSE)
+                if is_marked(left):
+                    remove_temporary(left)
 
 
 def plan_files(data: Path) -> list[str]:

@@ -21,7 +21,7 @@ from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError, file_error
 from cat_lm.core.files import atomic_write
 from cat_lm.core.host import GIB
-from cat_lm.core.own_files import empty_marked, make_marked, remove_marked
+from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
 from cat_lm.data.remote_shards import RemoteShard, alone
@@ -31,7 +31,6 @@ from cat_lm.data.verified import Notes
 
 COPY_THREADS = 4
 TOKENIZER = "tokenizer"
-_PURPOSE = "a tokenizer on its way"
 # What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -134,9 +133,9 @@ def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
         if (folder / TOKENIZER).is_dir():
             return
         temporary = folder / f".{TOKENIZER}.{socket.gethostname()}.tmp"
-        make_marked(temporary, _PURPOSE)
+        make_temporary(temporary)
         try:
-            empty_marked(temporary)  # what a process left that was killed
+            empty_temporary(temporary)  # what a process left that was killed
             made = temporary / TOKENIZER
             made.mkdir()
             for name in ("tokenizer.json", *TOKENIZER_FILES):
@@ -148,4 +147,4 @@ def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
                 raise UserError(f"{storage.url}/{TOKENIZER}/tokenizer.json: {what}")
             os.rename(made, folder / TOKENIZER)
         finally:
-            remove_marked(temporary, _PURPOSE)
+            remove_temporary(temporary)

@@ -20,7 +20,6 @@ from pydantic import Field
 from cat_lm.core.checksums import Algorithm, checksums
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.numbers import CONTEXT
-from cat_lm.core.own_files import MARK
 from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_object
 
 RECORD = "export.json"
@@ -101,7 +100,7 @@ def listing(folder: Path) -> list[str]:
 
 def describe_files(folder: Path, names: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """List files of a folder (all, or `names`) for its record: name to size and checksums."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     paths = [folder / name for name in names] or paths
     sha256, xxh3 = checksums(paths, "sha256"), checksums(paths, "xxh3_128")
     return {

@@ -21,7 +21,9 @@ from pathlib import Path
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
 from cat_lm.core.locks import Busy
-from cat_lm.core.own_files import is_marked, remove_files, remove_marked
+from cat_lm.core.outputs import remove_files
+from cat_lm.core.temporary import is_marked
+from cat_lm.core.temporary import remove_temporary as remove_temporary_folder
 from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE
@@ -29,7 +31,6 @@ from data_prep.common.locks import file_lock
 from data_prep.common.unfinished import (
     MARKER,
     PROGRAM,
-    TOKENIZER_PURPOSE,
     Unfinished,
     claim,
     finished_files,
@@ -200,7 +201,7 @@ def _can_continue(
 def _continue(
     folder: Path, marker: Unfinished, work: WorkFolder, identity: dict, differing: list[str]
 ) -> None:
-    work.take_up()
+    work.make()
     if not differing:
         return
     # What was chosen, and made of it, goes while the old marker stands.
@@ -264,8 +265,8 @@ def remove_temporary(folder: Path) -> None:
     """Removes what a killed process has left between its making and its renaming."""
     remove_making(folder)
     for path in folder.iterdir():
-        if _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path, TOKENIZER_PURPOSE):
-            remove_marked(path, TOKENIZER_PURPOSE)
+        if _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path):
+            remove_temporary_folder(path)
 
 
 def finish(folder: Path, work: WorkFolder, manifest: dict) -> None:

@@ -7,28 +7,21 @@ ends, in the middle of a character too; that is how byte-level models are compar
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import numpy as np
 
 from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.core.files import sync_directory, write_json
-from cat_lm.core.folders import check_output
-from cat_lm.core.locks import Busy
-from cat_lm.core.own_files import MARK, empty_marked, make_marked, remove_marked
-from cat_lm.core.readers import resolve
+from cat_lm.core.files import write_json
+from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
 from cat_lm.data.verified import note_shards
 from data_prep.assemble.manifest import manifest_of, print_counts
-from data_prep.common.locks import file_lock
 from data_prep.common.unfinished import TOKENIZER
-
-_PURPOSE = "raw bytes on their way"
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -43,14 +36,11 @@ def prepare(arguments: argparse.Namespace) -> None:
     if _is_complete(out, source):
         print(f"{out}: already complete with these arguments, nothing to do")
         return
-    place = resolve(out)  # of a link, the folder that it points to
-    making = place.with_name(f".{place.name}.raw-bytes.tmp")  # a kill leaves it to the next run
-    make_marked(making, _PURPOSE)
-    try:
-        with file_lock(making / MARK, wait=False):
-            _make(making, place, file, source)
-    except Busy:
-        raise UserError(f"--out {out}: another preparation is writing to it") from None
+    with atomic_folder(out) as made:
+        manifest = _make(made, file, source)
+    print_counts(manifest)
+    if (end := sum(source["splits"].values())) < source["file_bytes"]:
+        print(f"left out: the last {source['file_bytes'] - end:,} bytes of {file}")
     print(f"{out}: complete")
 
 
@@ -94,32 +84,20 @@ def _is_complete(out: Path, source: dict) -> bool:
     return True
 
 
-def _make(making: Path, out: Path, file: Path, source: dict) -> None:
-    """Make the data in `making`, which is held, and give them their name."""
-    try:
-        empty_marked(making)
-        made = making / out.name
-        made.mkdir()
-        info = build_tokenizer("bytes", made / TOKENIZER, lambda: ())
-        shards, counts, start = {}, {}, 0
-        for split, size in source["splits"].items():
-            shards[split], counts[split] = _write(made, split, file, start, size, info)
-            start += size
-        arguments = {"source": source, "tokenizer": "bytes"}
-        manifest = manifest_of({file.name: shards}, counts, info, _dtype(info), arguments)
-        write_json(made / MANIFEST, manifest)
-        for split in shards:
-            open_corpus(made, split)
-        note_shards(made, [entry.to_json() for entries in shards.values() for entry in entries])
-        if out.is_dir():
-            out.rmdir()  # it is empty
-        os.rename(made, out)
-        sync_directory(out.parent)
-    finally:
-        remove_marked(making, _PURPOSE)
-    print_counts(manifest)
-    if start < source["file_bytes"]:
-        print(f"left out: the last {source['file_bytes'] - start:,} bytes of {file}")
+def _make(made: Path, file: Path, source: dict) -> dict:
+    """Make the data in `made`, and return their manifest."""
+    info = build_tokenizer("bytes", made / TOKENIZER, lambda: ())
+    shards, counts, start = {}, {}, 0
+    for split, size in source["splits"].items():
+        shards[split], counts[split] = _write(made, split, file, start, size, info)
+        start += size
+    arguments = {"source": source, "tokenizer": "bytes"}
+    manifest = manifest_of({file.name: shards}, counts, info, _dtype(info), arguments)
+    write_json(made / MANIFEST, manifest)
+    for split in shards:
+        open_corpus(made, split)
+    note_shards(made, [entry.to_json() for entries in shards.values() for entry in entries])
+    return manifest
 
 
 def _dtype(info: TokenizerInfo) -> np.dtype:

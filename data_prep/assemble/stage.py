@@ -14,6 +14,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write
+from cat_lm.core.temporary import make_temporary
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from data_prep.assemble import output_folder
@@ -30,7 +31,7 @@ from data_prep.assemble.shard_plan import (
 from data_prep.assemble.token_budget import Chooser
 from data_prep.common.amounts import Limit
 from data_prep.common.progress import TextProgress
-from data_prep.common.unfinished import MALFORMED, claim, make_making, put, shard_names
+from data_prep.common.unfinished import MAKING, MALFORMED, claim, put, shard_names
 from data_prep.common.workers import run_tasks
 from data_prep.encode.job import Job
 from data_prep.encode.parts import Parts, part_path, read_record, remove_part, write_record
@@ -246,7 +247,7 @@ def _write_shards(job: Job, assembly: Assembly, key: str) -> None:
     )
     size = np.dtype(job.plan.dtype).itemsize
     total = sum(shard.tokens for shard in todo.values()) * size
-    make_making(job.out)
+    make_temporary(job.out / MAKING)
     with TextProgress("assembling", total, "of shards") as progress:
         workers = min(job.workers, len(todo))
         for name in run_tasks(write_shard, tasks, workers, progress.update):

@@ -18,15 +18,8 @@ from pydantic import AfterValidator
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sync_directory, write_json
-from cat_lm.core.own_files import (
-    bears_mark,
-    is_marked,
-    is_only_begun,
-    make_marked,
-    remove_marked,
-    set_aside,
-)
 from cat_lm.core.readers import Versioned, read_json
+from cat_lm.core.temporary import is_marked, make_temporary, remove_temporary
 from cat_lm.data.manifest import listed_shards
 from cat_lm.data.packing import PACKING, plan_files
 from cat_lm.data.verified import NOTE
@@ -37,8 +30,6 @@ MALFORMED = "malformed.log"
 TOKENIZER = "tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "sentencepiece.model")
 MAKING = ".making.tmp"
-_MAKING_PURPOSE = "prepared data on their way"
-TOKENIZER_PURPOSE = "a tokenizer on its way"  # of the folder in which it is made
 _DATA = re.compile(
     rf"[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:bin|idx)|{re.escape(MALFORMED)}|{re.escape(NOTE)}"
     rf"|{TOKENIZER}/(?:{'|'.join(map(re.escape, TOKENIZER_FILES))})"
@@ -97,32 +88,24 @@ def claim(folder: Path, names: Iterable[str]) -> None:
         marker.model_copy(update={"files": [*marker.files, *new]}).save(folder)
 
 
-def make_making(folder: Path) -> Path:
-    """Make the folder in which files grow until they are whole; it is marked as ours."""
-    place = folder / MAKING
-    if bears_mark(place, _MAKING_PURPOSE) and not is_marked(place, _MAKING_PURPOSE):
-        # Came along with a copy of the folder above: what is in it is of no use here.
-        print(f"note: {place} is a copy of unfinished files; it is now {set_aside(place).name}")
-    make_marked(place, _MAKING_PURPOSE)
-    return place
-
-
 def is_making(path: Path) -> bool:
-    """Tell whether a path is what `make_making` made or began to make, or a copy of it."""
-    return path.name == MAKING and (bears_mark(path, _MAKING_PURPOSE) or is_only_begun(path))
+    """Return True if a path is the folder in which files grow, or one whose making a kill ended."""
+    if path.name != MAKING or path.is_symlink() or not path.is_dir():
+        return False
+    return is_marked(path) or not any(path.iterdir())
 
 
 def remove_making(folder: Path) -> None:
     """Remove what grew and never became whole; what only has such a name stays."""
-    place = folder / MAKING
-    if is_marked(place, _MAKING_PURPOSE) or is_only_begun(place):
-        remove_marked(place, _MAKING_PURPOSE)
+    if is_making(folder / MAKING):
+        remove_temporary(folder / MAKING)
 
 
 @contextmanager
 def put(folder: Path, name: str) -> Iterator[Path]:
     """Yield a place to write a file to, which then gets its name in `folder`."""
-    path = make_making(folder) / name
+    path = folder / MAKING / name
+    make_temporary(path.parent)
     try:
         yield path
         os.replace(path, folder / name)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from cat_lm.core.checksums import sha256
 from cat_lm.core.files import sync_directory
-from cat_lm.core.own_files import make_marked, remove_marked
+from cat_lm.core.temporary import make_temporary, remove_temporary
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
 from data_prep.common.selection_spec import SelectionSpec
-from data_prep.common.unfinished import TOKENIZER_FILES, TOKENIZER_PURPOSE
+from data_prep.common.unfinished import TOKENIZER_FILES
 from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
 from data_prep.encode.parts import read_record, write_record
 from data_prep.encode.sample import Measured
@@ -142,7 +142,7 @@ def make_tokenizer(
     """
     sampling = _sampling(source, encoding)
     making = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    make_marked(making, TOKENIZER_PURPOSE)
+    make_temporary(making)
     try:
         made = making / folder.name
         info = build_tokenizer(spec, made, lambda: sampling(TRAINING_SAMPLE), eod_token)
@@ -156,7 +156,7 @@ def make_tokenizer(
                 (folder / name).unlink(missing_ok=True)
         sync_directory(folder)
     finally:
-        remove_marked(making, TOKENIZER_PURPOSE)
+        remove_temporary(making)
     return info
 
 

@@ -1,9 +1,8 @@
 """The work folder of a preparation: its parts, and all that a restart needs to know.
 
-It is only ever where the arguments say: `parts` in the output folder, or a folder of its own in
---scratch whose name follows from the output folder. It bears a mark. A copy of it (a backup,
-another disk) is taken over where nothing is in it but what a preparation writes; and nothing else
-is ever deleted there.
+It is only ever where the arguments say: `parts` in the output folder, or a folder in --scratch
+whose name follows from the output folder. It is a temporary folder (`cat_lm.core.temporary`), from
+which only files with the names of a preparation's are ever deleted.
 """
 
 from __future__ import annotations
@@ -15,16 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.own_files import (
-    MARK,
-    bears_mark,
-    is_marked,
-    make_marked,
-    remove_files,
-    remove_marked,
-    take_over,
-)
+from cat_lm.core.outputs import remove_files
 from cat_lm.core.readers import resolve
+from cat_lm.core.temporary import MARK, is_marked, make_temporary, remove_temporary
 
 INSIDE = "parts"
 ASSEMBLY = "assembly.json"  # the plan of the shards
@@ -44,59 +36,29 @@ class WorkFolder:
 
     path: Path
     scratch: str | None
-    purpose: str
 
     @classmethod
     def of(cls, out: Path, scratch: Path | None) -> WorkFolder:
         """Name the work folder of a preparation into `out`; the same in every run."""
         place = resolve(out)
         if scratch is None:
-            # Does not name the place: a preparation that is moved goes on where it is now.
-            return cls(place / INSIDE, None, "the parts of the preparation in the folder above")
+            return cls(place / INSIDE, None)
         name = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         folder = resolve(scratch)
-        purpose = f"the parts of the preparation in {place}"
-        return cls(folder / f"cat-lm-prepare-{name}", str(folder), purpose)
+        return cls(folder / f"cat-lm-prepare-{name}", str(folder))
 
     def make(self) -> None:
-        """Make the folder, empty. Raises UserError where something else stands there."""
+        """Make the folder, or take up what is in it. Raises UserError where it is not ours."""
         try:
-            make_marked(self.path, self.purpose)
+            make_temporary(self.path)
         except OSError as error:
             raise UserError(
                 f"--scratch {self.path.parent}: cannot be written ({error.strerror})"
             ) from None
 
     def is_ours(self) -> bool:
-        """Tell whether it is there and a preparation's own, or a copy of one."""
-        if is_marked(self.path, self.purpose):
-            return True
-        return bears_mark(self.path, self.purpose) and not self._strangers()
-
-    def take_up(self) -> None:
-        """Make what was begun here, or in a folder that this is a copy of, this preparation's own.
-
-        Raises:
-            UserError: it is not a preparation's, or holds other files too.
-        """
-        if is_marked(self.path, self.purpose):
-            return
-        if self.path.is_symlink() or not self.path.is_dir():
-            raise self._not_ours()
-        if strangers := self._strangers():
-            raise UserError(
-                f"{self.path}: holds {strangers[0]!r}, which is not of a preparation; move it away"
-            )
-        # A kill may have left the folder between its mark's end and its own.
-        if not (bears_mark(self.path, self.purpose) or self._files() in ([], [MARK])):
-            raise self._not_ours()
-        take_over(self.path, self.purpose)
-
-    def _not_ours(self) -> UserError:
-        return UserError(
-            f"{self.path}: stands where the parts go, and was not made by this command; move it "
-            "away"
-        )
+        """Return True if it is there and a preparation's own."""
+        return is_marked(self.path)
 
     def remove(self) -> None:
         """Delete the folder, where it is there, but for files that are not a preparation's.
@@ -106,12 +68,12 @@ class WorkFolder:
         """
         if not os.path.lexists(self.path):
             return
-        self.take_up()
+        self.make()
         if strangers := self._strangers():
             self._tell(strangers)
-            remove_files(self.path, sorted({*self._files()} - {*strangers}))
+            remove_files(self.path, sorted({*self._files()} - {*strangers, MARK}))
             return
-        remove_marked(self.path, self.purpose)
+        remove_temporary(self.path)
 
     def remove_shards(self) -> None:
         """Delete the records of finished shards, for which others are planned."""

@@ -13,25 +13,20 @@ import numpy as np
 
 from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sync_directory, write_json
-from cat_lm.core.folders import check_output
-from cat_lm.core.locks import Busy
-from cat_lm.core.own_files import MARK, empty_marked, make_marked, remove_marked
-from cat_lm.core.readers import resolve
+from cat_lm.core.files import write_json
+from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
 from data_prep.assemble.manifest import manifest_of, print_counts
-from data_prep.common.locks import file_lock
 from data_prep.common.progress import TextProgress
 from data_prep.common.unfinished import TOKENIZER
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
 
 COPY_BLOCK = 1 << 24
-_PURPOSE = "adopted data on their way"
 
 
 @dataclass(frozen=True)
@@ -67,37 +62,22 @@ def adopt(arguments: argparse.Namespace) -> None:
         *(_open_pair(text, "validation") for text in arguments.validation),
     ]
     _check_pairs(pairs)
-    place = resolve(out)  # of a link, the folder that it points to
-    making = place.with_name(f".{place.name}.adopt.tmp")  # a kill leaves it to the next run
-    make_marked(making, _PURPOSE)
-    try:
-        with file_lock(making / MARK, wait=False):
-            _make(making, place, pairs, arguments)
-    except Busy:
-        raise UserError(f"--out {out}: another adoption is writing to it") from None
-
-
-def _make(making: Path, out: Path, pairs: list[Pair], arguments: argparse.Namespace) -> None:
-    """Makes the data in `making`, which is held, and gives them their name."""
-    try:
-        empty_marked(making)
-        made = making / out.name
-        made.mkdir()
-        info = build_tokenizer(
-            arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token
-        )
-        adopted = _adopt_all(pairs, info, made, arguments)
-        manifest = _manifest(adopted, info, arguments)
-        write_json(made / MANIFEST, manifest)
-        for split in SPLITS:
-            open_corpus(made, split)
-        Notes(made).add([stamp for item in adopted for stamp in item.stamps])
-        os.rename(made, out)
-        sync_directory(out.parent)
-    finally:
-        remove_marked(making, _PURPOSE)
+    with atomic_folder(out) as made:
+        manifest = _make(made, pairs, arguments)
     print_counts(manifest)
-    print(f"{arguments.out}: complete")
+    print(f"{out}: complete")
+
+
+def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
+    """Make the data in `made`, and return their manifest."""
+    info = build_tokenizer(arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token)
+    adopted = _adopt_all(pairs, info, made, arguments)
+    manifest = _manifest(adopted, info, arguments)
+    write_json(made / MANIFEST, manifest)
+    for split in SPLITS:
+        open_corpus(made, split)
+    Notes(made).add([stamp for item in adopted for stamp in item.stamps])
+    return manifest
 
 
 def _check_free(out: Path) -> None:

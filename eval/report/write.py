@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, write_json, write_text
-from cat_lm.core.own_files import set_aside
-from cat_lm.core.readers import read_bytes
 
 if TYPE_CHECKING:
     from eval.common.runs import Run
@@ -42,7 +38,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     rows = sweep_rows(runs)
     made = provenance()
     stems = ["loss", "perplexity_by_length", *(f"filters_{label}" for label in labels)]
-    names = ["summary.csv", *named("table2", ".md", ".html", ".csv")]
+    names = ["index.html", "summary.csv", *named("table2", ".md", ".html", ".csv")]
     names += [name for stem in stems for name in named(stem, *PICTURES)]
     claim_outputs(out, "summary.json", names)
     save_figure(loss_figure(curves(runs), unigram_loss(runs)), out / "loss")
@@ -65,18 +61,8 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
         writer.writerows(summary)
     # Last, so that a page is only there with all that it stands for.
     index = out / "index.html"
-    _spare(index)
     write_text(index, page(runs, summary, rows, title, made))
     return index
-
-
-def _spare(index: Path) -> None:
-    """Set a page aside that no report has made, such as that of a web site in the folder."""
-    from eval.report.page import GENERATOR
-
-    if os.path.lexists(index) and GENERATOR.encode() not in read_bytes(index):
-        aside = set_aside(index)
-        print(f"note: {index} was not made by a report: now {aside.name}", file=sys.stderr)
 
 
 def final_numbers(run: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.core.own_files import make_marked, remove_marked
+from cat_lm.core.temporary import make_temporary, remove_temporary
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import (
     JobFailed,
@@ -28,7 +28,6 @@ from eval.small_study.questions import MODELS
 from eval.small_study.tune import known
 
 STEPS = 12  # of a trial training
-TRIALS = "trial trainings of the small study"  # their folder's mark
 FORWARD = 1 / 3  # of the work of training on a token: a forward pass alone
 
 
@@ -87,8 +86,8 @@ def measure(study: Study, workers: Workers, taken_over: Collection[Job] = ()) ->
     for model in study.models:
         job = Job(model, 0, folder / model)
         kinds.setdefault(_kind(study.config(job)), job)
-    remove_marked(folder, TRIALS)
-    make_marked(folder, TRIALS)
+    remove_temporary(folder)
+    make_temporary(folder)
     print(
         f"measuring the speed of {', '.join(MODELS[j.model] for j in kinds.values())}", flush=True
     )
@@ -112,7 +111,7 @@ def measure(study: Study, workers: Workers, taken_over: Collection[Job] = ()) ->
     # Before hours of training here, whose runs could not be compared with those of elsewhere.
     here = {f"a trial of {job.model}": precision_of(job) for job in kinds.values()}
     check_precisions(study, [*known(study)[0], *study.jobs()], here)
-    remove_marked(folder, TRIALS)
+    remove_temporary(folder)
     return Estimate(seconds, training, measuring, starting, frozenset(taken_over))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
-from cat_lm.core.own_files import make_marked, remove_marked
+from cat_lm.core.temporary import make_temporary, remove_temporary
 from eval.small_study.execute import (
     ORIGIN,
     JobFailed,
@@ -29,7 +29,6 @@ from eval.small_study.plan import SETTINGS, Job, Study, deciding, read_fingerpri
 
 # What a training and its export leave in a run's folder.
 TRAINED = ("checkpoints", "config.yaml", "metrics.jsonl", "model", "train.log")
-COPIES = "a training on its way from another study"  # the mark of their folder
 
 
 def check_reuse(study: Study, settings: dict[str, Any]) -> set[Job]:
@@ -129,8 +128,8 @@ def _precision(config: RunConfig) -> str:
 def _copy(source: Path, target: Path, origin: Origin) -> None:
     """Copy a training; a copy that was cut short is not taken for one, and is made again."""
     holder = target.with_name(f"{target.name}.copy")
-    remove_marked(holder, COPIES)
-    make_marked(holder, COPIES)
+    remove_temporary(holder)
+    make_temporary(holder)
     copy = holder / target.name
     copy.mkdir()
     for name in TRAINED:
@@ -140,4 +139,4 @@ def _copy(source: Path, target: Path, origin: Origin) -> None:
             shutil.copy2(source / name, copy / name)
     write_json(copy / ORIGIN, origin.model_dump())
     copy.rename(target)
-    remove_marked(holder, COPIES)
+    remove_temporary(holder)

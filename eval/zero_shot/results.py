@@ -13,7 +13,6 @@ from lm_eval.utils import handle_non_serializable
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, write_json
-from cat_lm.core.own_files import set_aside
 from cat_lm.core.readers import Record, Versioned, check_shape, parse_value, read_bytes
 from eval.common.cell_store import CellStore, key_hash
 from eval.common.text_table import aligned
@@ -130,9 +129,7 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
     result = _read(path)
     tasks = result.get("tasks") if isinstance(result, dict) else None
     if not isinstance(tasks, dict):
-        aside = set_aside(path)
-        print(f"{path}: damaged, is written anew; it is kept as {aside}", file=sys.stderr)
-        return {}
+        raise UserError(f"{path}: is damaged; move it away, or give another --out")
     check_shape(result, Versioned, str(path), "use another --out")
     for name in [name for name, values in tasks.items() if not _is_whole(values)]:
         print(f"{path}: task {name}: damaged, is left out", file=sys.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
+from cat_lm.config.run import check_replaceable
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import check_output
 from cat_lm.core.host import GIB
@@ -92,11 +93,11 @@ def run_recurrences(config: RunConfig) -> Iterator[Finding]:
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
     """Tell whether the output folder can be made."""
-    from cat_lm.training.checkpoint.folder import describe_asides
 
     folder, problem = Path(config.train.output_dir).absolute(), None
     try:
         check_output(config.train.output_dir, "train.output_dir")
+        check_replaceable(folder / "config.yaml")
     except UserError as error:
         problem = str(error)
     text = f"writes to {config.train.output_dir}"
@@ -104,8 +105,6 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
     if problem is None:
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         yield _room(config, folder, parent)
-        if aside := describe_asides(folder):
-            yield Finding("run output", aside, "set_aside", aside)
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:

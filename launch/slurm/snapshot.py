@@ -19,7 +19,7 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder
-from cat_lm.core.own_files import read_listing, write_listing
+from cat_lm.core.outputs import read_listing, write_listing
 from cat_lm.data.storage import DEFAULT_CACHE
 from launch.slurm.folder import RunFolder
 
@@ -27,6 +27,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py")
 # Code is small; beyond this, data lies in the checkout and git does not ignore it.
 MOST_BYTES = 256 * 2**20
+
+
+def _own_files(copy: Path) -> list[str]:
+    """List the files of a copy of the code, with what Python compiled of them."""
+    compiled = (str(path.relative_to(copy)) for path in copy.rglob("__pycache__/*.pyc"))
+    return [*read_listing(copy), *compiled]
 
 
 def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     own = (folder.run, folder.slurm)
     files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
-    with atomic_folder(folder.code, read_listing) as copy:
+    with atomic_folder(folder.code, _own_files) as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)

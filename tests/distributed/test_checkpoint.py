@@ -38,10 +38,10 @@ ACTIONS = (
     "cat_lm.training.checkpoint.saving.sync_directory",
     "cat_lm.training.checkpoint.saving.write_marker",
     "os.rename",
-    "cat_lm.training.checkpoint.saving.unmark_saved",
+    "cat_lm.training.checkpoint.saving.remove_temporary",
     "cat_lm.training.checkpoint.saving.write_text",
     "cat_lm.training.checkpoint.folder.prune",
-    "cat_lm.training.checkpoint.folder.remove_listed",
+    "cat_lm.training.checkpoint.folder.remove_temporary",
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm.core import own_files
+from cat_lm.core import temporary
 from cat_lm.core.causes import causes_told, os_error
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.pretrained.files import read_headers
@@ -115,8 +115,9 @@ def test_weights_that_cannot_be_opened_for_a_while_are_no_damage(tmp_path):
 
 @pytest.mark.parametrize(("number", "passes"), [(errno.ESTALE, True), (errno.EACCES, False)])
 def test_a_folder_of_ours_that_cannot_be_removed_for_a_while(number, passes, tmp_path):
-    own_files.make_marked(tmp_path / "a", "a test")
+    temporary.make_temporary(tmp_path / "a")
     failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
-    with mock.patch.object(own_files, "empty_marked", failing), pytest.raises(UserError) as caught:
-        own_files.remove_marked(tmp_path / "a", "a test")
+    (tmp_path / "a/part").mkdir()
+    with mock.patch("shutil.rmtree", failing), pytest.raises(UserError) as caught:
+        temporary.remove_temporary(tmp_path / "a")
     assert is_temporary(caught.value) == passes

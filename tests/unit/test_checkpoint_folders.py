@@ -24,12 +24,7 @@ from cat_lm.training.checkpoint import (
     verifying,
 )
 from cat_lm.training.checkpoint import folder as cleaning
-from cat_lm.training.checkpoint.folder import (
-    clear_leftovers,
-    describe_left,
-    prune,
-    set_aside_useless,
-)
+from cat_lm.training.checkpoint.folder import describe_left, prune, set_aside_useless
 from cat_lm.training.preflight.folder import Probe
 from tests.checkpoints import (
     STATE,
@@ -217,17 +212,15 @@ def test_paths_without_a_checkpoint(run, path, monkeypatch):
         find_checkpoint(path)
 
 
-def test_pruning_deletes_what_the_marker_lists_and_nothing_else(run):
-    lines: list[str] = []
-    notes = run / "checkpoints/step-00000002/notes/mine.txt"
+def test_a_checkpoint_with_files_that_its_marker_does_not_list_is_not_pruned(run):
+    lines, folder = [], run / "checkpoints"
+    notes = folder / "step-00000002/notes/mine.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    folder = run / "checkpoints"
     prune(folder, CheckpointSection(keep_last=1), folder / "step-00000006", lines.append)
-    assert names(run) == ["step-00000002.aside", "step-00000006"]
-    left = [path for path in (folder / "step-00000002.aside").rglob("*") if path.is_file()]
-    assert [path.name for path in left] == ["mine.txt"] and len(lines) == 1
-    assert "notes/mine.txt" in lines[0] and "set aside as step-00000002.aside" in lines[0]
+    assert names(run) == ["step-00000002", "step-00000006"] and notes.read_text() == "mine"
+    said = "step-00000002: holds notes/mine.txt, which its marker does not list; it stays"
+    assert len(lines) == 1 and lines[0].endswith(said) and is_complete(notes.parents[1])
 
 
 def test_pruning_follows_no_links(run, tmp_path):
@@ -237,21 +230,6 @@ def test_pruning_follows_no_links(run, tmp_path):
     prune(folder, CheckpointSection(keep_last=1), folder / "step-00000006", print)
     assert (elsewhere / "complete.json").exists()
     assert names(run) == ["step-00000002", "step-00000006"]
-
-
-@pytest.mark.parametrize("gone", [0, 3, 6, 7])
-def test_a_killed_prune_is_continued(run, gone):
-    """Killed after `gone` of its files; of the marker, which goes last, too."""
-    folder, lines = run / "checkpoints", []
-    doomed = folder / ".step-00000002.deleting"
-    os.rename(folder / "step-00000002", doomed)
-    files = [path for path in sorted(doomed.rglob("*")) if path.is_file()]
-    files.sort(key=lambda path: path.name == "complete.json")
-    assert len(files) == 7
-    for path in files[:gone]:
-        path.unlink()
-    clear_leftovers(folder, lines.append, alone=True)
-    assert names(run) == ["step-00000004", "step-00000006"] and not lines
 
 
 def test_large_files_are_read_while_the_model_is_built(run, monkeypatch):
@@ -448,14 +426,3 @@ def test_links_of_the_run_s_own_names_change_nothing_elsewhere(run, tmp_path):
     with pytest.raises(UserError, match=r"\.lock: is a link, must be a lock's own file"):
         to_resume(run)
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_what_was_set_aside_is_named_at_each_start(run):
-    assert not [line for line in to_resume(run)[1] if "aside" in line]
-    (run / "checkpoints/step-00000008.aside-2").mkdir()
-    (run / "checkpoints/step-00000008.aside-2/big").write_bytes(b"")
-    os.truncate(run / "checkpoints/step-00000008.aside-2/big", 2**30)
-    (run / "config.yaml.aside").write_bytes(b"x")
-    (run / "notes.aside.txt").write_text("not ours")
-    (line,) = [line for line in to_resume(run)[1] if "aside" in line]
-    assert line == f"{run}: 2 set aside (*.aside*), 1.00 GiB; delete what is not needed"

@@ -274,15 +274,15 @@ def test_batch_arithmetic_and_deepspeed_config():
     assert derived["bf16"]["enabled"] and derived["data_types"]["grad_accum_dtype"] == "fp32"
 
 
-def test_a_configuration_of_ones_own_in_the_runs_folder_is_kept(tmp_path):
+def test_a_configuration_of_ones_own_in_the_runs_folder_is_refused(tmp_path):
     """`train.py RUN/config.yaml train.output_dir=RUN` is a natural thing to do."""
     own = tmp_path / "config.yaml"
     own.write_text("# mine\ntrain:\n  earlier_key: 1\n")
     config = load_config(ROOT / "configs" / "quickstart.yaml")
-    assert config.save(own) == tmp_path / "config.yaml.aside"
-    assert (tmp_path / "config.yaml.aside").read_text().startswith("# mine\n")
-    assert load_config(own) == config
-    # What a run has written, of whatever version, is replaced.
+    with pytest.raises(UserError, match="is no configuration that training wrote, and would be"):
+        config.save(own)
+    assert own.read_text().startswith("# mine\n")
+    # What a run has written is replaced.
     own.write_text("train:\n  earlier_key: 1\n")
-    assert config.save(own) is None and load_config(own) == config
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "config.yaml.aside"]
+    config.save(own)
+    assert load_config(own) == config and list(tmp_path.iterdir()) == [own]

@@ -251,7 +251,7 @@ def test_two_adoptions_into_one_folder_do_not_meet(tmp_path, pairs, monkeypatch)
 
     def meanwhile(*arguments):
         monkeypatch.setattr(convert, "build_tokenizer", real)
-        with pytest.raises(UserError, match="another adoption is writing to it") as error:
+        with pytest.raises(UserError, match="another command is writing to it") as error:
             run(tmp_path / "out", *pairs)
         said.append(error.value)
         return real(*arguments)

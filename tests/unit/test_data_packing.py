@@ -15,7 +15,7 @@ import pytest
 from cat_lm.core.errors import TemporaryError, UserError, file_error
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.core.locks import hold
-from cat_lm.core.own_files import is_marked, make_marked
+from cat_lm.core.temporary import is_marked, make_temporary
 from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import PIECE, best_fit, pack
@@ -260,7 +260,7 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(packing_module, "write_json", killed)
-        patch.setattr(packing_module, "remove_marked", lambda *_: None)
+        patch.setattr(packing_module, "remove_temporary", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             PackedWindows(corpus, T)
     left = [p for p in (corpus.folder / "packing").iterdir() if p.name.endswith(".tmp")]
@@ -270,10 +270,10 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
     begin = left[0].name.removesuffix(f"{os.getpid()}.tmp")
     dead, alive = (left[0].with_name(f"{begin}{n}.tmp") for n in (ended.pid, os.getppid()))
     left[0].rename(dead)
-    make_marked(alive, packing_module._PURPOSE)
+    make_temporary(alive)
     (dead.parent / f"{begin}mine.tmp").mkdir()
     PackedWindows(corpus, T)
-    assert not dead.exists() and is_marked(alive, packing_module._PURPOSE)
+    assert not dead.exists() and is_marked(alive)
     assert (dead.parent / f"{begin}mine.tmp").is_dir()
 
 

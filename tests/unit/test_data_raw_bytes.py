@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.temporary import make_temporary
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import raw_bytes
 from data_prep.check.findings import inspect
@@ -97,8 +98,8 @@ def test_two_splits_and_none_of_the_third(file, tmp_path):
 
 
 def test_what_a_kill_left_is_removed_and_what_others_made_is_not(file, tmp_path):
-    left = tmp_path / ".out.raw-bytes.tmp"
-    raw_bytes.make_marked(left, raw_bytes._PURPOSE)
+    left = tmp_path / ".out.tmp"
+    make_temporary(left)
     (left / "half").write_text("")
     out = run(file, tmp_path / "out")
     assert not left.exists()
@@ -131,7 +132,7 @@ def test_the_current_folder_and_a_link_are_folders(file, tmp_path, monkeypatch):
     [
         ({"splits": "9M,1,1"}, "--splits 9000000,1,1: are 9,000,002 bytes, and "),
         ({"splits": "9"}, "--splits 9: give two or three numbers, such as 90M,5M,5M"),
-        ({"splits": "1,0,1"}, "--splits 0: give a whole number of at least 1"),
+        ({"splits": "1,0,1"}, "--splits 0: must be from 1 to 1,000"),
         ({"splits": None}, "--source raw-bytes needs --splits: bytes of each split"),
         ({"path": None}, "--source raw-bytes needs --path: a file"),
         ({"path": "/nowhere/enwik8"}, "--path /nowhere/enwik8: no such file; raw-bytes reads one"),

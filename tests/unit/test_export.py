@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.own_files import make_marked, take_over
+from cat_lm.core.temporary import make_temporary
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from tests.commands import python
@@ -158,23 +157,20 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkey
 
 def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    # Killed while it wrote, between the two renames before, and after them.
-    half = tmp_path / ".out.tmp"
-    make_marked(half, "a folder on its way to out")
-    (half / "sub").mkdir()
+    half = tmp_path / ".out.tmp/new"
+    make_temporary(half.parent)
+    half.mkdir()
     (half / "model.safetensors.part").write_bytes(b"half")
-    shutil.copytree(out, tmp_path / ".out.old")
-    take_over(tmp_path / ".out.old", "a folder on its way to out")
     export(tiny_model(257, seed=2), tokenizer_folder, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not {"sub", "model.safetensors.part"} & {path.name for path in out.iterdir()}
+    assert not (out / "model.safetensors.part").exists()
 
 
 def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, monkeypatch):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
-    take_over(out, "a folder on its way to out")
-    out.rename(tmp_path / ".out.old")
+    make_temporary(tmp_path / ".out.tmp")
+    out.rename(tmp_path / ".out.tmp/old")
     monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
     with pytest.raises(UserError, match="read back is not the one written"):
         export(tiny_model(257, seed=2), tokenizer_folder, out)

@@ -71,19 +71,15 @@ def test_the_record_lists_every_file(out):
     assert record["sha256"] == record["files"]["model.safetensors"]["sha256"]
 
 
-def test_what_a_user_added_stays(run, out):
-    before = (out / "model.safetensors").read_bytes()
-    (out / "eval").mkdir()
-    (out / "eval" / "results.json").write_text("mine")
-    (out / "link").symlink_to("/nowhere")
-    (out / "chat_template.txt").write_text("mine too")
-    export_checkpoint(run, out)
-    assert (out / "model.safetensors").read_bytes() != before
-    assert (out / "eval" / "results.json").read_text() == "mine"
-    assert os.readlink(out / "link") == "/nowhere"
-    assert (out / "chat_template.txt").read_text() == "mine too"
-    assert "eval/results.json" not in json.loads((out / "export.json").read_text())["files"]
-    assert {path.name for path in out.parent.iterdir()} == {"run", "out"}
+@pytest.mark.parametrize("name", ["eval/results.json", "chat_template.txt"])
+def test_an_export_with_files_of_a_user_is_not_replaced(run, out, name, monkeypatch, capsys):
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    before = contents(out)
+    assert f"holds {name}, which is not of an earlier result" in refused(
+        monkeypatch, capsys, run, out
+    )
+    assert contents(out) == before and {p.name for p in out.parent.iterdir()} == {"run", "out"}
 
 
 def test_a_listed_file_that_is_no_longer_written_goes(run, out):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import threading
 import time
 
 import pytest
 from pydantic import Field
 
-from cat_lm.core import cli, own_files, readers
+from cat_lm.core import cli, outputs, readers, temporary
 from cat_lm.core.checksums import checksums
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import atomic_folder, check_output
@@ -178,66 +177,50 @@ def test_only_listed_files_are_removed(tmp_path):
         (folder / name).write_text(name)
     (folder / "linked").symlink_to(outside)
     names = ["a", "model/b", "model/gone", "linked/thesis", "../outside/thesis", str(outside)]
-    assert own_files.remove_listed(folder, names) == ["linked", "notes"]
+    outputs.remove_files(folder, names)
     assert sorted(path.name for path in folder.iterdir()) == ["linked", "notes"]
     assert (outside / "thesis").read_text() == "kept"
-    (folder / "notes").unlink()
-    assert own_files.remove_listed(folder, ["linked"]) == []
-    assert not folder.exists() and (outside / "thesis").exists()
+    outputs.remove_files(folder, ["linked"])
+    assert not (folder / "linked").is_symlink() and (outside / "thesis").exists()
+
+
+def test_a_temporary_folder_is_ours_alone(tmp_path):
+    folder = tmp_path / "work"
+    temporary.make_temporary(folder)
+    (folder / "part").write_text("x")
+    temporary.make_temporary(folder)  # what a kill left is taken up
+    assert temporary.is_marked(folder) and (folder / "part").exists()
+    temporary.empty_temporary(folder)
+    assert os.listdir(folder) == [temporary.MARK]
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis").write_text("kept")
+    for foreign in (tmp_path / "link", tmp_path / "mine"):
+        for action in (temporary.make_temporary, temporary.remove_temporary):
+            with pytest.raises(UserError, match="was not made by this program; move it away"):
+                action(foreign)
+    assert (tmp_path / "mine/thesis").exists() and folder.exists()
+    temporary.remove_temporary(folder)
+    temporary.remove_temporary(folder)
+    assert not folder.exists()
+    folder.mkdir()  # a kill came between the making and the mark
+    temporary.remove_temporary(folder)
+    assert not folder.exists()
 
 
 def test_marks_and_listings_of_another_version_are_not_ours(tmp_path):
     folder = tmp_path / "work"
-    own_files.make_marked(folder, "parts")
+    temporary.make_temporary(folder)
     (folder / "part").write_text("x")
-    own_files.write_listing(folder)
-    for name in (own_files.MARK, own_files.LISTING):
+    outputs.write_listing(folder)
+    for name in (temporary.MARK, outputs.LISTING):
         record = json.loads((folder / name).read_text())
         assert record.pop("format") == 1
         (folder / name).write_text(json.dumps(record))
-    assert not own_files.is_marked(folder, "parts") and own_files.read_listing(folder) == []
+    assert not temporary.is_marked(folder) and outputs.read_listing(folder) == []
     with pytest.raises(UserError, match="was not made by this program"):
-        own_files.remove_marked(folder, "parts")
+        temporary.remove_temporary(folder)
     assert (folder / "part").exists()
-
-
-def test_a_marked_folder_is_ours_and_its_copy_is_not(tmp_path):
-    folder, copy = tmp_path / "work", tmp_path / "copy"
-    own_files.make_marked(folder, "parts")
-    (folder / "part").write_text("x")
-    shutil.copytree(folder, copy)
-    assert own_files.is_marked(folder, "parts") and not own_files.is_marked(folder, "other")
-    assert not own_files.is_marked(copy, "parts")
-    for foreign in (copy, tmp_path / "link"):
-        if foreign.name == "link":
-            foreign.symlink_to(folder)
-        with pytest.raises(UserError, match="was not made by this program"):
-            own_files.remove_marked(foreign, "parts")
-        with pytest.raises(UserError, match="was not made by this program"):
-            own_files.make_marked(copy, "parts")
-    assert (copy / "part").exists() and (folder / "part").exists()
-    own_files.remove_marked(folder, "parts")
-    own_files.remove_marked(folder, "parts")
-    assert not folder.exists()
-    # What a kill leaves between the making and the mark.
-    for cut in (None, "{"):
-        folder.mkdir()
-        if cut:
-            (folder / own_files.MARK).write_text(cut)
-        own_files.make_marked(folder, "parts")
-        assert own_files.is_marked(folder, "parts")
-        own_files.remove_marked(folder, "parts")
-
-
-def test_setting_aside_never_replaces(tmp_path):
-    for number in range(3):
-        (tmp_path / "step").mkdir()
-        (tmp_path / "step" / str(number)).touch()
-        own_files.set_aside(tmp_path / "step")
-    assert sorted(os.listdir(tmp_path)) == ["step.aside", "step.aside-2", "step.aside-3"]
-    assert (tmp_path / "step.aside-3" / "2").exists()
-    (tmp_path / ".hidden").touch()
-    assert own_files.set_aside(tmp_path / ".hidden", "shown").name == "shown.aside"
 
 
 def listing(folder):
@@ -252,85 +235,63 @@ def write(out, **files):
         (folder / "record").write_text(" ".join(files))
 
 
-def test_replacing_keeps_what_is_not_ours(tmp_path):
+@pytest.mark.parametrize("name", ["notes", "results/mine", "link"])
+def test_a_folder_is_replaced_only_where_its_record_lists_all(tmp_path, name):
     out = tmp_path / "model"
     write(out, weights="1", extra="1")
-    (out / "results").mkdir()
-    (out / "results" / "mine").write_text("kept")
-    (out / "empty").mkdir()
-    (out / "link").symlink_to("nowhere")
     write(out, weights="2")
-    assert {str(p.relative_to(out)) for p in out.rglob("*")} == {
-        *("weights", "record", "results", "results/mine", "link", "empty")
-    }
-    assert (out / "weights").read_text() == "2" and (out / "results/mine").read_text() == "kept"
-    assert os.listdir(tmp_path) == ["model"]
-    with pytest.raises(UserError, match="link is not of an earlier result"):
-        write(out, weights="3", link="3")
-    assert (out / "weights").read_text() == "2" and os.listdir(tmp_path) == ["model"]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_a_kill_amid_a_replacement_loses_nothing(tmp_path, links, monkeypatch):
-    """As if killed after every renaming in turn, then done again."""
-    if not links:
-        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError()))
-    out, real = tmp_path / "model", os.replace
-
-    class Killed(BaseException):
-        pass
-
-    for at in range(2):
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        tmp_path.mkdir()
-        write(out, weights="1")
-        (out / "mine").write_text("kept")
-        calls = iter(range(10))
-
-        def replace(*paths, calls=calls, at=at):
-            real(*paths)
-            if next(calls) == at:
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            # Nothing is tidied after a kill.
-            patch.setattr("cat_lm.core.folders._restore", lambda *_: None)
-            patch.setattr("cat_lm.core.folders.remove_marked", lambda *_: None)
-            patch.setattr(os, "replace", replace)
-            with pytest.raises(Killed):
-                write(out, weights="2")
+    assert sorted(os.listdir(out)) == ["record", "weights"] and os.listdir(tmp_path) == ["model"]
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).symlink_to("nowhere")
+    with pytest.raises(UserError, match=f"holds {name}, which is not of an earlier result; move"):
         write(out, weights="3")
-        assert {path.name: path.read_text() for path in out.iterdir()} == {
-            "weights": "3",
-            "mine": "kept",
-            "record": "weights",
-        }
-        assert os.listdir(tmp_path) == ["model"]
+    assert (out / "weights").read_text() == "2" and (out / name).is_symlink()
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_comes_into_a_folder_meanwhile_is_kept(tmp_path):
+    out = tmp_path / "model"
+    write(out, weights="1")
+    with pytest.raises(UserError, match="holds notes, which"), atomic_folder(out, listing) as new:
+        (new / "weights").write_text("2")
+        (out / "notes").write_text("kept")
+    assert (out / "notes").read_text() == "kept" and (out / "weights").read_text() == "1"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_error_or_a_kill_amid_a_replacement_loses_nothing(tmp_path, monkeypatch, at, error):
+    """After the first renaming the earlier result is back, after the second the new one is there"""
+    out, real, calls = tmp_path / "model", os.replace, iter(range(10))
+    write(out, weights="1")
+
+    def replace(*paths):
+        real(*paths)
+        if next(calls) == at:
+            raise error
+
+    is_kill = isinstance(error, KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        if is_kill:  # Nothing is tidied after a kill.
+            patch.setattr("cat_lm.core.folders._restore", lambda *_: None)
+            patch.setattr("cat_lm.core.folders.remove_temporary", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt if is_kill else UserError):
+            write(out, weights="2")
+    if is_kill:
+        assert out.exists() == (at == 1)
+        with pytest.raises(ZeroDivisionError), atomic_folder(out, listing):
+            raise ZeroDivisionError
+    assert (out / "weights").read_text() == ("1", "2")[at] and os.listdir(tmp_path) == ["model"]
 
 
 def test_replacing_keeps_permissions(tmp_path):
     out = tmp_path / "model"
     write(out, weights="1")
-    (out / "private").mkdir(mode=0o700)
-    (out / "private" / "mine").write_text("kept")
-    (out / "private" / "mine").chmod(0o600)
     out.chmod(0o2770)
     write(out, weights="2")
-    modes = [path.stat().st_mode & 0o7777 for path in (out, out / "private", out / "private/mine")]
-    assert modes == [0o2770, 0o700, 0o600]
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_foreign_folder_where_earlier_results_wait(tmp_path, there):
-    if there:
-        write(tmp_path / "model", weights="1")
-    (tmp_path / ".model.old").mkdir()
-    for name in ("weights", "record", "thesis"):
-        (tmp_path / ".model.old" / name).write_text("weights")
-    with pytest.raises(UserError, match=r"\.model\.old stands where .* move it away"):
-        write(tmp_path / "model", weights="2")
-    assert len(os.listdir(tmp_path / ".model.old")) == 3
-    assert (tmp_path / "model").exists() == there
+    assert out.stat().st_mode & 0o7777 == 0o2770
 
 
 def test_a_foreign_folder_where_temporary_files_go(tmp_path):

@@ -1,25 +1,16 @@
-"""The care of a run's checkpoints folder: our own leftovers go, everything else is set aside."""
+"""The folder of a run's checkpoints: leftovers of kills, the retention rule, what is set aside."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
 
 from cat_lm.config.sections import CheckpointSection
-from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
+from cat_lm.core.errors import UserError, describe_os_error
 from cat_lm.core.files import write_text
-from cat_lm.core.host import GIB
-from cat_lm.core.own_files import (
-    MARK,
-    asides,
-    is_marked,
-    other_writer,
-    remove_listed,
-    remove_marked,
-    set_aside,
-)
+from cat_lm.core.folders import files_below
+from cat_lm.core.temporary import make_temporary, remove_temporary
 from cat_lm.training.checkpoint.finding import (
     Say,
     complete_checkpoints,
@@ -33,8 +24,7 @@ from cat_lm.training.checkpoint.records import MARKER, Unreadable, read_marker
 
 # Holds the name of the newest complete checkpoint, for people and other tools.
 LATEST = "latest"
-PURPOSE = "a checkpoint that is being saved"
-_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(saving|deleting)")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(?:saving|deleting)")
 
 
 def describe_left(folder: Path) -> str:
@@ -45,53 +35,14 @@ def describe_left(folder: Path) -> str:
     return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
 
 
-def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
-    """End what a killed process left half-done: remove its unfinished save, go on with its prune.
-
-    What only has such a name, and does not prove to be ours, is set aside.
-
-    Args:
-        alone: as in `remove_unfinished`.
-    """
+def clear_leftovers(folder: Path, say: Say) -> None:
+    """Remove the unfinished saves and prunes that killed processes left; a lock must be held."""
     for path in sorted(folder.iterdir()):
-        leftover = _LEFTOVER.fullmatch(path.name)
-        if leftover is None:
-            continue
-        if leftover[2] == "deleting":
-            _delete(path, leftover[1], say)
-            continue
-        try:
-            if why := remove_unfinished(path, alone):
-                say(f"{path}: {why}; it stays")
-        except TemporaryError as error:
-            say(f"{error}; it stays")
-        except UserError:
-            put_aside(path, "no unfinished save of this program's", say, path.name[1:])
-    for path in step_folders(folder):
-        unmark_saved(path)
-
-
-def remove_unfinished(path: Path, alone: bool) -> str:
-    """Remove an unfinished save, or say why it stays: another process may still write it.
-
-    Args:
-        alone: whether a lock keeps other processes out of the folder; else the writer that the
-            save's mark names must be gone.
-
-    Raises:
-        UserError: it is not ours, or cannot be removed.
-    """
-    if not alone and (writer := other_writer(path, PURPOSE)):
-        return f"{writer} may still write it"
-    remove_marked(path, PURPOSE)
-    return ""
-
-
-def unmark_saved(folder: Path) -> None:
-    """Remove the mark of temporary folders from one that has its final name, now or at a start."""
-    with contextlib.suppress(TemporaryError):  # the checkpoint is whole with it, too
-        if is_marked(folder, PURPOSE):
-            (folder / MARK).unlink()
+        if _LEFTOVER.fullmatch(path.name):
+            try:
+                remove_temporary(path)
+            except UserError as error:
+                say(f"{error}; it stays")
 
 
 def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
@@ -114,19 +65,17 @@ def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
             write_text(folder / LATEST, chosen.name + "\n")
 
 
-def describe_asides(run: Path) -> str:
-    """Say what of a run's folder was set aside, since nothing else ever removes it; or nothing."""
-    found = [asides(place) for place in (run, run / "checkpoints") if place.is_dir()]
-    number, size = sum(number for number, _ in found), sum(size for _, size in found)
-    if not number:
-        return ""
-    return f"{run}: {number} set aside (*.aside*), {size / GIB:.2f} GiB; delete what is not needed"
-
-
-def put_aside(path: Path, why: str, say: Say, name: str = "") -> None:
-    """Rename a folder that is not to be deleted, and say so."""
-    place = set_aside(path, name)
+def put_aside(path: Path, why: str, say: Say) -> None:
+    """Rename a folder that stands in the way and is not to be deleted, and say so."""
+    number = 1
+    while os.path.lexists(place := path.with_name(f"{path.name}.aside{_numbered(number)}")):
+        number += 1
+    os.rename(path, place)
     say(f"{path}: {why}; set aside as {place.name}")
+
+
+def _numbered(number: int) -> str:
+    return "" if number == 1 else f"-{number}"
 
 
 def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:
@@ -135,11 +84,16 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
         # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
         doomed = folder / f".{path.name}.deleting"
         try:
-            os.rename(path, doomed)
+            if others := files_below(path) - {*read_marker(path), MARKER}:
+                say(f"{path}: holds {min(others)}, which its marker does not list; it stays")
+                continue
+            make_temporary(doomed)
+            os.rename(path, doomed / path.name)
+            remove_temporary(doomed)
+        except UserError as error:
+            say(f"{path}: cannot be deleted ({error})")
         except OSError as error:
-            say(f"{path}: cannot be deleted ({describe_os_error(error)}); it stays")
-            continue
-        _delete(doomed, path.name, say)
+            say(f"{path}: cannot be deleted ({describe_os_error(error)})")
 
 
 def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[Path]:
@@ -157,25 +111,3 @@ def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[P
         if not (kept or path == current or path.is_symlink()) and is_complete(path):
             found.append(path)
     return found[::-1]
-
-
-def _delete(doomed: Path, name: str, say: Say) -> None:
-    """Delete the files that a checkpoint's own marker lists, the marker last; keep all others."""
-    try:
-        listed = [*read_marker(doomed), MARKER]
-    except UserError:
-        listed = []  # nothing was in it but folders, or it is not ours
-    try:
-        if doomed.is_symlink() or not doomed.is_dir():
-            left = [doomed.name]
-        elif not listed and (files := [path.name for path in doomed.rglob("*") if path.is_file()]):
-            left = files
-        else:
-            left = remove_listed(doomed, listed)
-    except OSError as error:
-        where = error.filename or doomed
-        say(f"{where}: could not be deleted ({describe_os_error(error)}); the next start goes on")
-        return
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        put_aside(doomed, f"holds what its marker does not list ({left[0]}{more})", say, name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
 from cat_lm.core.locks import Busy, Lock, hold
+from cat_lm.core.temporary import remove_temporary
 from cat_lm.training.checkpoint import folder as leftovers
 from cat_lm.training.checkpoint import loading, saving
 from cat_lm.training.checkpoint.finding import (
@@ -126,9 +127,9 @@ class Checkpoints:
         return start
 
     def _tidy(self) -> None:
-        leftovers.clear_leftovers(self.folder, self._say, self._alone)
-        if line := leftovers.describe_asides(self.folder.parent):
-            self._say(line)
+        # Without a lock another process may still be writing.
+        if self._alone:
+            leftovers.clear_leftovers(self.folder, self._say)
 
     def _newest(self, found: list[Path], damage: Callable[[Path], str | None]) -> Path:
         """Take the newest whole one, and remember those before it."""
@@ -256,21 +257,20 @@ class Checkpoints:
 
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
+        new = temporary / final.name
         try:
-            ranks.on_rank_zero(lambda: saving.prepare(temporary, self._say, self._alone))
+            ranks.on_rank_zero(lambda: saving.prepare(new))
             weights = full_precision_weights(engine) | buffers.to_save(engine.model, ranks)
             progress("gathering the weights")
             files = ranks.on_all_ranks(
-                lambda: saving.write_own_files(
-                    temporary, engine, weights, state, tokenizer, progress
-                )
+                lambda: saving.write_own_files(new, engine, weights, state, tokenizer, progress)
             )
             written = {name: file for part in ranks.gather(files) for name, file in part.items()}
-            ranks.on_rank_zero(lambda: saving.publish(temporary, final, written, engine, self._say))
+            ranks.on_rank_zero(lambda: saving.publish(new, final, written, engine, self._say))
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):
-                    leftovers.remove_unfinished(temporary, self._alone)
+                    remove_temporary(temporary)
             raise
 
 

@@ -15,15 +15,9 @@ from cat_lm.core.causes import causes_told
 from cat_lm.core.checksums import checksum
 from cat_lm.core.commit import commit
 from cat_lm.core.files import give_usual_mode, sync_directory, write_json, write_text
-from cat_lm.core.own_files import make_marked, other_writer
+from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
 from cat_lm.training.checkpoint.finding import Say
-from cat_lm.training.checkpoint.folder import (
-    LATEST,
-    PURPOSE,
-    put_aside,
-    remove_unfinished,
-    unmark_saved,
-)
+from cat_lm.training.checkpoint.folder import LATEST, put_aside
 from cat_lm.training.checkpoint.records import (
     ALGORITHM,
     RUN_CONFIG,
@@ -46,16 +40,12 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def prepare(temporary: Path, say: Say, alone: bool) -> None:
-    """Make the folder that a checkpoint is written to, in place of what a failed save left.
-
-    What another process may still write is set aside. `alone` as in `remove_unfinished`.
-    """
-    if why := remove_unfinished(temporary, alone):
-        put_aside(temporary, why, say, temporary.name[1:])
-    make_marked(temporary, PURPOSE)
+def prepare(new: Path) -> None:
+    """Make the folder that a checkpoint is written to, in place of what a failed save left."""
+    make_temporary(new.parent)
+    empty_temporary(new.parent)
     for name in ("model", "state"):
-        (temporary / name).mkdir()
+        (new / name).mkdir(parents=True)
 
 
 @dataclass
@@ -116,7 +106,7 @@ def flush(path: Path) -> None:
 
 
 def write_own_files(
-    temporary: Path,
+    new: Path,
     engine: Engine,
     weights: Tensors,
     state: dict[str, Any],
@@ -137,56 +127,53 @@ def write_own_files(
     from cat_lm.training.rng import save_random_states
 
     ranks = engine.ranks
-    with Flusher(temporary) as files:
-        moments = write_state(engine, temporary / "state")
-        files.add(temporary / "state" / state_file(ranks.rank), moments)
-        save_random_states(temporary / random_file(ranks.rank))
-        files.add(temporary / random_file(ranks.rank))
+    with Flusher(new) as files:
+        moments = write_state(engine, new / "state")
+        files.add(new / "state" / state_file(ranks.rank), moments)
+        save_random_states(new / random_file(ranks.rank))
+        files.add(new / random_file(ranks.rank))
         if ranks.is_first:
-            with causes_told(temporary / WEIGHTS):
-                save_file(weights, temporary / WEIGHTS, {"format": "pt"})
-            files.add(temporary / WEIGHTS, weights)
-            engine.model.config.save_pretrained(temporary / "model")
-            with causes_told(temporary / "tokenizer"):
-                shutil.copytree(tokenizer, temporary / "tokenizer")
-            engine.config.save(temporary / RUN_CONFIG)
+            with causes_told(new / WEIGHTS):
+                save_file(weights, new / WEIGHTS, {"format": "pt"})
+            files.add(new / WEIGHTS, weights)
+            engine.model.config.save_pretrained(new / "model")
+            with causes_told(new / "tokenizer"):
+                shutil.copytree(tokenizer, new / "tokenizer")
+            engine.config.save(new / RUN_CONFIG)
             code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
             state = {"format": 1, **state, "world_size": ranks.world_size, "code": code}
-            write_json(temporary / STATE, state)
-            copied = [temporary / "tokenizer", *(temporary / "tokenizer").rglob("*")]
-            small = [*(temporary / "model").rglob("*"), *copied]
-            for path in (temporary / RUN_CONFIG, temporary / STATE, *small):
+            write_json(new / STATE, state)
+            copied = [new / "tokenizer", *(new / "tokenizer").rglob("*")]
+            small = [*(new / "model").rglob("*"), *copied]
+            for path in (new / RUN_CONFIG, new / STATE, *small):
                 if path.is_dir():
                     give_usual_mode(path)
-                elif path.is_file() and path != temporary / WEIGHTS:
+                elif path.is_file() and path != new / WEIGHTS:
                     files.add(path)
         return files.finish(progress)
 
 
 def publish(
-    temporary: Path, final: Path, files: Mapping[str, StoredFile], engine: Engine, say: Say
+    new: Path, final: Path, files: Mapping[str, StoredFile], engine: Engine, say: Say
 ) -> None:
     """Mark what all ranks have written as complete, and give it its name.
 
     Raises:
-        UserError, OSError: a rank's file is not what it wrote, as this one sees it; or another
-            process has put a folder of its own in the place of this one's.
+        UserError, OSError: a rank's file is not what it wrote, as this one sees it.
     """
     from cat_lm.training.optimizer_state import read_index
 
-    if writer := other_writer(temporary, PURPOSE):
-        raise OSError(f"{writer} saves the same step")
     # What cannot be read must never be marked as complete.
-    read_index(temporary / "state", engine.ranks.world_size, engine)
+    read_index(new / "state", engine.ranks.world_size, engine)
     for name, file in files.items():
-        if (temporary / name).stat().st_size != file.bytes:
+        if (new / name).stat().st_size != file.bytes:
             raise OSError(f"{name} has another size here than where it was written")
-    for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+    for folder in (new, *(path for path in new.rglob("*") if path.is_dir())):
         sync_directory(folder)
-    write_marker(temporary, files)
+    write_marker(new, files)
     if os.path.lexists(final):
         put_aside(final, "of this step, but no part of this run's past", say)
-    os.rename(temporary, final)
+    os.rename(new, final)
     sync_directory(final.parent)
-    unmark_saved(final)
+    remove_temporary(new.parent)
     write_text(final.parent / LATEST, final.name + "\n")

@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from data_prep.common.unfinished import MAKING, make_making
+from cat_lm.core.temporary import MARK, make_temporary
+from data_prep.common.unfinished import MAKING
 from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags
 
@@ -148,34 +149,27 @@ def test_a_folder_of_others_where_the_parts_go_is_refused(tmp_path, sets, prepar
 
     place = WorkFolder.of(tmp_path / "out", tmp_path / "s").path
     shutil.copytree(thesis, place)
-    with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
+    with pytest.raises(UserError, match="was not made by this program; move it away"):
         prepare(tmp_path / "out", *set_flags(sets, "--scratch", tmp_path / "s"))
     assert (place / "chapter.tex").exists()
     (tmp_path / "s2").mkdir()
     place = WorkFolder.of(tmp_path / "out2", tmp_path / "s2").path
     place.symlink_to(thesis)
-    with pytest.raises(UserError, match="was not made by this command"):
+    with pytest.raises(UserError, match="was not made by this program"):
         prepare(tmp_path / "out2", *set_flags(sets, "--scratch", tmp_path / "s2"))
     assert (thesis / "chapter.tex").exists()
 
 
-def test_what_others_put_among_the_parts_stays(tmp_path, sets, prepare, begun, whole, capsys):
+def test_what_others_put_among_the_parts_stays(sets, prepare, begun, whole, capsys):
     (begun / "parts" / "chapter.tex").write_text("mine")
-    copy = shutil.copytree(begun, tmp_path / "copy")
-    anew = shutil.copytree(begun, tmp_path / "anew")
     prepare(begun, *set_flags(sets))
     assert "chapter.tex is not of the preparation" in capsys.readouterr().out
-    assert [path.name for path in (begun / "parts").iterdir()] == ["chapter.tex"]
-    with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
-        prepare(copy, *set_flags(sets))
-    assert (copy / "parts" / "chapter.tex").exists()
-    prepare(tmp_path / "out", *set_flags(sets))
-    os.rename(anew / "parts", tmp_path / "out" / "parts")
-    prepare(tmp_path / "out", *set_flags(sets))
-    assert digests(tmp_path / "out").keys() > whole.keys()  # complete data leave them alone
-    with pytest.raises(UserError, match=r"holds 'chapter\.tex', which is not of a preparation"):
-        prepare(tmp_path / "out", *set_flags(sets, "--overwrite"))
-    assert digests(tmp_path / "out").items() > whole.items()
+    assert set(os.listdir(begun / "parts")) == {"chapter.tex", MARK}
+    assert digests(begun).items() > whole.items()
+    with pytest.raises(UserError, match="parts: holds files that are not of a preparation"):
+        prepare(begun, *set_flags(sets, "--overwrite"))
+    assert (begun / "parts/chapter.tex").read_text() == "mine"
+    assert digests(begun).items() > whole.items()
 
 
 def test_a_temporary_folder_of_that_name_is_no_tokenizer_of_ours(tmp_path, sets, prepare, begun):
@@ -203,18 +197,11 @@ def test_what_only_has_the_name_of_an_unfinished_file_stays(tmp_path, sets, prep
     assert digests(begun) == whole
 
 
-def test_what_a_kill_left_unfinished_goes_and_a_copy_of_it_is_set_aside(
-    tmp_path, sets, prepare, begun, whole
-):
-    (make_making(begun) / ".train-00000.bin.host.1.tmp").write_text("half")
-    shutil.copytree(begun, tmp_path / "copy")
-    for out in (begun, tmp_path / "copy"):
-        prepare(out, *set_flags(sets))
+def test_what_a_kill_left_unfinished_goes(sets, prepare, begun, whole):
+    make_temporary(begun / MAKING)
+    (begun / MAKING / "train-00000.bin").write_text("half")
+    prepare(begun, *set_flags(sets))
     assert digests(begun) == whole
-    aside = tmp_path / "copy" / f"{MAKING}.aside"
-    assert (aside / ".train-00000.bin.host.1.tmp").read_text() == "half"
-    shutil.rmtree(aside)
-    assert digests(tmp_path / "copy") == whole
 
 
 def test_a_stranger_among_the_records_of_shards_stays(tmp_path, sets, prepare, begun, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cat_lm.core.own_files import LISTING, read_listing
+from cat_lm.core.outputs import LISTING, read_listing
 from launch.slurm import __main__ as program
 from launch.slurm import snapshot
 from launch.slurm.folder import RunFolder

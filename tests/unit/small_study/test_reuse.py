@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.core.own_files import make_marked
+from cat_lm.core.temporary import make_temporary
 from cat_lm.training.checkpoint import step_folders
 from eval.small_study.execute import (
     ORIGIN,
@@ -17,7 +17,6 @@ from eval.small_study.execute import (
 )
 from eval.small_study.plan import Job
 from eval.small_study.progress import Estimate, measure
-from eval.small_study.reuse import COPIES
 from tests.unit.imitated_study import Imitation
 from tests.unit.small_study.calls import Shifted, change_result, last_loss_of, run_study
 
@@ -54,7 +53,7 @@ def test_trainings_of_another_question_are_taken_over(
     reusing, earlier, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "out/runs/cat_rope-seed0").mkdir(parents=True)  # begun here: goes on here
-    make_marked(cut := tmp_path / "out/runs/pythia-seed0.copy", COPIES)
+    make_temporary(cut := tmp_path / "out/runs/pythia-seed0.copy")
     (cut / "pythia-seed0").mkdir()
     (cut / "pythia-seed0/config.yaml").write_text("cut short")
     code, out, err = run_study(monkeypatch, capsys, imitation := Shifted(), *reusing)

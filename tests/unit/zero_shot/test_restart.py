@@ -211,17 +211,20 @@ class TestRestart:
         keyless = json.loads(whole) | {"key": {}}
         for damaged in (whole[:50], b"[]", b"\xff", json.dumps(keyless).encode()):
             path.write_bytes(damaged)
-            (tmp_path / "zero_shot.json").write_bytes(damaged)
             evaluations.clear()
             capsys.readouterr()
             after = run(model, ["piqa"], tmp_path, settings(rows))
             assert f"{path}: damaged, is computed again" in capsys.readouterr().err
             assert evaluations == ["piqa"]
             assert after["tasks"]["piqa"]["metrics"] == before["tasks"]["piqa"]["metrics"]
-        # What is not a result, perhaps somebody's own file of that name, is not lost.
-        kept = {p.read_bytes() for p in tmp_path.glob("zero_shot.json.aside*")}
-        assert kept == {whole[:50], b"[]", b"\xff", json.dumps(keyless).encode()}
-        stored = json.loads((tmp_path / "zero_shot.json").read_text(encoding="utf-8"))
+        # What is no result, perhaps somebody's own file of that name, is not replaced.
+        result = tmp_path / "zero_shot.json"
+        stored = json.loads(result.read_text(encoding="utf-8"))
+        for damaged in (whole[:50], b"[]", b"\xff"):
+            result.write_bytes(damaged)
+            with pytest.raises(UserError, match=r"zero_shot\.json"):
+                run(model, ["piqa"], tmp_path, settings(rows))
+            assert result.read_bytes() == damaged
         stored["tasks"]["arc_easy"] = {"metrics": 3}
         (tmp_path / "zero_shot.json").write_text(json.dumps(stored), encoding="utf-8")
         assert list(run(model, ["piqa"], tmp_path, settings(rows))["tasks"]) == ["piqa"]
