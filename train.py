@@ -24,7 +24,7 @@ from cat_lm.core.numbers import RANKS
 from cat_lm.data.opening import open_data
 from cat_lm.training import launcher
 from cat_lm.training.ancestors import find_launcher
-from cat_lm.training.checkpoint.finding import candidates
+from cat_lm.training.checkpoint.verify import candidates
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
 

@@ -51,8 +51,7 @@ from cat_lm.pretrained.record import (
     read_record,
 )
 from cat_lm.training.checkpoint import find_checkpoint
-from cat_lm.training.checkpoint.finding import STEP_FOLDER
-from cat_lm.training.checkpoint.records import read_run_config, read_run_state
+from cat_lm.training.checkpoint.files import STEP_FOLDER, read_run_config, read_run_state
 
 if TYPE_CHECKING:
     import torch

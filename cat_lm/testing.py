@@ -23,7 +23,7 @@ from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransfor
 from cat_lm.model.attention.causality import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.training import buffers
+from cat_lm.training.checkpoint import buffers
 
 __all__ = ["check_entry"]
 

@@ -10,7 +10,7 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.core.checksums import checksum
 from cat_lm.training.checkpoint import Checkpoints
-from cat_lm.training.checkpoint.records import MARKER, StoredFile, write_marker
+from cat_lm.training.checkpoint.files import MARKER, StoredFile, write_marker
 from cat_lm.training.distributed import Ranks
 from tests.runs import run_values, write_config
 

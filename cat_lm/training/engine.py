@@ -24,11 +24,11 @@ from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
-from cat_lm.training import buffers
 from cat_lm.training.bf16_step import Bf16Step
 from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights
+from cat_lm.training.checkpoint import buffers
+from cat_lm.training.checkpoint.optimizer_state import fill_weights
 from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, quiet
-from cat_lm.training.optimizer_state import fill_weights
 from cat_lm.training.partitioned_step import PartitionedStep
 from cat_lm.training.sequence import sequence_group
 from cat_lm.training.steps import LaunchedStep, Moment, StepResult

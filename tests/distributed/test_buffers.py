@@ -14,7 +14,7 @@ from cat_lm import mixers
 from cat_lm.core.errors import SharedError, UserError
 from cat_lm.export import export_checkpoint
 from cat_lm.pretrained.loading import load_model
-from cat_lm.training import buffers
+from cat_lm.training.checkpoint import buffers
 from cat_lm.training.engine import Engine, build_model
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks

@@ -7,8 +7,8 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.training.building import give_memory
+from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine, build_model
-from cat_lm.training.optimizer_state import full_precision_weights
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import MODEL, VOCAB, global_batch, make_config, rows_of
 

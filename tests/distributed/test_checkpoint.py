@@ -24,24 +24,24 @@ from tests.runs import losses, run_values
 
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
-    "cat_lm.training.checkpoint.saving.prepare",
-    "cat_lm.training.optimizer_state.full_precision_weights",
-    "cat_lm.training.optimizer_state.write_state",
-    "cat_lm.training.optimizer_state.save_file",
-    "cat_lm.training.rng.save_random_states",
+    "cat_lm.training.checkpoint.transfer.prepare",
+    "cat_lm.training.checkpoint.optimizer_state.full_precision_weights",
+    "cat_lm.training.checkpoint.optimizer_state.write_state",
+    "cat_lm.training.checkpoint.optimizer_state.save_file",
+    "cat_lm.training.checkpoint.rng.save_random_states",
     "safetensors.torch.save_file",
     "shutil.copytree",
-    "cat_lm.training.optimizer_state.checksum_as_written",
-    "cat_lm.training.checkpoint.saving.flush",
-    "cat_lm.training.checkpoint.saving.checksum",
-    "cat_lm.training.optimizer_state.read_index",
-    "cat_lm.training.checkpoint.saving.sync_directory",
-    "cat_lm.training.checkpoint.saving.write_marker",
+    "cat_lm.training.checkpoint.optimizer_state.checksum_as_written",
+    "cat_lm.training.checkpoint.transfer.flush",
+    "cat_lm.training.checkpoint.transfer.checksum",
+    "cat_lm.training.checkpoint.optimizer_state.read_index",
+    "cat_lm.training.checkpoint.transfer.sync_directory",
+    "cat_lm.training.checkpoint.transfer.write_marker",
     "os.rename",
-    "cat_lm.training.checkpoint.saving.remove_temporary",
-    "cat_lm.training.checkpoint.saving.write_text",
-    "cat_lm.training.checkpoint.folder.prune",
-    "cat_lm.training.checkpoint.folder.remove_temporary",
+    "cat_lm.training.checkpoint.transfer.remove_temporary",
+    "cat_lm.training.checkpoint.transfer.write_text",
+    "cat_lm.training.checkpoint.files.prune",
+    "cat_lm.training.checkpoint.files.remove_temporary",
 )
 
 
@@ -112,8 +112,8 @@ def test_a_save_killed_at_any_action_costs_nothing(after, tiny_corpus, tmp_path)
 
 FAILING_ON_ONE_RANK = (
     "torch.save",
-    "cat_lm.training.checkpoint.saving.os.fsync",
-    "cat_lm.training.optimizer_state.save_file",
+    "cat_lm.training.checkpoint.transfer.os.fsync",
+    "cat_lm.training.checkpoint.optimizer_state.save_file",
 )
 
 

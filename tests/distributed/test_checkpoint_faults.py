@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cat_lm.core.errors import UserError
-from cat_lm.training.checkpoint import complete_checkpoints, verifying
+from cat_lm.training.checkpoint import complete_checkpoints, verify
 from cat_lm.training.engine import StepResult
 from tests.checkpoints import flip, seal
 from tests.distributed.ranks import run_on_ranks
@@ -61,7 +61,7 @@ def continued(ranks, data: str, folder: str) -> None:
                 flip(run / "checkpoints/step-00000004" / name)
 
             ranks.on_rank_zero(prepare)
-            with mock.patch.object(verifying, "LARGE", large):
+            with mock.patch.object(verify, "LARGE", large):
                 train(ranks, values_of(data, run, resume="auto"))
 
 

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.training import optimizer_state
-from cat_lm.training.checkpoint import is_complete
-from cat_lm.training.rng import seed_of
+from cat_lm.training.checkpoint import is_complete, optimizer_state
+from cat_lm.training.checkpoint.rng import seed_of
 from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks

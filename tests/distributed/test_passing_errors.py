@@ -19,7 +19,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import run_values
 
-STATES = "cat_lm.training.optimizer_state"
+STATES = "cat_lm.training.checkpoint.optimizer_state"
 FINISHED = (False, "finished")
 
 

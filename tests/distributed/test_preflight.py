@@ -18,10 +18,10 @@ from cat_lm.data import packing
 from cat_lm.data.opening import open_corpus, open_data
 from cat_lm.training import preflight
 from cat_lm.training.checkpoint import Checkpoints
+from cat_lm.training.checkpoint.fragments import stepped_tensors
+from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
-from cat_lm.training.fragments import stepped_tensors
-from cat_lm.training.optimizer_state import full_precision_weights
 from cat_lm.training.preflight import plans
 from cat_lm.training.preflight.dry_run import absent_moments
 from tests.checkpoints import STATE

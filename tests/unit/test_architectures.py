@@ -23,7 +23,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained.loading import load_model, load_weights
-from cat_lm.training.checkpoint.records import RUN_CONFIG, read_run_config
+from cat_lm.training.checkpoint.files import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import count_parameters, flops_per_token, meta_model
 from tests.unit.tiny_models import cat_model, each_model, random_ids, stock_model
 

@@ -13,18 +13,17 @@ import torch
 
 from cat_lm.config.sections import CheckpointSection
 from cat_lm.core.errors import TemporaryError, UserError, file_error
-from cat_lm.training import rng
 from cat_lm.training.checkpoint import (
     complete_checkpoints,
+    files,
     find_checkpoint,
     is_complete,
     read_run_config,
     read_run_state,
-    records,
-    verifying,
+    rng,
+    verify,
 )
-from cat_lm.training.checkpoint import folder as cleaning
-from cat_lm.training.checkpoint.folder import describe_left, prune, set_aside_useless
+from cat_lm.training.checkpoint.files import describe_left, prune, set_aside_useless
 from cat_lm.training.preflight.folder import Probe
 from tests.checkpoints import (
     STATE,
@@ -234,7 +233,7 @@ def test_pruning_follows_no_links(run, tmp_path):
 
 def test_large_files_are_read_while_the_model_is_built(run, monkeypatch):
     """Only what they hold is found later: what they are is looked at before."""
-    monkeypatch.setattr(verifying, "LARGE", 1000)
+    monkeypatch.setattr(verify, "LARGE", 1000)
     newest = run / "checkpoints/step-00000006"
     flip(newest / "model/model.safetensors")
     assert to_resume(run)[0] == newest
@@ -387,10 +386,8 @@ def test_checkpoints_that_have_their_room_are_counted_as_far_as_they_are_kept(ru
 
 def test_pruning_looks_at_no_checkpoint_that_stays_in_any_case(run, monkeypatch):
     """Those of many ranks have thousands of files, and all ranks wait."""
-    looked, real, folder = [], cleaning.is_complete, run / "checkpoints"
-    monkeypatch.setattr(
-        cleaning, "is_complete", lambda path: looked.append(path.name) or real(path)
-    )
+    looked, real, folder = [], files.is_complete, run / "checkpoints"
+    monkeypatch.setattr(files, "is_complete", lambda path: looked.append(path.name) or real(path))
     current = folder / "step-00000006"
     prune(folder, CheckpointSection(keep_last=1, keep_every_steps=2), current, print)
     assert looked == ["step-00000006"] and len(names(run)) == 3
@@ -405,7 +402,7 @@ def test_a_marker_whose_reading_breaks_off_is_no_damage(run, monkeypatch):
 
     before = names(run)
     with monkeypatch.context() as patch:
-        patch.setattr(records, "read_json", broken)
+        patch.setattr(files, "read_json", broken)
         for look in (to_resume, find_checkpoint):
             with pytest.raises(TemporaryError, match=r"complete\.json: breaks off"):
                 look(run)

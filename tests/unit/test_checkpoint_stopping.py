@@ -5,7 +5,7 @@ import threading
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.training.checkpoint import Checkpoints, verifying
+from cat_lm.training.checkpoint import Checkpoints, verify
 from cat_lm.training.distributed import Ranks
 from tests.checkpoints import step_folder
 from tests.runs import run_values
@@ -13,7 +13,7 @@ from tests.runs import run_values
 
 def test_closing_ends_what_still_reads_the_checkpoint(tmp_path, monkeypatch):
     step_folder(tmp_path, 2)
-    monkeypatch.setattr(verifying, "LARGE", 0)
+    monkeypatch.setattr(verify, "LARGE", 0)
     begun, closed, reads = threading.Event(), threading.Event(), []
 
     def progress(what: str) -> None:

@@ -12,8 +12,8 @@ from cat_lm.config.sections import CheckpointSection
 from cat_lm.core import temporary
 from cat_lm.core.errors import TemporaryError, UserError
 from cat_lm.core.temporary import MARK, make_temporary
-from cat_lm.training.checkpoint import saving
-from cat_lm.training.checkpoint.folder import clear_leftovers, prune
+from cat_lm.training.checkpoint import transfer
+from cat_lm.training.checkpoint.files import clear_leftovers, prune
 from tests.checkpoints import names, run_of_three, to_resume
 
 STEPS = {f"step-{step:08d}" for step in (2, 4, 6)}
@@ -45,7 +45,7 @@ def test_what_a_kill_left_goes_and_what_only_looks_like_it_stays(run):
     assert all((folder / name / "notes.txt").read_text() == "mine" for name in kept)
     assert len(lines) == 2 and all("not made by this program" in line for line in lines)
     with pytest.raises(UserError, match=r"step-00000008\.saving: stands where temporary files go"):
-        saving.prepare(folder / ".step-00000008.saving/step-00000008")
+        transfer.prepare(folder / ".step-00000008.saving/step-00000008")
 
 
 def test_without_locks_nothing_is_cleared(run):
@@ -66,13 +66,13 @@ def test_a_leftover_that_cannot_be_looked_at_now_stays(run, monkeypatch):
         patch.setattr(temporary, "read_json", mock.Mock(side_effect=stale))
         clear_leftovers(run / "checkpoints", lines.append)
         with pytest.raises(TemporaryError, match="Stale file handle"):
-            saving.prepare(path / "step-00000007")
+            transfer.prepare(path / "step-00000007")
     assert (path / "step/half").exists() and len(lines) == 1 and lines[0].endswith("; it stays")
 
 
 def test_a_save_begins_empty(run):
     new = leftover(run, ".step-00000008.saving") / "step-00000008"
-    saving.prepare(new)
+    transfer.prepare(new)
     assert sorted(path.name for path in new.parent.iterdir()) == [MARK, new.name]
     assert sorted(path.name for path in new.iterdir()) == ["model", "state"]
 

@@ -33,15 +33,17 @@ what the disk loses; the checksums find that later: whatever goes on from a chec
 its files with the marker first. Finding one needs neither torch nor DeepSpeed.
 """
 
-from cat_lm.training.checkpoint.finding import (
+from cat_lm.training.checkpoint.files import (
+    MARKER,
     complete_checkpoints,
-    find_checkpoint,
     is_complete,
+    read_run_config,
+    read_run_state,
     step_folders,
     step_of,
 )
-from cat_lm.training.checkpoint.records import MARKER, read_run_config, read_run_state
 from cat_lm.training.checkpoint.run import Checkpoints
+from cat_lm.training.checkpoint.verify import find_checkpoint
 
 __all__ = [
     "MARKER",

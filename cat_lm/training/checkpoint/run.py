@@ -11,19 +11,17 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
 from cat_lm.core.locks import Busy, Lock, hold
 from cat_lm.core.temporary import remove_temporary
-from cat_lm.training.checkpoint import folder as leftovers
-from cat_lm.training.checkpoint import loading, saving
-from cat_lm.training.checkpoint.finding import (
+from cat_lm.training.checkpoint import files, transfer
+from cat_lm.training.checkpoint.files import (
     Say,
-    candidates,
+    Unreadable,
     lies_in,
-    newest_whole,
+    read_marker,
     silent,
     step_folders,
     step_of,
 )
-from cat_lm.training.checkpoint.records import Unreadable, read_marker
-from cat_lm.training.checkpoint.verifying import Verifier
+from cat_lm.training.checkpoint.verify import Verifier, candidates, newest_whole
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -102,7 +100,7 @@ class Checkpoints:
 
     def describe_left(self) -> str:
         """Say which complete checkpoint a run can go on from."""
-        return leftovers.describe_left(self.folder)
+        return files.describe_left(self.folder)
 
     def to_resume(self) -> Path | None:
         """Choose the checkpoint that `train.resume` asks for (a collective).
@@ -119,7 +117,7 @@ class Checkpoints:
         found = ranks.broadcast(ranks.on_rank_zero(self._candidates))
         if not found:
             ranks.on_rank_zero(lambda: self._check_mixture(None))
-            ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, None, self._say))
+            ranks.on_rank_zero(lambda: files.set_aside_useless(self.folder, None, self._say))
             return None
         start = self._newest(found, self._verifier.look)
         ranks.on_rank_zero(lambda: self._check_mixture(start))
@@ -129,7 +127,7 @@ class Checkpoints:
     def _tidy(self) -> None:
         # Without a lock another process may still be writing.
         if self._alone:
-            leftovers.clear_leftovers(self.folder, self._say)
+            files.clear_leftovers(self.folder, self._say)
 
     def _newest(self, found: list[Path], damage: Callable[[Path], str | None]) -> Path:
         """Take the newest whole one, and remember those before it."""
@@ -170,7 +168,7 @@ class Checkpoints:
                 "another train.output_dir starts anew"
             )
 
-    def load(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+    def load(self, folder: Path, engine: Engine, fingerprint: str) -> transfer.Restored:
         """Restore model, optimizer and generators (a collective) from what `to_resume` chose.
 
         Or from an older one, where a large file turns out not to be as it was saved: `folder` of
@@ -189,28 +187,28 @@ class Checkpoints:
             self.close()  # what is not continued holds nobody back
             raise
         folder = restored.folder
-        self.ranks.on_rank_zero(lambda: leftovers.set_aside_useless(self.folder, folder, self._say))
+        self.ranks.on_rank_zero(lambda: files.set_aside_useless(self.folder, folder, self._say))
         self._current = folder
         return restored
 
-    def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> loading.Restored:
+    def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> transfer.Restored:
         """Restore `folder`, or what was saved before it where its files are not as they were."""
         restored = None
         with contextlib.suppress(UserError):  # may be for what the verifier finds
-            restored = loading.restore(engine, folder, fingerprint)
+            restored = transfer.restore(engine, folder, fingerprint)
         problem = self._verifier.read(folder)
         if problem is None:
             # All of it was read meanwhile: what could not be read for a moment now can.
-            return restored or loading.restore(engine, folder, fingerprint)
+            return restored or transfer.restore(engine, folder, fingerprint)
         if not self._older:
             raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
         self._say(f"{folder}: passed over: {problem}")
         older = self._newest(self._older, self._verifier.read)
-        return loading.restore(engine, older, fingerprint)
+        return transfer.restore(engine, older, fingerprint)
 
     def _not_finite(self, engine: Engine) -> str:
         """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
-        from cat_lm.training.optimizer_state import not_finite
+        from cat_lm.training.checkpoint.optimizer_state import not_finite
 
         names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
         if not names:
@@ -248,25 +246,25 @@ class Checkpoints:
         self._current = final
         if prune:
             rule = self.config.checkpoint
-            self.ranks.on_rank_zero(lambda: leftovers.prune(self.folder, rule, final, self._say))
+            self.ranks.on_rank_zero(lambda: files.prune(self.folder, rule, final, self._say))
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
-        from cat_lm.training import buffers
-        from cat_lm.training.optimizer_state import full_precision_weights
+        from cat_lm.training.checkpoint import buffers
+        from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
         temporary = self.folder / f".{final.name}.saving"
         new = temporary / final.name
         try:
-            ranks.on_rank_zero(lambda: saving.prepare(new))
+            ranks.on_rank_zero(lambda: transfer.prepare(new))
             weights = full_precision_weights(engine) | buffers.to_save(engine.model, ranks)
             progress("gathering the weights")
-            files = ranks.on_all_ranks(
-                lambda: saving.write_own_files(new, engine, weights, state, tokenizer, progress)
+            own = ranks.on_all_ranks(
+                lambda: transfer.write_own_files(new, engine, weights, state, tokenizer, progress)
             )
-            written = {name: file for part in ranks.gather(files) for name, file in part.items()}
-            ranks.on_rank_zero(lambda: saving.publish(new, final, written, engine, self._say))
+            written = {name: file for part in ranks.gather(own) for name, file in part.items()}
+            ranks.on_rank_zero(lambda: transfer.publish(new, final, written, engine, self._say))
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):

@@ -1,19 +1,129 @@
-"""Verification of a checkpoint by all ranks together while the model is being built."""
+"""The search for the newest checkpoint whose files are all as they were written."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.core.errors import UserError
-from cat_lm.training.checkpoint.finding import without_folder, wrong_file, wrong_size
-from cat_lm.training.checkpoint.records import StoredFile, Unreadable, read_marker
+from cat_lm.core.checksums import checksums
+from cat_lm.core.errors import TemporaryError, UserError
+from cat_lm.training.checkpoint.files import (
+    ALGORITHM,
+    MARKER,
+    STEP_FOLDER,
+    Say,
+    StoredFile,
+    Unreadable,
+    _absent,
+    read_marker,
+    step_folders,
+    without_folder,
+    wrong_size,
+)
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
+
+
+def say_to_stderr(line: str) -> None:
+    """Say a line where commands say what is no result."""
+    print(line, file=sys.stderr)
+
+
+def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
+    """Find the newest whole checkpoint at `path`: a run, a `checkpoints` or a step folder.
+
+    Every file of the folder that is returned is there and has the size and the checksum of its
+    marker, so it holds what training wrote, and that was finite. Newer ones that were passed over
+    have a line each.
+
+    Args:
+        say: takes these lines.
+
+    Raises:
+        UserError: there is none; weights are never made up.
+    """
+    return newest_whole(candidates(path), damage, say)
+
+
+def candidates(path: Path | str) -> list[Path]:
+    """List the step folders at `path`, whole or not, newest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not str(path):
+        raise UserError("'': is no path; give a run folder or a step folder")
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such checkpoint or run folder")
+    if STEP_FOLDER.fullmatch(path.name):
+        return [path]
+    for folder in (path / "checkpoints", path):
+        if found := step_folders(folder):
+            return found[::-1]
+    raise UserError(f"{path}: holds no complete checkpoint (a step-… folder with {MARKER})")
+
+
+def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say: Say) -> Path:
+    """Take the first of `found` that `damage_of` finds nothing wrong with.
+
+    Raises:
+        UserError: there is none; the line says what is wrong with the first.
+    """
+    problems = []
+    for folder in found:
+        problem = damage_of(folder)
+        if problem is None:
+            return folder
+        problems.append(problem)
+        if len(found) > 1:
+            say(f"{folder}: passed over: {problem}")
+    if len(found) == 1:
+        raise UserError(f"{found[0]}: is not a complete checkpoint: {problems[0]}")
+    raise UserError(
+        f"{found[0].parent}: holds no complete checkpoint, none of {len(found)} is whole; the "
+        f"newest, {found[0].name}: {problems[0]}"
+    )
+
+
+def damage(folder: Path) -> str | None:
+    """Describe what is wrong with a step folder; None if nothing. Reads all files, in threads."""
+    try:
+        files = read_marker(folder)
+    except TemporaryError:
+        raise
+    except UserError as error:
+        return without_folder(error, folder)
+    return wrong_file(folder, files)
+
+
+def wrong_file(
+    folder: Path,
+    files: Mapping[str, StoredFile],
+    reading: Callable[[Path], object] = lambda path: None,
+) -> str | None:
+    """Name the first file that is not as the marker lists it; None if all are.
+
+    Args:
+        reading: as in `cat_lm.core.checksums.checksums`.
+    """
+    if problem := wrong_size(folder, files):
+        return problem
+    try:
+        found = checksums([folder / name for name in files], ALGORITHM, reading)
+    except OSError as error:
+        name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
+        return _absent(folder, name, error)
+    for name, file in files.items():
+        if found[folder / name] != file.checksum:
+            return f"{name}: its checksum differs from the one in {MARKER}"
+    return None
+
 
 # Bytes; smaller files are read before anything is built by what they say.
 LARGE = 2**24

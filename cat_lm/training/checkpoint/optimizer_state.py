@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 
 from cat_lm.core.causes import causes_told, os_error
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.training import buffers
-from cat_lm.training.fragments import Fragment, fragments, shapes, share, stepped_tensors
+from cat_lm.training.checkpoint import buffers
+from cat_lm.training.checkpoint.fragments import Fragment, fragments, shapes, share, stepped_tensors
 
 if TYPE_CHECKING:
     from cat_lm.training.engine import Engine

@@ -1,0 +1,299 @@
+"""The files and folders of checkpoints: names, schemas, the marker, and the retention rule."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cat_lm.config import RunConfig
+from cat_lm.config.sections import CheckpointSection
+from cat_lm.core.checksums import Algorithm
+from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.folders import files_below
+from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
+from cat_lm.core.temporary import make_temporary, remove_temporary
+
+MARKER = "complete.json"
+STATE = "state.json"
+RUN_CONFIG = "run_config.yaml"
+WEIGHTS = "model/model.safetensors"
+ALGORITHM: Algorithm = "xxh3_128"
+# What every checkpoint has.
+_REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
+
+Size = Annotated[int, Field(ge=0)]
+
+
+class Unreadable(TemporaryError):
+    """Raised where a file may be there and cannot be read now: that is no damage."""
+
+
+# Errors that say what lies at a path; others are of the moment: of a file system or of rights.
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL)
+
+
+def refuse_unreadable(path: Path, error: OSError) -> None:
+    """Raise `Unreadable` unless the error will be the same at the next attempt.
+
+    A checkpoint is not passed over, let alone renamed, for what a network file system or its rights
+    do to one machine for a while.
+    """
+    if error.errno not in _LASTING:
+        raise Unreadable(
+            f"{path}: cannot be read now ({describe_os_error(error)}); when it can, the same "
+            "command goes on"
+        )
+
+
+class StoredFile(Record):
+    """The marker's entry of one file."""
+
+    bytes: Size
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, of the marker's algorithm
+
+
+class Marker(Versioned):
+    """complete.json, of a checkpoint whose weights and moments were found finite."""
+
+    program: Literal["cat_lm"]
+    algorithm: Literal["xxh3_128"]
+    files: dict[InsideName, StoredFile]
+
+
+def read_marker(folder: Path) -> dict[str, StoredFile]:
+    """Read which files a step folder must hold, the largest first.
+
+    Raises:
+        UserError: there is no marker, or it is none that this program writes; `Unreadable` where
+            there may be one.
+    """
+    path = folder / MARKER
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        refuse_unreadable(path, error)
+    try:
+        files = read_json(path, Marker).files
+    except TemporaryError as error:
+        raise Unreadable(str(error)) from None
+    missing = [name for name in _REQUIRED if name not in files]
+    if missing:
+        raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
+    return dict(sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])))
+
+
+def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    """Write complete.json atomically, for weights and moments that were found finite."""
+    listed = dict(sorted(files.items()))
+    marker = Marker(format=1, program="cat_lm", algorithm=ALGORITHM, files=listed)
+    write_json(folder / MARKER, marker.model_dump())
+
+
+class DataState(Record):
+    """The data that a run was trained on."""
+
+    fingerprint: str
+    path: str | None  # none of a mixture
+
+
+class CodeVersion(Record):
+    """The writer of a checkpoint: cat_lm's version, its git commit (`+`: with changes), plugins."""
+
+    cat_lm: str
+    commit: str | None
+    plugins: dict[str, str]
+
+
+class RunState(Versioned):
+    """state.json: where in its run a checkpoint stands."""
+
+    step: Size
+    tokens: Size
+    data: DataState
+    world_size: Annotated[int, Field(ge=1)]
+    skipped: Size
+    skipped_in_a_row: Size
+    code: CodeVersion
+    validated: bool  # whether the validation that is due after this step was made
+
+
+def read_run_state(folder: Path) -> RunState:
+    """Read a step folder's state.json. Raises UserError with the file and the key."""
+    return read_json(folder / STATE, RunState)
+
+
+def read_run_config(folder: Path) -> RunConfig:
+    """Read the configuration that a step folder was trained with.
+
+    Raises:
+        UserError: it cannot be read, or is no configuration; with the file and the first key.
+    """
+    path = folder / RUN_CONFIG
+    return check_shape(read_yaml(path), RunConfig, str(path))
+
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+Say = Callable[[str], object]
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a step folder's name says."""
+    return int(STEP_FOLDER.fullmatch(folder.name)[1])
+
+
+def lies_in(step_folder: Path, folder: Path) -> bool:
+    """Tell whether a step folder is one of a `checkpoints` folder's, by name or behind a link."""
+    return folder.resolve() in (step_folder.parent.resolve(), step_folder.resolve().parent)
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """List the folders named as checkpoints are, whole or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = (path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=step_of)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """List the step folders in a `checkpoints` folder that `is_complete` takes, oldest first."""
+    return [path for path in step_folders(folder) if is_complete(path)]
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether the marker is there and every file has the size it lists; reads no file.
+
+    What cannot be looked at now is not known to be complete.
+    """
+    try:
+        return wrong_size(folder, read_marker(folder)) is None
+    except UserError:
+        return False
+
+
+def without_folder(error: UserError, folder: Path) -> str:
+    """Shorten an error on a file in `folder` to be said of the folder."""
+    return str(error).removeprefix(f"{folder}/")
+
+
+def _absent(folder: Path, name: str, error: OSError) -> str:
+    """Say that a file is not there. Raises `Unreadable` where it may be."""
+    refuse_unreadable(folder / name, error)
+    return f"{name}: {describe_os_error(error)}"
+
+
+def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
+    """Name the first file that is missing or of another size than listed; None if none."""
+    for name, file in files.items():
+        try:
+            found = (folder / name).stat()
+        except OSError as error:
+            return _absent(folder, name, error)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name}: is no file"
+        if found.st_size != file.bytes:
+            return f"{name}: has {found.st_size:,} bytes instead of {file.bytes:,}"
+    return None
+
+
+# Holds the name of the newest complete checkpoint, for people and other tools.
+LATEST = "latest"
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(?:saving|deleting)")
+
+
+def describe_left(folder: Path) -> str:
+    """Say which complete checkpoint a run can go on from."""
+    names = [path.name for path in complete_checkpoints(folder)]
+    if not names:
+        return f"newest complete one: none is in {folder}"
+    return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
+
+
+def clear_leftovers(folder: Path, say: Say) -> None:
+    """Remove the unfinished saves and prunes that killed processes left; a lock must be held."""
+    for path in sorted(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            try:
+                remove_temporary(path)
+            except UserError as error:
+                say(f"{error}; it stays")
+
+
+def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
+    """Rename what would stand in the way of a run that goes on from `chosen` (None: from nothing).
+
+    These are step folders without a marker of ours, and those after `chosen` that are not whole.
+    """
+    is_own = chosen is not None and lies_in(chosen, folder)
+    for path in step_folders(folder):
+        try:
+            read_marker(path)
+        except Unreadable as error:
+            say(f"{error}; it stays")
+            continue
+        except UserError as error:
+            put_aside(path, f"no checkpoint ({without_folder(error, path)})", say)
+            continue
+        if is_own and step_of(path) > step_of(chosen):
+            put_aside(path, f"not whole, and later than {chosen.name}", say)
+            write_text(folder / LATEST, chosen.name + "\n")
+
+
+def put_aside(path: Path, why: str, say: Say) -> None:
+    """Rename a folder that stands in the way and is not to be deleted, and say so."""
+    number = 1
+    while os.path.lexists(place := path.with_name(f"{path.name}.aside{_numbered(number)}")):
+        number += 1
+    os.rename(path, place)
+    say(f"{path}: {why}; set aside as {place.name}")
+
+
+def _numbered(number: int) -> str:
+    return "" if number == 1 else f"-{number}"
+
+
+def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:
+    """Delete the complete checkpoints that the rule does not keep; never `current`."""
+    for path in _superfluous(folder, rule, current):
+        # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
+        doomed = folder / f".{path.name}.deleting"
+        try:
+            if others := files_below(path) - {*read_marker(path), MARKER}:
+                say(f"{path}: holds {min(others)}, which its marker does not list; it stays")
+                continue
+            make_temporary(doomed)
+            os.rename(path, doomed / path.name)
+            remove_temporary(doomed)
+        except UserError as error:
+            say(f"{path}: cannot be deleted ({error})")
+        except OSError as error:
+            say(f"{path}: cannot be deleted ({describe_os_error(error)})")
+
+
+def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[Path]:
+    """List the complete checkpoints that go, oldest first.
+
+    Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
+    files, and all ranks wait.
+    """
+    found, newest = [], 0
+    for path in reversed(step_folders(folder)):
+        if newest < rule.keep_last:
+            newest += is_complete(path)
+            continue
+        kept = rule.keep_every_steps and step_of(path) % rule.keep_every_steps == 0
+        if not (kept or path == current or path.is_symlink()) and is_complete(path):
+            found.append(path)
+    return found[::-1]
