@@ -101,7 +101,9 @@ OPTIONS |= {"value": VALUES, "norm": NORMS, "canon": CANON, "position": POSITION
 
 def _fields(row: dict[str, str]) -> dict[str, Any]:
     """Return the configuration fields of a row of labels."""
-    return {key: value for name, label in row.items() for key, value in OPTIONS[name][label].items()}
+    return {
+        key: value for name, label in row.items() for key, value in OPTIONS[name][label].items()
+    }
 
 
 def _goes_together(row: dict[str, str]) -> bool:
@@ -190,7 +192,11 @@ def _recurrent_cases() -> list[Case]:
         fields = SIZES | {"intermediate_size": 24, "mixer": mixer, "pad_token_id": 0}
         options = MIXER_OPTIONS.get(mixer, {})
         found.append(Case(f"mixer {mixer}", "mixer", fields | {"mixer_options": options}))
-    learned = {"learned_positions": CONTEXT, "mixer": "attention", "mixer_options": {"dropout": 0.0}}
+    learned = {
+        "learned_positions": CONTEXT,
+        "mixer": "attention",
+        "mixer_options": {"dropout": 0.0},
+    }
     fields = SIZES | {"intermediate_size": 24, "pad_token_id": 0} | learned
     return [*found, Case("mixer attention, learned positions", "mixer", fields)]
 

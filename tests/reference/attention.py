@@ -57,7 +57,9 @@ def long_taps(name: str, numbers: Tensor, state: int, length: int) -> Tensor:
             a = torch.complex(-row[:pairs].exp(), row[pairs : 2 * pairs])
             step = row[2 * pairs].exp()
             c = torch.complex(coefficients[:pairs], coefficients[pairs:])
-            taps[head, lag] += 2 * (c * ((step * a).exp() - 1) / a * (lag * step * a).exp()).real.sum()
+            taps[head, lag] += (
+                2 * (c * ((step * a).exp() - 1) / a * (lag * step * a).exp()).real.sum()
+            )
     return taps
 
 

@@ -39,7 +39,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor) -> 
 
 
 def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return C_t h_t, h_t = e^{Δ_t A} h_{t−1} + Δ_t B_t u_t, of u, Δ [T, I] and A [I, N] (Mamba)."""
+    """Return C_t h_t, h_t = e^{Δ_t A} h_{t−1} + Δ_t B_t u_t, of u, Δ [T, I], A [I, N] (Mamba)."""
     rows, state = [], torch.zeros_like(a)
     for t in range(len(u)):
         state = (delta[t][:, None] * a).exp() * state + (delta[t] * u[t])[:, None] * b[t]
@@ -115,7 +115,7 @@ def linear_attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
 
 
 def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
-    """A gated convolution, or attention with 1 + s + s²/2, s = q·k / sqrt(f) (Arora et al., 2024)."""
+    """A gated convolution, or attention with 1 + s + s²/2, s = q·k / sqrt(f) (Arora, 2024)."""
     if "filters" in weights:
         moved = parts.convolve("depthwise", x[:, None], weights["filters"])[:, 0] + weights["bias"]
         return moved * linear(x, weights, "projection") + x
@@ -127,8 +127,14 @@ def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
 
 def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """Gated linear attention, with the output gate of its paper."""
-    gates = linear(linear(x, weights, "decay_proj.0"), weights, "decay_proj.1").sigmoid() ** (1 / 16)
-    heads = (linear(x, weights, "q_proj"), linear(x, weights, "k_proj"), linear(x, weights, "v_proj"))
+    gates = linear(linear(x, weights, "decay_proj.0"), weights, "decay_proj.1").sigmoid() ** (
+        1 / 16
+    )
+    heads = (
+        linear(x, weights, "q_proj"),
+        linear(x, weights, "k_proj"),
+        linear(x, weights, "v_proj"),
+    )
     q, k, v, gates = (y.view(len(x), options["heads"], -1) for y in (*heads, gates))
     y = normed(decayed_recurrence(q, k, v, gates), weights).flatten(1)
     gate = linear(x, weights, "g_proj")

@@ -99,7 +99,9 @@ def head_norm(name: str, x: Tensor, weights: Weights, config: dict[str, Any]) ->
     if config["qk_norm"] == "rms":
         return unit * weights[f"qk_norm.{name}_weight"]
     # The logits are divided by sqrt(D) later, and both have the length sqrt(D) here.
-    return unit if name == "k" else unit * weights["qk_norm.logit_scale"][:, None] / math.sqrt(width)
+    return (
+        unit if name == "k" else unit * weights["qk_norm.logit_scale"][:, None] / math.sqrt(width)
+    )
 
 
 def attention(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
@@ -118,13 +120,17 @@ def attention(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
     if pattern == "landmark":
         visible &= parts.landmark_visible(query, key, options, own)
     elif chunk:
-        visible &= torch.tensor([[i // chunk == j // chunk for j in range(time)] for i in range(time)])
+        visible &= torch.tensor(
+            [[i // chunk == j // chunk for j in range(time)] for i in range(time)]
+        )
     repeated = heads // key.shape[1]
     key, value = (y.repeat_interleave(repeated, dim=1) for y in (key, value))
     logits = torch.einsum("ihd,jhd->hij", query, key) / math.sqrt(width)
     logits = decayed(logits / config["attention_temperature"], config)
     if pattern == "multi_token":
-        logits = [parts.convolve_scores(s, k) for s, k in zip(logits.tril(), own["kernel"], strict=True)]
+        logits = [
+            parts.convolve_scores(s, k) for s, k in zip(logits.tril(), own["kernel"], strict=True)
+        ]
         logits = torch.stack(logits)
         if "before" in own:
             logits = torch.einsum("gh,hij->gij", own["before"], logits)
@@ -177,7 +183,9 @@ def logits(weights: Weights, config: dict[str, Any], ids: Tensor) -> Tensor:
     """Return the logits [T, vocabulary] of one row of token ids [T]."""
     head = weights["lm_head.weight"].double()
     is_neox = "gpt_neox.embed_in.weight" in weights
-    weights = {n: w.double() for n, w in below(weights, "gpt_neox." if is_neox else "model.").items()}
+    weights = {
+        n: w.double() for n, w in below(weights, "gpt_neox." if is_neox else "model.").items()
+    }
     x = weights["embed_in.weight" if is_neox else "embed_tokens.weight"][ids]
     for index in range(config["num_hidden_layers"]):
         x = layer(x, below(weights, f"layers.{index}."), config)
