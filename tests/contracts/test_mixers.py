@@ -14,16 +14,19 @@ from cat_lm.errors import UserError
 from cat_lm.mixers import CAPABILITIES, Mixer, Setting, make
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 from cat_lm.testing import check_entry
 from tests.contracts.models import close
 from tests.contracts.pairs import pairwise
 from tests.reference.mixers import mix
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
+# Options that need each other are one option here, by their names.
 FILTERS = {"conv_type": list(kinds.names()), "streams": ["qkv", "k", "qv", None]}
 CONVOLVED = FILTERS | {"window": [3, 1, 5], "heads": [2, 1, 4], "activation": ["none", "silu"]}
 CONVOLVED |= {"place": ["after", "before"], "shared_kv": [False, True]}
-CONVOLVED |= {"filter": ["taps", "exponential", "ssm"], "filter_state": [None, 4]}
+LONG = [(name, 4) for name in filters.names()]
+CONVOLVED |= {"filter,filter_state": [("taps", None), *LONG]}
 PLAIN = {"dropout": [0.0], "bias": [True, False]}
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "attention": PLAIN | {"heads": [2, 1], "position": ["rope", "learned", "none"]},
@@ -49,9 +52,18 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 }
 
 
-def is_allowed(name: str, options: dict[str, Any]) -> bool:
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a row, of which some are several."""
+    found = {}
+    for names, value in row.items():
+        values = value if "," in names else (value,)
+        found |= dict(zip(names.split(","), values, strict=True))
+    return found
+
+
+def is_allowed(name: str, row: dict[str, Any]) -> bool:
     try:
-        make(name, options).check(Setting(WIDTH))
+        make(name, plain(row)).check(Setting(WIDTH))
     except UserError:
         return False
     return True
@@ -66,7 +78,8 @@ def _cases() -> list[tuple[Mixer, int]]:
             rows = pairwise(OPTIONS[name], lambda row, name=name: is_allowed(name, row))
         for options in rows:
             found += [
-                (make(name, options), layer) for layer in ((0, 1) if name == "based" else (0,))
+                (make(name, plain(options)), layer)
+                for layer in ((0, 1) if name == "based" else (0,))
             ]
     return found
 
@@ -94,9 +107,11 @@ def rows(count: int = 2, time: int = TIME) -> Tensor:
 
 def test_every_option_is_in_a_case():
     for name, options in OPTIONS.items():
-        values = [vars(mixer.options) for mixer, _ in CASES if mixer.name == name]
-        for option, wanted in options.items():
-            assert {str(value[option]) for value in values} >= {*map(str, wanted)}, (name, option)
+        found = [vars(mixer.options) for mixer, _ in CASES if mixer.name == name]
+        for option, values in options.items():
+            for value in values:
+                wanted = plain({option: value}).items()
+                assert any(wanted <= given.items() for given in found), (name, option, value)
 
 
 @every_mixer
