@@ -61,7 +61,7 @@ PATTERNS = {
     for number, options in enumerate(PATTERN_OPTIONS.get(name, [{}]))
 }
 SCORE_OPTIONS = {
-    "exponential_decay": [{"spacing": "slow", "bound": 0.9}, {"spacing": "steep", "bound": 0.01}]
+    "exponential_decay": [{"spacing": "slow", "bound": 0.9}, {"spacing": "steep", "bound": 1e-3}]
 }
 SCORES = {"none": {}} | {
     f"{name} {number}": {"score_transform": name, "score_options": options}

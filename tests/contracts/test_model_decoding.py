@@ -55,9 +55,18 @@ def test_every_class_of_cache_serves_and_is_reset(case):
     for cache in caches:
         # Nothing of another text may be left after the reset.
         decode(model, tokens(2, 9, seed=4), [9], cache)
+        addresses = [x.data_ptr() for layer in cache.layers for x in states_of(layer)]
         cache.reset()
         found, _ = decode(model, ids, PLANS[1], cache)
         close(found, whole)
+    # A captured graph reads a static cache where it was.
+    kept = [x.data_ptr() for layer in cache.layers for x in states_of(layer)]
+    assert case not in STATIC or kept == addresses
+
+
+def states_of(layer) -> list[Tensor]:
+    named = [*getattr(layer, "inputs", {}).values(), *getattr(layer, "recurrent", {}).values()]
+    return [layer.keys, layer.values, *named]
 
 
 @torch.no_grad()
@@ -86,11 +95,15 @@ def test_rows_of_a_static_cache_are_reordered(case):
 
 
 @torch.no_grad()
-@each(DECODERS)
+@every_case
 def test_drafted_tokens_are_taken_back(case):
-    """But of filters as long as the text, whose state cannot go back."""
+    """But of recurrences and filters as long as the text, whose state cannot go back."""
     model, ids = build(case), tokens(1, 25)
     _, cache = decode(model, ids[:, :10], [10])
+    if case in OTHERS:
+        with pytest.raises(RuntimeError, match="cannot remove 2 tokens"):
+            cache.crop(-2)
+        return
     cache.activate_past_recording()
     for removed in (3, 1, 7):
         decode(model, tokens(1, removed + 1, seed=removed), [removed + 1], cache)
@@ -149,10 +162,12 @@ def test_generation_with_a_cache_equals_without(case):
     assert torch.equal(cached, model.generate(ids, **how, use_cache=False))
     alone = model.generate(ids[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
     assert torch.equal(cached[1, 4:], alone[0])
+    embedded = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **how), cached[:, 9:])
 
 
 @torch.no_grad()
-@each(STATIC[::4])
+@each(STATIC[::3])
 def test_static_generation_equals_dynamic(case):
     model, how = build(case), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for padded in (False, True):
