@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -140,6 +141,11 @@ def test_counts_are_those_of_the_model(case):
     section = family.section(model.config)
     parameters = sum(p.numel() for p in model.parameters())
     assert family.num_parameters(section, VOCABULARY) == parameters
+    if case in DECODERS:
+        own = [
+            p for n, p in model.named_parameters() if re.search(r"_filter|\.qk_norm|\.core\.", n)
+        ]
+        assert family.elementwise_parameters(section) == sum(p.numel() for p in own)
     assert family.problems(section, CONTEXT) == []
     assert family.flops_per_token(section, parameters, CONTEXT) > 6 * VOCABULARY * 16
     assert family.words(section) and family.describe(section)

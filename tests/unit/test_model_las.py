@@ -18,7 +18,6 @@ from cat_lm.model.conv_backends import describe_backend
 from cat_lm.model.decay import DecayScores
 from cat_lm.upcycle import Convolution, upcycle
 from tests.conftest import REPOSITORY
-from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.tiny_models import SIZES, cat_model, random_ids
 
 DECAY = {"score_transform": "exponential_decay"}
@@ -118,20 +117,6 @@ def test_the_definition_with_gradients(case):
         compare(case, "eager", 37, True, **EXACT)
 
 
-@pytest.mark.long  # loading what compiles it takes seconds; the registry's tests have its seam
-@pytest.mark.parametrize("case", [SLOW | SMOOTH, STEEP], ids=["las", "steep"])
-def test_flex_attention(case, plain_flex_attention):
-    with torch.no_grad():  # which flex attention has on GPUs alone
-        compare(case, "flex_attention", 37, True, torch.float32, **ROUNDED)
-
-
-def test_the_slow_rates_of_the_paper():
-    rates = DecayScores(8, "slow", 1e-3).rates(torch.arange(8), torch.float64)
-    even = torch.linspace(1, math.exp(-1e-3), 8, dtype=torch.float64)
-    torch.testing.assert_close(torch.exp(-rates), even, rtol=1e-15, atol=0)
-    assert rates[0] == 0 and rates[-1] == pytest.approx(1e-3, rel=1e-12)
-
-
 def test_factors_serve_within_their_bound_alone(monkeypatch):
     scores = DecayScores(4, "slow", 0.5)
     assert scores.separates(121, torch.bfloat16, "sdpa")
@@ -205,55 +190,6 @@ def test_no_map_of_all_pairs_is_held(case):
         with Largest() as seen:
             control(ids, use_cache=False)
         assert seen.numbers >= time * time
-
-
-EVERYWHERE = {
-    "las": SLOW | SMOOTH | {"conv_type": "head", "conv_window": 4},
-    "steep las": STEEP | SMOOTH | {"conv_type": "none"},
-    "chunk las": CHUNK | SLOW | SMOOTH | {"conv_type": "none"},
-    "Llama, chunk steep las": LLAMA | CHUNK | STEEP | SMOOTH,
-    "Llama, las": LLAMA | SLOW | SMOOTH | {"conv_type": "depthwise", "conv_window": 4},
-}
-
-
-@pytest.mark.parametrize("fields", EVERYWHERE.values(), ids=EVERYWHERE)
-def test_sequences_and_decoding_are_exact(fields):
-    check_sequences(fields)
-    check_decoding(fields)
-    check_sequences(fields, "eager")
-
-
-def test_chunks_do_not_leak():
-    """A later chunk reads nothing of an earlier one, with smoothed values too."""
-    model = cat_model(**LLAMA | CHUNK | SMOOTH | {"num_hidden_layers": 1})
-    ids = torch.randint(1, 97, (1, 30))
-    other = ids.clone()
-    other[:, :7] = 5
-    with torch.no_grad():
-        one, two = (model(x, use_cache=False).logits for x in (ids, other))
-    assert torch.equal(one[:, 7:], two[:, 7:]) and not torch.equal(one[:, :7], two[:, :7])
-
-
-@torch.no_grad()
-def test_documents_whose_positions_go_on_are_apart():
-    model = cat_model(**LLAMA | CHUNK | SMOOTH)
-    ids = torch.randint(1, 97, (1, 30))
-    other = ids.clone()
-    other[:, :17] = 5
-    given = {"document_ids": torch.arange(30)[None] // 17, "position_ids": torch.arange(30)[None]}
-    one, two = (model(x, **given).logits[:, 17:] for x in (ids, other))
-    assert torch.equal(one, two)
-
-
-def test_padding_between_tokens_of_a_chunk():
-    """Such rows get a mask: the tokens of a chunk are not side by side."""
-    model = cat_model(**LLAMA | CHUNK | SLOW | {"position_embedding": "none"})
-    ids, mask = torch.randint(1, 97, (1, 20)), torch.ones(1, 20, dtype=torch.long)
-    mask[:, 4:13] = 0
-    with torch.no_grad():
-        padded = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-        alone = model(ids[mask.bool()][None], use_cache=False).logits[0]
-    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_documents_need_no_mask_where_rows_are_computed():
