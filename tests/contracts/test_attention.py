@@ -13,6 +13,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.testing import check_entry
 from tests.contracts.models import BY, PATTERNS, SCORES, SHAPE, SIZES, VALUES, tokens
+from tests.reference.attention import convolve
 
 # Each entry with its options, by the fields that choose it.
 ENTRIES = {
@@ -105,3 +106,17 @@ def test_training_goes_on_only_with_what_it_was_learned_with(name):
     assert family.differences(ours, ours) == []
     is_other = ENTRIES[name][1].get("attention") != "softmax"
     assert bool(family.differences(theirs, ours)) == (is_other and not entry.takes_any_weights)
+
+
+def test_filters_of_queries_and_keys_are_a_kernel_of_scores():
+    """(f * q)_i · (g * k)_j = Σ_ab f[a] g[b] S[i−a, j−b], by which ranks add up to any kernel."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 9, 1, 4, dtype=torch.float64)
+    f, g = torch.randn(2, 1, 3, dtype=torch.float64)
+    scores = q[:, 0] @ k[:, 0].T
+    found = convolve("head", q, f)[:, 0] @ convolve("head", k, g)[:, 0].T
+    for i in range(9):
+        for j in range(9):
+            lags = [(a, b) for a in range(min(3, i + 1)) for b in range(min(3, j + 1))]
+            expected = sum(f[0, a] * g[0, b] * scores[i - a, j - b] for a, b in lags)
+            torch.testing.assert_close(found[i, j], expected)

@@ -141,7 +141,8 @@ def test_entry_does_what_it_says_of_itself(mixer, layer):
     check_entry(mixer.kind, changed, width=WIDTH)
 
 
-BORDERS = [[1, TIME - 1], [3, 1, 1, 30, 35]]
+# The last begins with a chunk of the recurrences.
+BORDERS = [[1, TIME - 1], [64, TIME - 64], [3, 1, 1, 30, 35]]
 
 
 @every_mixer

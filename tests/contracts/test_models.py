@@ -184,6 +184,13 @@ def test_loss_is_the_mean_of_what_is_scored(case):
         assert torch.equal(model(ids, logits_to_keep=2).logits, logits[:, -2:])
 
 
+@torch.no_grad()
+@every_case
+def test_new_model_predicts_all_tokens_alike(case):
+    model, ids = build(case, moved=False), tokens(4, 30)
+    assert abs(model(ids, labels=ids).loss - math.log(VOCABULARY)) < 0.4
+
+
 @every_case
 def test_unscored_tokens_move_no_weight(case):
     """The last token is read by none that is scored, and its own logits are not."""

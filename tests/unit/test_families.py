@@ -325,22 +325,6 @@ def test_evaluations_score_what_it_predicts(case):
 
 
 @every_case
-def test_learns_and_starts_from_even_odds(case):
-    model, rows = model_of(case, moved=False).train(), tokens(4, 20)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(12):
-        outputs = model(rows, labels=rows)
-        assert outputs.logits is not None and outputs.past_key_values is None
-        optimizer.zero_grad()
-        outputs.loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(float(outputs.loss.detach()))
-    assert abs(losses[0] - torch.tensor(float(VOCABULARY)).log()) < 0.4
-    assert losses[-1] < losses[0] - 0.7
-
-
-@every_case
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1)])
 def test_what_checkpointing_keeps_of_a_layer_is_estimated(case, precision, stage, tmp_path):
     values = run_values(

@@ -83,29 +83,6 @@ def test_options_mean_what_they_mean_to_the_library(case):
     assert family.section_values(model.config) == family.section_values(stock.config)
 
 
-@both
-@torch.no_grad()
-def test_packed_scans_are_bit_for_bit_separate_ones(case, monkeypatch):
-    """The scan's part of a layer; products of matrices may round by a row's place."""
-    module = scan_module if case == "mamba" else mamba2_module
-    scan, calls = module.decaying_scan, []
-
-    def recorded(*streams, **how):
-        calls.append((streams, how, scan(*streams, **how)))
-        return calls[-1][-1]
-
-    monkeypatch.setattr(module, "decaying_scan", recorded)
-    ids = torch.tensor([[0] * 5 + [1] + [2] * 17])
-    model_of(case)(tokens(1, 23), document_ids=ids)
-    assert len(calls) == 2
-    for (*streams, a), how, packed in calls:
-        assert torch.equal(how["document_ids"], ids)
-        parts = zip(*(s.split([5, 1, 17], dim=1) for s in streams), strict=True)
-        alone = torch.cat([scan(*part, a) for part in parts], dim=1)
-        assert torch.equal(packed, alone)
-        assert not torch.equal(packed, scan(*streams, a))
-
-
 @pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 4), (3, 2), (4, 2), (4, 12), (12, 3)])
 def test_ranks_copy_no_other_heads_keys(groups, parts):
     """Among ranks that share sequences: of each head its group's, and room for no other groups."""

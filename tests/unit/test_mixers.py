@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from cat_lm import mixers
 from cat_lm.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting, make, make_mixer
-from cat_lm.mixers.modules.context import short_convolution
 from tests.conftest import REPOSITORY
 from tests.unit.kept_memory import kept_bytes
 
@@ -99,21 +98,6 @@ def test_what_landmarks_learn_from(training):
 def test_landmarks_with_options_that_contradict_each_other(options, named):
     with pytest.raises(UserError, match=f"^mixer landmark: {named}"):
         make_mixer(f"landmark:{options}")
-
-
-def test_padding_inside_a_call_is_zeros_and_at_its_end_no_gap():
-    """As cat_lm/mixers/base.py says."""
-    x, filters = torch.randn(1, 8, 1, 2), torch.randn(1, 3)
-    mask = torch.arange(8)[None] // 2 != 1  # at 2 and 3
-    zeros, alone = x * mask[..., None, None], x[mask][None]
-    how = {"name": "inputs", "conv_type": "head"}
-    whole = short_convolution(x, filters, **how, padding_mask=mask)
-    same(whole, short_convolution(zeros, filters, **how))
-    state: dict[str, Tensor] = {}
-    short_convolution(x[:, :4], filters, **how, padding_mask=mask[:, :4], state=state)
-    after = short_convolution(x[:, 4:], filters, **how, state=state)
-    same(after, short_convolution(alone, filters, **how)[:, 2:])
-    assert not torch.allclose(after, whole[:, 4:], atol=1e-3)
 
 
 def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int, **given) -> float:

@@ -110,26 +110,6 @@ def test_the_definition(case, plain_flex_attention):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@each_family
-@pytest.mark.parametrize("case", [DECAY | BOX, FADING], ids=["decay+box", "fading"])
-def test_generation_with_beams_and_padding(case, family, cache):
-    """transformers prepares the mask of a static cache itself; positions are still known."""
-    model = model_with(case, family)
-    ids = random_ids(2, 9)
-    ids[0, :4] = 0
-    mask = (ids != 0).long()
-    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 1}
-    found = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
-    alone = model.generate(ids[:1, 4:], use_cache=False, **options)
-    assert torch.equal(found[0, 4:], alone[0])
-    if cache == "dynamic":
-        beams = options | {"num_beams": 3}
-        expected = model.generate(ids, attention_mask=mask, use_cache=False, **beams)
-        assert torch.equal(model.generate(ids, attention_mask=mask, **beams), expected)
-
-
-@torch.no_grad()
 @each_family
 def test_flex_attention_names_the_cache_that_it_generates_with(family, plain_flex_attention):
     model = model_with({"attn_implementation": "flex_attention"}, family)

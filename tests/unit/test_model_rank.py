@@ -1,7 +1,5 @@
 """Kernels of scores: rank R against the score map convolved by loops, and multi-token attention."""
 
-import math
-
 import pytest
 import torch
 
@@ -41,79 +39,6 @@ def multi_token(**fields):
 def first_attention(model):
     layer = model.base_model.layers[0]
     return getattr(layer, "self_attn", None) or layer.attention
-
-
-def streams_of(model, ids):
-    """What the first layer's attention is given: q, k [B, H, T, R D], v, and its maps."""
-    found = []
-    attention = first_attention(model)
-    hook = attention.core.register_forward_hook(lambda _, given, out: found.append((given, out)))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    (query, key, value, _, call), (_, maps) = found[0]
-    return query, key, value, call.scaling, maps
-
-
-def convolved(scores, kernel, reads):
-    """Z[i,j] = sum_ab kernel[a,b] S[i−a, j−b] of scores [T, T], by loops over those in `reads`."""
-    time = scores.shape[0]
-    total = torch.zeros_like(scores)
-    for i in range(time):
-        for j in range(time):
-            for a, b in reads:
-                if i - a >= 0 and 0 <= j - b < time:
-                    total[i, j] += kernel[a, b] * scores[i - a, j - b]
-    return total
-
-
-@pytest.mark.parametrize("family", [{}, {"family": "llama"}])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_rank_r_is_the_score_map_convolved(family, implementation):
-    """In double precision: the scores of R·D channels, and attention with the convolved map."""
-    window = 4
-    fields = family | RANK | {"conv_window": window, "position_embedding": "none"}
-    model = cat_model(**fields, attn_implementation=implementation).double()
-    attention, ids = first_attention(model), random_ids(1, 11)
-    filters = attention.convolution
-    with torch.no_grad():
-        for bias in filters.biases():
-            bias.zero_()  # the map below is that of projections alone
-    query, key, value, scaling, _ = streams_of(model, ids)
-    assert query.shape[3] == 3 * value.shape[3] == 24 and scaling == 8**-0.5
-    norm = model.base_model.layers[0].input_layernorm
-    x = norm(model.get_input_embeddings()(ids))
-    if family:
-        projected = [getattr(attention, f"{s}_proj")(x).view(11, 4, 8) for s in "qk"]
-    else:
-        packed = attention.query_key_value(x).view(11, 4, 3, 8)
-        projected = [packed[:, :, 0], packed[:, :, 1]]
-    reads = [(a, b) for a in range(window) for b in range(window)]
-    for head in range(4):
-        q, k = (x[:, head] for x in projected)
-        kernel = torch.outer(filters.q_filter[head], filters.k_filter[head])
-        for rank in range(2):
-            kernel += torch.outer(
-                filters.q_rank_filter[rank, head], filters.k_rank_filter[rank, head]
-            )
-        assert torch.linalg.matrix_rank(kernel) == 3
-        expected = convolved((q @ k.T).detach() / math.sqrt(8), kernel, reads)
-        found = query[0, head] @ key[0, head].T * scaling
-        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
-        maps = expected.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf).softmax(-1)
-        if implementation == "sdpa":  # eager's softmax is transformers' own, in fp32
-            _check_output(attention, model, ids, head, maps @ value[0, head])
-
-
-def _check_output(attention, model, ids, head, expected):
-    outputs = []
-    output = getattr(attention, "o_proj", None) or attention.dense
-    hook = output.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    found = outputs[0].view(11, 4, 8)[:, head]
-    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])

@@ -18,13 +18,6 @@ def built(specification: str, width: int = 16, layer: int = 0, layers: int = 1) 
     return make_mixer(specification).build(Setting(width, layer, layers)).eval()
 
 
-def test_filters_before_the_projection_equal_filters_after_it_without_bias():
-    after, before = built("cat:bias=false"), built("cat:bias=false,place=before")
-    before.load_state_dict(after.state_dict())
-    x = torch.randn(2, 9, 16)
-    torch.testing.assert_close(after(x), before(x))
-
-
 def test_identity_filters_start_as_attention_and_uniform_ones_are_bounded():
     cat, plain = built("cat:init=identity"), built("attention:position=none")
     plain.load_state_dict(
