@@ -116,22 +116,27 @@ def test_every_option_is_in_a_case():
 
 @every_mixer
 def test_outputs_and_gradients_equal_the_reference(mixer, layer):
-    """Beyond a chunk of the recurrences; attention's loops are slow and have no chunks."""
+    """In both precisions, which other operators compute; beyond two chunks of the recurrences."""
     is_recurrent = mixer.name in ("gla", "deltanet", "gated-deltanet", "mamba")
-    module, x = built(mixer, layer), rows(1, TIME if is_recurrent else 13).requires_grad_()
-    weights = {n: w.double().detach().requires_grad_() for n, w in module.state_dict().items()}
-    other = x.detach().double().requires_grad_()
-    y, expected = module(x), mix(mixer.name, other[0], weights, vars(mixer.options))
-    close(y[0].double(), expected, 2e-5)
+    module, x = built(mixer, layer), rows(1, 130 if is_recurrent else 13)
+    weights = {n: w.double().requires_grad_() for n, w in module.state_dict().items()}
+    other = x.double().requires_grad_()
+    expected = mix(mixer.name, other[0], weights, vars(mixer.options))
     shares = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     (expected * shares).sum().backward()
-    (y[0] * shares.float()).sum().backward()
-    close(x.grad.double(), other.grad, 1e-4)
-    for name, parameter in module.named_parameters():
-        if weights[name].grad is None:
-            assert parameter.grad is None or not parameter.grad.any(), name
-        else:
-            close(parameter.grad.double(), weights[name].grad, 1e-4)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.float64, 1e-5)):
+        own = x.clone().to(dtype).requires_grad_()
+        module.zero_grad()
+        module.to(dtype)
+        y = module(own)[0]
+        close(y.double(), expected, 2e-5)
+        (y * shares.to(dtype)).sum().backward()
+        close(own.grad.double(), other.grad, tolerance)
+        for name, parameter in module.named_parameters():
+            if weights[name].grad is None:
+                assert parameter.grad is None or not parameter.grad.any(), name
+            else:
+                close(parameter.grad.double(), weights[name].grad, tolerance)
 
 
 @every_mixer
