@@ -23,12 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LOWERED = ("transformers", "huggingface-hub", "tokenizers")
 # Where the model meets transformers: its classes, files, caches and `generate`.
 TESTS = {
-    "compile": ("test_a_captured_training_step_has_no_mask",),
-    "identity": ("test_logits_and_gradients_equal_stock", "test_every_choice_of_streams"),
-    "save": ("test_configuration_survives", "test_save_and_load", "test_meta_device"),
-    "decode": (
-        *("test_every_kind_of_cache", "test_reorder", "test_batch_selection", "test_crop"),
-        *("test_padded_prompts", "test_generate"),
+    "unit/test_model_compile.py": ("test_a_captured_training_step_has_no_mask",),
+    "unit/test_model_save.py": ("test_configuration_survives",),
+    "unit/test_model_decode.py": ("test_crop", "test_generate"),
+    "contracts/test_model_identity.py": ("test_parts_that_change_nothing", "test_recurrent"),
+    "contracts/test_model_saving.py": ("test_folder_holds",),
+    # But not the reset of caches: at 5.17 that of transformers' own kept its length.
+    "contracts/test_model_decoding.py": (
+        *("test_parts_equal", "test_rows_of_a_cache", "test_drafted", "test_padded_prompts"),
+        *("test_generation_with_a_cache", "test_static_generation"),
     ),
 }
 
@@ -107,13 +110,8 @@ def test_the_lowest_versions_are_what_is_imported(environment):
 
 def test_the_model(environment):
     """Equality with GPT-NeoX, saving, decoding and transformers' generate."""
-    files = [f"tests/unit/test_model_{name}.py" for name in TESTS]
+    files = [f"tests/{name}" for name in TESTS]
     names = [name for group in TESTS.values() for name in group]
-    # Without convolutions the cache is transformers' own, and at 5.17 its reset() kept its length.
-    node = "tests/unit/test_model_decode.py::test_batch_selection_repetition_and_reset"
-    left_out = [
-        word for case in ("none", "llama-none") for word in ("--deselect", f"{node}[{case}]")
-    ]
-    options = ("-m", "pytest", "-v", "-p", "no:cacheprovider", *left_out)
+    options = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
     out = python(environment, *options, *files, "-k", " or ".join(names))
     assert [name for name in names if not re.search(rf"::{name}.* PASSED", out)] == []

@@ -285,3 +285,16 @@ def test_positions_serve_in_the_place_of_ids():
             positions=positions,
             initial_state=F.pad(x[:, :0], (0, 0) * 2 + (3, 0)),
         )
+
+
+def test_flash_attention_gets_the_documents_lengths():
+    """Rows are joined end to end; every row and every document starts a sequence."""
+    config = cat_model().config
+    config._attn_implementation_internal = "flash_attention_2"
+    document_ids = torch.tensor([[0, 0, 0, 1, 1], [4, 4, 4, 4, 4]])
+    layout = sequence_layout(config, torch.zeros(2, 5, 32), None, None, document_ids, None)
+    assert layout.attention_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 5, 10]
+    assert layout.attention_kwargs["cu_seq_lens_k"].dtype == torch.int32
+    assert layout.attention_kwargs["max_length_k"] == 5
+    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert layout.attention_mask is None

@@ -19,7 +19,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -34,7 +33,6 @@ import cat_lm  # noqa: F401
 from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
 from cat_lm.export import export_checkpoint
-from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.library_model import TOLERANCE
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.building import give_memory, without_weights
@@ -119,12 +117,6 @@ def same(found: Tensor, wanted: Tensor) -> None:
 def relative(found: Tensor, wanted: Tensor) -> float:
     """The largest difference, in parts of the largest number."""
     return float((found - wanted).abs().max() / wanted.abs().max())
-
-
-def gradients(model: nn.Module, rows: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    model(rows, labels=rows).loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def test_every_family_of_the_project_is_here():
@@ -225,47 +217,7 @@ def test_what_training_keeps_is_estimated(case, precision, documents):
     assert 0.8 < counted / taken < 1.25, (counted / taken, counted, taken)
 
 
-def held_bytes(cache: Any) -> int:
-    """Bytes of what a cache keeps: of keys, values, convolutions' inputs and states."""
-    found: list[Tensor] = []
-    for layer in cache.layers:
-        if hasattr(layer, "state"):
-            found += layer.state.values()
-        else:
-            found += [layer.keys, layer.values, *getattr(layer, "inputs", {}).values()]
-            found += getattr(layer, "recurrent", {}).values()
-    return sum(tensor.nbytes for tensor in found)
-
-
-@each_precision
-@torch.no_grad()
-def test_decoding_state_takes_the_bytes_that_are_said(case, precision):
-    family, model = family_of(case), model_of(case).to(precision)
-    section, sizes = family.section(model.config), []
-    for length in (20, 40):
-        cache = model(tokens(1, length), use_cache=True).past_key_values
-        sizes.append(held_bytes(cache))
-        assert family.state_bytes(section, length, precision.itemsize) == sizes[-1]
-    assert (sizes[0] == sizes[1]) == family.recurrent or case == "mixer"
-
-
 # What it computes
-
-
-@stock_cases
-def test_logits_and_gradients_are_the_librarys(case):
-    family, model = family_of(case), model_of(case)
-    stock = library_class(family)(family.library_config(model.config)).eval()
-    stock.load_state_dict(model.state_dict())
-    rows = tokens(2, 40)
-    with torch.no_grad():
-        expected = stock(rows, use_cache=False).logits
-        assert relative(model(rows).logits, expected) <= TOLERANCE
-    theirs = dict(zip(dict(stock.named_parameters()), gradients(stock, rows), strict=True))
-    ours = dict(zip(dict(model.named_parameters()), gradients(model, rows), strict=True))
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert relative(ours[name], gradient) < 1e-4, name
 
 
 def library_class(family: architectures.Architecture) -> type[nn.Module]:
@@ -276,112 +228,10 @@ def library_class(family: architectures.Architecture) -> type[nn.Module]:
         pytest.skip(f"{family.title}: {error}")
 
 
-@every_case
-@torch.no_grad()
-def test_packed_documents_are_documents_alone(case):
-    model, row = model_of(case), tokens(1, 30)
-    borders = [7, 1, 22]
-    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(borders))[None]
-    alone = torch.cat([model(part).logits for part in row.split(borders, dim=1)], dim=1)
-    same(model(row, document_ids=ids).logits, alone)
-    positions = torch.cat([torch.arange(n) for n in borders])[None]
-    same(model(row, position_ids=positions, use_cache=False).logits, alone)
-    assert not torch.allclose(model(row).logits, alone, atol=1e-2)
-
-
-@every_case
-def test_no_gradient_crosses_documents(case):
-    model = model_of(case)
-    embedded = model.get_input_embeddings()(tokens(1, 12)).detach().requires_grad_()
-    ids = (torch.arange(12) >= 5).long()[None]
-    outputs = model(inputs_embeds=embedded, document_ids=ids)
-    outputs.logits[:, 5:].square().sum().backward()
-    assert embedded.grad.isfinite().all()
-    assert not embedded.grad[:, :5].any() and embedded.grad[:, 5:].any(dim=-1).all()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@every_case
-@torch.no_grad()
-def test_padding_is_as_if_it_were_not_there(case, side):
-    model, row = model_of(case), tokens(1, 12)
-    padded = torch.zeros(2, 12, dtype=torch.long)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    real = slice(5, 12) if side == "left" else slice(0, 7)
-    padded[0], padded[1, real] = row, row[0, :7]
-    mask[1] = 0
-    mask[1, real] = 1
-    found = model(padded, attention_mask=mask).logits
-    same(found[:1], model(row).logits)
-    same(found[1:, real], model(row[:, :7]).logits)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@every_case
-@torch.no_grad()
-def test_cached_generation_is_the_uncached(case, beams):
-    """Of prompts padded on the left; without a cache each token computes the text anew."""
-    model, rows = model_of(case), tokens(2, 9)
-    mask = torch.ones_like(rows)
-    mask[1, :4] = rows[1, :4] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    how |= {"pad_token_id": 0, "eos_token_id": None}
-    read = []
-    watching = model.base_model.register_forward_pre_hook(
-        lambda module, given, named: read.append(named.get("input_ids", *given[:1]).shape[1]),
-        with_kwargs=True,
-    )
-    cached = model.generate(rows, **how)
-    assert read == [9, *[1] * 5]
-    watching.remove()
-    assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
-    alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
-    assert torch.equal(cached[1, 4:], alone[0])
-    embedded = model.get_input_embeddings()(rows)
-    assert torch.equal(model.generate(inputs_embeds=embedded, **how), cached[:, 9:])
-
-
-@every_case
-@torch.no_grad()
-def test_a_text_may_come_in_parts_and_padded_on_the_right(case):
-    """In calls of eight, no and several tokens more, with the state of the first ones."""
-    model, rows = model_of(case), tokens(2, 12)
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[1, 5:] = 0
-    cache = model(rows[:, :8], attention_mask=mask, use_cache=True).past_key_values
-    whole = torch.cat([mask, mask.new_ones(2, 4)], dim=1)
-    found = []
-    for start, end in ((8, 9), (9, 12)):
-        part = {"attention_mask": whole[:, :end], "past_key_values": cache}
-        found.append(model(rows[:, start:end], **part).logits)
-    assert cache.get_seq_length() == 12
-    found = torch.cat(found, dim=1)
-    same(found[:1], model(rows[:1]).logits[:, 8:])
-    alone = torch.cat([rows[1:, :5], rows[1:, 8:]], dim=1)
-    same(found[1:], model(alone).logits[:, 5:])
-
-
 def refuses(call, why: str) -> None:
     with pytest.raises(ValueError, match=why) as refused:
         call()
     assert "\n" not in str(refused.value)
-
-
-@every_case
-@torch.no_grad()
-def test_padding_between_tokens_is_as_if_it_were_not_there_or_is_refused(case):
-    """In one pass, and in a later turn; layers that read neighbours would read the padding."""
-    model, rows = model_of(case), tokens(2, 12)
-    mask = torch.ones_like(rows)
-    mask[1, 5:8] = 0
-    if model.config.takes_gaps:
-        alone = model(rows[1:, mask[1].bool()]).logits
-        same(model(rows, attention_mask=mask, use_cache=False).logits[1:, mask[1].bool()], alone)
-        return
-    why = "no padding between the tokens of a row"
-    refuses(lambda: model(rows, attention_mask=mask, use_cache=False), why)
-    cache = model(rows[:, :5], use_cache=True).past_key_values
-    refuses(lambda: model(rows[:, 5:], attention_mask=mask, past_key_values=cache), why)
 
 
 @every_case
@@ -477,68 +327,6 @@ def test_evaluations_score_what_it_predicts(case):
 
 
 @every_case
-def test_learns_and_starts_from_even_odds(case):
-    model, rows = model_of(case, moved=False).train(), tokens(4, 20)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(12):
-        outputs = model(rows, labels=rows)
-        assert outputs.logits is not None and outputs.past_key_values is None
-        optimizer.zero_grad()
-        outputs.loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(float(outputs.loss.detach()))
-    assert abs(losses[0] - torch.tensor(float(VOCABULARY)).log()) < 0.4
-    assert losses[-1] < losses[0] - 0.7
-
-
-@every_case
-def test_bf16_is_near_fp32(case):
-    """With weights in bf16, as ZeRO has them, and under autocast; forward, backward, decoding."""
-    model, rows = model_of(case), tokens(2, 33)
-    exact = model(rows, labels=rows).loss.detach()
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = model(rows, labels=rows).loss
-    cast.backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    model.zero_grad()
-    model.to(torch.bfloat16)
-    half = model(rows, labels=rows).loss
-    half.backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    for loss in (cast, half):
-        assert abs(loss.detach() - exact) < 0.03 * exact
-    text = model.generate(rows[:, :5], max_new_tokens=3, do_sample=False, eos_token_id=None)
-    assert text.shape == (2, 8)
-
-
-@every_case
-def test_checkpointed_layers_give_the_same_gradients(case):
-    model, rows = model_of(case).train(), tokens(2, 20)
-    plain = gradients(model, rows)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert all(getattr(layer, "gradient_checkpointing", False) for layer in layers(model))
-    for one, other in zip(gradients(model, rows), plain, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@every_case
-def test_a_training_step_compiles_without_a_graph_break(case):
-    torch._dynamo.reset()
-    model, rows, found = model_of(case, num_hidden_layers=1).train(), tokens(2, 40), []
-    documents = (torch.arange(40) // 15).expand(2, 40)
-    for compiled in (False, True):
-        if compiled:
-            model.compile(backend="aot_eager", fullgraph=True)
-        model.zero_grad()
-        loss = model(rows, labels=rows, document_ids=documents).loss
-        loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for eager, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, eager)
-
-
-@every_case
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1)])
 def test_what_checkpointing_keeps_of_a_layer_is_estimated(case, precision, stage, tmp_path):
     values = run_values(
@@ -565,23 +353,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 @every_case
-def test_what_takes_no_weight_decay(case):
-    """Filters, rates, norms and biases; matrices and embeddings alone do."""
-    model = model_of(case)
-    decayed, exempt = ({id(p) for p in group} for group in parameters_by_decay(model))
-    every = dict(model.named_parameters())
-    assert len(decayed) + len(exempt) == len(every) and not decayed & exempt
-    matrices = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
-    assert decayed == matrices
-    rates = [n for n in every if n.endswith(("A_log", ".D", "dt_bias", "conv1d.weight", "_filter"))]
-    assert all(id(every[name]) in exempt for name in rates)
-
-
-@every_case
 def test_names_and_buffers_are_there_without_weights(case):
     """As a rank has them that gets the first one's."""
     model = model_of(case, moved=False)
@@ -597,29 +368,6 @@ def test_names_and_buffers_are_there_without_weights(case):
 
 
 # Folders
-
-
-@every_case
-def test_weights_that_a_folder_lacks_start_as_new_ones(case, tmp_path):
-    model = model_of(case)
-    model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    lacking = {name for name in weights if "layers.1." in name}
-    assert lacking
-    kept = {name: w for name, w in weights.items() if name not in lacking}
-    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    torch.manual_seed(1)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    fresh = model_of(case, moved=False).state_dict()
-    for key, value in again.state_dict().items():
-        if key not in lacking:
-            assert torch.equal(value, weights[key])
-        elif fresh[key].numel() > 64:  # of the same distribution
-            (mean, std), (found, spread) = ((s.mean(), s.std()) for s in (fresh[key], value))
-            assert (found - mean).abs() <= 0.5 * std and 0.8 * std <= spread <= 1.25 * std, key
-        else:
-            assert not torch.equal(value, weights[key]), key
-    assert again(tokens(1, 9)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -811,7 +559,7 @@ def test_keys_of_other_programs_mean_the_same_or_are_refused():
 
 @every_case
 def test_keys_of_other_families_are_refused_and_own_ones_known(case):
-    from cat_lm.config.loading import _unknown_keys
+    from cat_lm.config import _unknown_keys
 
     keys = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
     assert _unknown_keys({"model": keys}) == []

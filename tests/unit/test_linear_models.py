@@ -34,8 +34,8 @@ from cat_lm.ops.recurrence.delta_rule import delta_rule
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.engine import build_model, mixer_backend
 from tests.finished_runs import checkpoint
-from tests.unit.test_families import model_of, relative, same, tokens
-from tests.unit.test_recall_fla import PACKAGE, definitions
+from tests.unit.test_families import model_of, same, tokens
+from tests.unit.test_recall_fla import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gla", "delta_net", "gated_deltanet")
@@ -47,73 +47,6 @@ needs_definitions = pytest.mark.skipif(PACKAGE is None, reason="fla-core is not 
 
 
 # What they compute: the layer written down anew, around the package's plain recurrences
-
-
-def filtered(layer: nn.Module, stream: str, x: Tensor) -> Tensor:
-    """q, k or v [B, T, H, D]: projected and, where there is a filter, convolved."""
-    y = F.linear(x, getattr(layer, f"{stream}_proj").weight)
-    if hasattr(layer, f"{stream}_conv1d"):
-        weight = getattr(layer, f"{stream}_conv1d").weight
-        padded = F.pad(y.mT, (weight.shape[-1] - 1, 0))
-        y = F.silu(F.conv1d(padded, weight, groups=len(weight)).mT)
-    return y.unflatten(-1, (2, -1))
-
-
-def normed(y: Tensor, weight: Tensor) -> Tensor:
-    return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def gla_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    low, high = layer.gk_proj
-    gates = F.linear(F.linear(x, low.weight), high.weight, high.bias).sigmoid().log() / 16
-    streams = [filtered(layer, stream, x) for stream in "qkv"]
-    plain = definitions("gla").naive_recurrent_gla
-    y = normed(plain(*streams, gates.unflatten(-1, (2, -1)))[0], layer.g_norm_swish_gate.weight)
-    gate = F.linear(x, layer.g_proj.weight)
-    return F.linear(y.flatten(2) * gate * gate.sigmoid(), layer.o_proj.weight)
-
-
-def delta_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    q, k, v = (filtered(layer, stream, x) for stream in "qkv")
-    beta = F.linear(x, layer.b_proj.weight).sigmoid()
-    given = (s.transpose(1, 2) for s in (unit(q), unit(k), v, beta))
-    y = definitions("delta_rule").delta_rule_recurrence(*given)[0].transpose(1, 2)
-    return F.linear(normed(y, layer.o_norm.weight).flatten(2), layer.o_proj.weight)
-
-
-def gated_delta_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    q, k, v = (filtered(layer, stream, x) for stream in "qkv")
-    beta = F.linear(x, layer.b_proj.weight).sigmoid()
-    steps = (1 + (F.linear(x, layer.a_proj.weight) + layer.dt_bias).exp()).log()
-    decay = -layer.A_log.exp() * steps
-    plain = definitions("gated_delta_rule").naive_recurrent_gated_delta_rule
-    y = normed(plain(unit(q), unit(k), v, beta, decay)[0], layer.o_norm.weight)
-    gate = F.linear(x, layer.g_proj.weight)
-    return F.linear(y.flatten(2) * gate * gate.sigmoid(), layer.o_proj.weight)
-
-
-DEFINITIONS = {"gla": gla_layer, "delta_net": delta_layer, "gated_deltanet": gated_delta_layer}
-
-
-@needs_definitions
-@pytest.mark.parametrize("time", [1, 3, 70])
-@pytest.mark.parametrize("case", CASES)
-def test_a_layer_is_its_definition(case, time):
-    layer = model_of(case).model.layers[1].attn
-    x = torch.randn(2, time, 32)
-    wanted = DEFINITIONS[case.partition(":")[0]](layer, x)
-    assert relative(layer(x).detach(), wanted.detach()) < 1e-5
-    if time == 1:
-        return  # the norm of a head leaves next to nothing of queries' and keys' gradients
-    gradient, expected = (
-        torch.autograd.grad(y.square().sum(), list(layer.parameters())) for y in (layer(x), wanted)
-    )
-    for one, other in zip(gradient, expected, strict=True):
-        assert relative(one, other) < 1e-4
 
 
 # Names, sizes, files

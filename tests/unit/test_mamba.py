@@ -59,27 +59,6 @@ def test_flops_and_states_of_the_rows():
 # Definitions
 
 
-@torch.no_grad()
-def test_the_definition_of_mamba():
-    """Loops over tokens; A, B, C, D and Δ as in the paper's algorithm 2."""
-    mixer, x = model_of("mamba").backbone.layers[0].mixer, torch.randn(1, 7, 32)
-    inner, states, rank = 64, 4, 2
-    u, gate = mixer.in_proj(x[0]).split(inner, dim=-1)
-    padded = F.pad(u, (0, 0, 3, 0))
-    taps = mixer.conv1d.weight[:, 0]  # the oldest lag first
-    u = torch.stack([(padded[t : t + 4] * taps.T).sum(0) for t in range(7)]) + mixer.conv1d.bias
-    u = u * torch.sigmoid(u)
-    low, b, c = mixer.x_proj(u).split([rank, states, states], dim=-1)
-    delta = torch.log1p((low @ mixer.dt_proj.weight.T + mixer.dt_proj.bias).exp())
-    h, y = torch.zeros(inner, states), []
-    for t in range(7):
-        decay = (delta[t, :, None] * -mixer.A_log.exp()).exp()
-        h = decay * h + delta[t, :, None] * b[t] * u[t, :, None]
-        y.append(h @ c[t] + mixer.D * u[t])
-    expected = mixer.out_proj(torch.stack(y) * F.silu(gate))
-    torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-4, atol=1e-5)
-
-
 OPTIONS = {
     "mamba: biases": {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
     "mamba: sizes": {"expand": 3, "time_step_rank": 5, "conv_kernel": 2, "state_size": 7},
@@ -102,29 +81,6 @@ def test_options_mean_what_they_mean_to_the_library(case):
     section = section_of(case.partition(":")[0], **OPTIONS[case])
     assert family.num_parameters(section, 0) == sum(p.numel() for p in model.parameters())
     assert family.section_values(model.config) == family.section_values(stock.config)
-
-
-@both
-@torch.no_grad()
-def test_packed_scans_are_bit_for_bit_separate_ones(case, monkeypatch):
-    """The scan's part of a layer; products of matrices may round by a row's place."""
-    module = scan_module if case == "mamba" else mamba2_module
-    scan, calls = module.decaying_scan, []
-
-    def recorded(*streams, **how):
-        calls.append((streams, how, scan(*streams, **how)))
-        return calls[-1][-1]
-
-    monkeypatch.setattr(module, "decaying_scan", recorded)
-    ids = torch.tensor([[0] * 5 + [1] + [2] * 17])
-    model_of(case)(tokens(1, 23), document_ids=ids)
-    assert len(calls) == 2
-    for (*streams, a), how, packed in calls:
-        assert torch.equal(how["document_ids"], ids)
-        parts = zip(*(s.split([5, 1, 17], dim=1) for s in streams), strict=True)
-        alone = torch.cat([scan(*part, a) for part in parts], dim=1)
-        assert torch.equal(packed, alone)
-        assert not torch.equal(packed, scan(*streams, a))
 
 
 @pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 4), (3, 2), (4, 2), (4, 12), (12, 3)])

@@ -15,7 +15,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.hf.long_context import effective_scaling
 from cat_lm.model.mixer_cache import MixerCache
-from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.loading import load_model
 from cat_lm.pretrained.scaled import methods_for
 from tests.unit.kept_memory import kept_of_tokens
@@ -65,124 +64,6 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_learns_and_starts_from_even_odds(name):
-    model = model_of(name, initializer_range=0.02).train()
-    rows = tokens(4, 20)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(12):
-        outputs = model(rows, labels=rows)
-        assert outputs.logits is not None and outputs.past_key_values is None
-        optimizer.zero_grad()
-        outputs.loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(float(outputs.loss.detach()))
-    assert abs(losses[0] - torch.tensor(float(VOCABULARY)).log()) < 0.1
-    assert losses[-1] < losses[0] - 0.7
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_packed_documents_are_documents_alone(name):
-    model, row = model_of(name), tokens(1, 30)
-    borders = [7, 1, 22]
-    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(borders))[None]
-    alone = torch.cat([model(part).logits for part in row.split(borders, dim=1)], dim=1)
-    same(model(row, document_ids=ids).logits, alone)
-    positions = torch.cat([torch.arange(n) for n in borders])[None]
-    same(model(row, position_ids=positions, use_cache=False).logits, alone)
-    if name != "none":
-        assert not torch.allclose(model(row).logits, alone, atol=1e-2)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_padding_is_as_if_it_were_not_there(name, side):
-    model, row = model_of(name), tokens(1, 12)
-    padded = torch.zeros(2, 12, dtype=torch.long)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    real = slice(5, 12) if side == "left" else slice(0, 7)
-    padded[0], padded[1, real] = row, row[0, :7]
-    mask[1] = 0
-    mask[1, real] = 1
-    found = model(padded, attention_mask=mask).logits
-    same(found[:1], model(row).logits)
-    same(found[1:, real], model(row[:, :7]).logits)
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_cached_generation_is_the_uncached(name, beams):
-    """Of a batch of prompts padded on the left."""
-    model, rows = model_of(name), tokens(2, 9)
-    mask = torch.ones_like(rows)
-    mask[1, :4] = rows[1, :4] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    lengths = []
-    model.model.register_forward_pre_hook(
-        lambda module, given, named: lengths.append(named.get("input_ids", *given[:1]).shape[1]),
-        with_kwargs=True,
-    )
-    cached = model.generate(rows, **how)
-    assert lengths == [9, *[1] * 7]
-    assert torch.equal(cached, model.generate(rows, **how, use_cache=False))
-    alone = model.generate(rows[1:, 4:], **how | {"attention_mask": mask[1:, 4:]})
-    assert torch.equal(cached[1, 4:], alone[0])
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_a_prompt_padded_on_the_right_goes_on_as_without(name):
-    model, rows = model_of(name), tokens(2, 12)
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[1, 5:] = 0
-    cache = MixerCache(model.config)
-    model(rows[:, :8], attention_mask=mask, past_key_values=cache)
-    whole = torch.cat([mask, mask.new_ones(2, 4)], dim=1)
-    found = model(rows[:, 8:], attention_mask=whole, past_key_values=cache).logits
-    assert cache.get_seq_length() == 12
-    same(found[:1], model(rows[:1]).logits[:, 8:])
-    alone = torch.cat([rows[1:, :5], rows[1:, 8:]], dim=1)
-    same(found[1:], model(alone).logits[:, 5:])
-
-
-def test_rows_of_a_cache_are_chosen_copied_and_cleared():
-    model, rows = model_of("deltanet"), tokens(2, 6)
-    cache = MixerCache(model.config)
-    with torch.no_grad():
-        model(rows, past_key_values=cache)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 0, 0]))
-    cache.batch_select_indices(torch.tensor([0, 1]))
-    more = tokens(2, 3)
-    with torch.no_grad():
-        found = model(more, past_key_values=cache).logits
-        wanted = model(torch.cat([rows[[1, 0]], more], dim=1)).logits[:, 6:]
-    same(found, wanted)
-    with pytest.raises(RuntimeError, match="cannot remove 2 tokens"):
-        cache.crop(-2)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and not cache.layers[0].state
-
-
-@pytest.mark.parametrize("name", ["gla", "cat", "based"])
-def test_checkpointed_layers_give_the_same_gradients(name):
-    model, rows = model_of(name).train(), tokens(2, 20)
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = model(rows, labels=rows).loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_folders_hold_the_model(name, tmp_path):
     model, rows = model_of(name, tie_word_embeddings=name == "gla"), tokens(2, 20)
     model.save_pretrained(tmp_path)
@@ -195,48 +76,6 @@ def test_folders_hold_the_model(name, tmp_path):
     stored = json.loads((tmp_path / "config.json").read_text())["mixer_options"]
     assert stored == model.config.mixer_options
     assert len(stored) == len(vars(mixers.get(name.split()[0]).Options()))
-
-
-@pytest.mark.parametrize("name", ["mamba", "gated-deltanet", "cat"])
-def test_weights_that_a_folder_lacks_start_as_new_ones(name, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model = model_of(name)
-    model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    lacking = {n for n in weights if n.startswith("model.layers.1.mixer")}
-    kept = {n: w for n, w in weights.items() if n not in lacking}
-    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    torch.manual_seed(1)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for key, value in again.state_dict().items():
-        if key not in lacking:
-            assert torch.equal(value, weights[key])
-    if name == "mamba":
-        steps = torch.nn.functional.softplus(again.model.layers[1].mixer.dt_proj.bias)
-        assert steps.min() > 0.0009 and steps.max() < 0.11
-        rates = again.model.layers[1].mixer.A_log.exp()
-        torch.testing.assert_close(rates[0], torch.arange(1.0, 17.0))
-    with torch.no_grad():
-        assert again(tokens(1, 9)).logits.isfinite().all()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_counts_are_those_of_the_model(name):
-    model = model_of(name)
-    section = ENTRY.section(model.config)
-    every = sum(p.numel() for p in model.parameters())
-    assert ENTRY.num_parameters(section, VOCABULARY) == every
-    decayed, exempt = parameters_by_decay(model)
-    assert len(decayed) + len(exempt) == len(list(model.parameters()))
-    cache = MixerCache(model.config)
-    with torch.no_grad():
-        model(tokens(1, 40), past_key_values=cache)
-    held = [x for layer in cache.layers for n, x in layer.state.items() if n != "seen"]
-    assert ENTRY.state_bytes(section, 40, 4) == 4 * sum(x.numel() for x in held)
-    assert ENTRY.flops_per_token(section, every, 64) > 0
-    assert model.config.mixer in ENTRY.describe(section)
-    assert ENTRY.problems(section, 64) == []
 
 
 def test_layers_own_losses_are_the_models():

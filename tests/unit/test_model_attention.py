@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from transformers import StaticCache
 
 from cat_lm import architectures
 from cat_lm.config import load_config
@@ -108,80 +107,6 @@ def test_the_definition(case, plain_flex_attention):
     model.model.layers = model.model.layers[:1]
     model(ids)
     torch.testing.assert_close(seen["output"][0], naive(module, x, case), **CLOSE)
-
-
-@torch.no_grad()
-@each_family
-@each_case
-def test_a_packed_document_equals_the_document_alone(case, family, plain_flex_attention):
-    model = model_with(case, family)
-    lengths = (15, 1, 3, 20)  # the last begins at an odd place
-    documents = [random_ids(1, length, seed=length) for length in lengths]
-    ids = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None]
-    logits = model(torch.cat(documents, dim=1), document_ids=ids).logits
-    for ours, alone in zip(logits.split(lengths, 1), documents, strict=True):
-        torch.testing.assert_close(ours, model(alone).logits, **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("side", "family"),
-    [
-        ("left", "gpt_neox"),
-        ("right", "llama"),
-        pytest.param("right", "gpt_neox", marks=pytest.mark.long),
-        pytest.param("left", "llama", marks=pytest.mark.long),
-    ],
-)
-@each_case
-def test_padded_rows_and_their_continuations_equal_rows_alone(
-    case, family, side, plain_flex_attention
-):
-    model = model_with(case, family)
-    lengths, steps = [12, 5, 1], 4
-    ids = torch.zeros(3, 12, dtype=torch.long)
-    mask = torch.zeros(3, 12 + steps, dtype=torch.long)
-    mask[:, 12:] = 1
-    tails = random_ids(3, steps, seed=5)
-    for row, length in enumerate(lengths):
-        span = slice(12 - length, 12) if side == "left" else slice(0, length)
-        ids[row, span], mask[row, span] = random_ids(1, length, seed=length), 1
-    for cache in (None, StaticCache(config=model.config, max_cache_len=20)):
-        first = model(ids, attention_mask=mask[:, :12], use_cache=True, past_key_values=cache)
-        cache, found = first.past_key_values, []
-        for step in range(steps):
-            output = model(
-                tails[:, step : step + 1],
-                attention_mask=mask[:, : 13 + step],
-                past_key_values=cache,
-            )
-            found.append(output.logits)
-        for row, length in enumerate(lengths):
-            alone = torch.cat([random_ids(1, length, seed=length), tails[row : row + 1]], dim=1)
-            expected = model(alone, use_cache=False).logits[0]
-            span = slice(12 - length, 12) if side == "left" else slice(0, length)
-            torch.testing.assert_close(first.logits[row, span], expected[:length], **CLOSE)
-            torch.testing.assert_close(torch.cat(found, 1)[row], expected[length:], **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@each_family
-@pytest.mark.parametrize("case", [DECAY | BOX, FADING], ids=["decay+box", "fading"])
-def test_generation_with_beams_and_padding(case, family, cache):
-    """transformers prepares the mask of a static cache itself; positions are still known."""
-    model = model_with(case, family)
-    ids = random_ids(2, 9)
-    ids[0, :4] = 0
-    mask = (ids != 0).long()
-    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 1}
-    found = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
-    alone = model.generate(ids[:1, 4:], use_cache=False, **options)
-    assert torch.equal(found[0, 4:], alone[0])
-    if cache == "dynamic":
-        beams = options | {"num_beams": 3}
-        expected = model.generate(ids, attention_mask=mask, use_cache=False, **beams)
-        assert torch.equal(model.generate(ids, attention_mask=mask, **beams), expected)
 
 
 @torch.no_grad()

@@ -11,26 +11,6 @@ from tests.unit.tiny_models import cat_model, each_kind, random_ids
 SAME = ("llama-head", "llama-silu")
 
 
-@each_kind("head", "maps", "llama-multihead", without=SAME)
-def test_training_step_compiles_without_a_graph_break(variant):
-    torch._dynamo.reset()
-    ids = random_ids(2, 40)
-    document_ids = (torch.arange(40) // 15).expand(2, 40)
-    model = cat_model(**variant, num_hidden_layers=1).train()
-    names = list(model.state_dict())
-    results = []
-    for compiled in (False, True):
-        if compiled:
-            model.compile(backend="aot_eager", fullgraph=True)
-            assert list(model.state_dict()) == names
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids, document_ids=document_ids).loss
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)
-
-
 @torch.no_grad()
 @each_kind("head", "maps", "llama-multihead", without=(*SAME, "silu"))
 def test_a_decoding_step_with_a_static_cache_compiles(variant):
@@ -137,22 +117,3 @@ def test_a_captured_training_step_has_no_mask(variant, monkeypatch):
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, eager)
     (call,) = calls
     assert call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] is True
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"document_ids": (torch.arange(24) // 9).expand(2, 24)},
-        {"attention_mask": torch.arange(24).ge(torch.tensor([[0], [5]])).long()},
-    ],
-)
-def test_documents_and_padding_have_their_mask(inputs):
-    ids = random_ids(2, 24)
-    results = []
-    for implementation in ("sdpa", "eager"):
-        model = cat_model(conv_type="head", attn_implementation=implementation).eval()
-        results.append(model(input_ids=ids, use_cache=False, **inputs).logits)
-    plain = model(input_ids=ids, use_cache=False).logits
-    real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-    torch.testing.assert_close(results[0][real], results[1][real], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(results[0][1], plain[1], atol=1e-3)

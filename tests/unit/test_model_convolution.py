@@ -5,111 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm.model.hf.conv_backends import describe_backend
-from tests.unit.tiny_models import SIZES, VARIANTS, cat_model, each_variant, random_ids
+from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
 
 HEADS, WIDTH, WINDOW, TIME = 4, 8, 5, 20
-
-
-def plain_streams(attention, x):
-    """q, k and v without bias or convolution, each [H, T, D], and the biases [H, 3, D]."""
-    weight = attention.query_key_value.weight.view(HEADS, 3, WIDTH, -1)
-    plain = torch.einsum("tc,hsdc->shtd", x, weight)
-    return dict(zip("qkv", plain, strict=True)), attention.convolution.bias.view(HEADS, 3, WIDTH)
-
-
-def sum_over_lags(kind, filters, plain):
-    """The sums of the definitions, written out. [H, T, D]"""
-    result = torch.zeros_like(plain)
-    for time in range(TIME):
-        for lag in range(min(WINDOW, time + 1)):
-            past = plain[:, time - lag]  # [H, D]
-            if kind == "head":
-                result[:, time] += filters[:, lag, None] * past
-            elif kind == "depthwise":
-                result[:, time] += filters[:, :, lag] * past
-            else:
-                result[:, time] += filters[lag] @ past
-    return result
-
-
-def attend(query, key, value):
-    """softmax(Q Kᵀ / sqrt(D)) V of [H, T, D], and the maps."""
-    scores = query @ key.mT / WIDTH**0.5
-    maps = scores.masked_fill(~torch.ones(TIME, TIME).tril().bool(), -torch.inf).softmax(-1)
-    return maps @ value, maps
-
-
-@torch.no_grad()
-@each_variant("none", "maps")
-def test_the_definition_of_the_attention(variant):
-    """Q = F_q * (X W_q) + b_q and so on, for one layer."""
-    model = cat_model(**variant, conv_window=WINDOW, position_embedding="none")
-    attention = model.gpt_neox.layers[0].attention
-    x = torch.randn(1, TIME, 32)
-    plain, bias = plain_streams(attention, x[0])
-    streams = []
-    for index, stream in enumerate("qkv"):
-        filters = getattr(attention.convolution, f"{stream}_filter")
-        convolved = sum_over_lags(variant["conv_type"], filters, plain[stream])
-        convolved = convolved + bias[:, index, None]
-        streams.append(F.silu(convolved) if "conv_activation" in variant else convolved)
-    heads, _ = attend(*streams)
-    expected = attention.dense(heads.transpose(0, 1).reshape(1, TIME, 32))
-    actual, _ = attention(x, attention_mask=None)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("streams", ["v", "qkv"])
-def test_the_definition_of_mixing_maps(streams):
-    """A'_i[t, m] = sum_h sum_j F[j, i, h] A_h[t, m + j], and queries and keys as embeddings."""
-    fields = {**VARIANTS["maps"], "conv_streams": streams, "position_embedding": "none"}
-    attention = cat_model(**fields, conv_window=WINDOW).gpt_neox.layers[0].attention
-    x = torch.randn(1, TIME, 32)
-    plain, bias = plain_streams(attention, x[0])
-    for stream in streams.replace("v", ""):
-        filters = getattr(attention.convolution, f"{stream}_filter")
-        plain[stream] = sum_over_lags("multihead", filters, plain[stream])
-    query, key, value = (plain[s] + bias[:, index, None] for index, s in enumerate("qkv"))
-    _, maps = attend(query, key, value)
-    mixed = torch.zeros_like(maps)
-    for lag in range(WINDOW):
-        reached = maps[:, :, lag:]  # A_h[t, m + j], for all m that have such a key
-        mixed[:, :, : TIME - lag] += torch.einsum(
-            "ih,htm->itm", attention.convolution.v_filter[lag], reached
-        )
-    assert not mixed.triu(1).any()
-    expected = attention.dense((mixed @ value).transpose(0, 1).reshape(1, TIME, 32))
-    actual, _ = attention(x, attention_mask=None)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_mixed_maps_of_one_head_are_its_convolved_values():
-    """Up to the bias: it is convolved too, by all taps, or at the start by those that reach."""
-    fields = {"num_attention_heads": 1, "conv_streams": "v", "conv_window": WINDOW}
-    maps = cat_model(**fields, **VARIANTS["maps"])
-    embeddings = cat_model(**fields, **VARIANTS["multihead"])
-    embeddings.load_state_dict(maps.state_dict())
-    ids = random_ids(2, 30)
-    assert not torch.allclose(maps(ids).logits, embeddings(ids).logits, atol=1e-3)
-    for model in (maps, embeddings):
-        for layer in model.gpt_neox.layers:
-            layer.attention.convolution.bias[64:] = 0  # the values'
-    torch.testing.assert_close(maps(ids).logits, embeddings(ids).logits, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_mixed_maps_of_several_heads_are_something_else():
-    ids, fields = random_ids(1, 20), {"conv_streams": "v", "attention_bias": False}
-    maps = cat_model(**fields, **VARIANTS["maps"])
-    embeddings = cat_model(**fields, **VARIANTS["multihead"])
-    embeddings.load_state_dict(maps.state_dict())
-    assert not torch.allclose(maps(ids).logits, embeddings(ids).logits, atol=1e-2)
 
 
 class Operators(TorchDispatchMode):
@@ -148,22 +49,6 @@ def test_streams_are_taken_apart_without_filling_gradients(variant, monkeypatch)
     assert (own, indexed) == (0, 6), "of the projection and of its bias"
     for value, other in zip(values, expected, strict=True):
         assert torch.equal(value, other)
-
-
-@each_variant("none")
-def test_gradients_of_filters_in_fp64(variant):
-    """Of the filters of all streams, against finite differences."""
-    model = cat_model(**variant, conv_window=3, num_hidden_layers=1).double()
-    convolution = model.gpt_neox.layers[0].attention.convolution
-    ids = random_ids(1, 6)
-    filters = [filters.detach().requires_grad_() for filters in convolution.filters().values()]
-    names = [f"gpt_neox.layers.0.attention.convolution.{s}_filter" for s in "qkv"]
-
-    def loss(*filters):
-        given = dict(zip(names, filters, strict=True))
-        return torch.func.functional_call(model, given, (ids,), {"labels": ids}).loss
-
-    assert torch.autograd.gradcheck(loss, filters, fast_mode=True)
 
 
 @pytest.mark.skipif(
@@ -215,7 +100,7 @@ def test_the_backend_is_the_one_asked_for(variant, streams):
     model.set_conv_backend("triton")  # which does not serve tensors on a CPU
     with pytest.raises(ValueError, match="triton"):
         model(ids)
-    with pytest.raises(ValueError, match="must be one of auto, reference, cpu, triton"):
+    with pytest.raises(ValueError, match="choose auto or one of reference, cpu, triton"):
         model.set_conv_backend("cuda")
 
 
@@ -235,20 +120,3 @@ def test_the_backend_is_described():
     assert "multihead" not in describe(**VARIANTS["maps"], conv_streams="v")
     with pytest.raises(ValueError, match="triton"):
         describe("triton")
-
-
-@torch.no_grad()
-def test_autocast():
-    """Filters and biases in fp32 do not turn bf16 activations into fp32."""
-    ids = random_ids(2, 30)
-    for variant in VARIANTS.values():
-        model = cat_model(**variant)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(ids).logits
-        expected = model(ids).logits
-        assert logits.dtype == torch.bfloat16
-        assert (logits - expected).abs().max() < 0.05 * expected.abs().max(), variant
-
-
-def test_sizes_of_these_tests():
-    assert SIZES["num_attention_heads"] == HEADS and SIZES["hidden_size"] == HEADS * WIDTH

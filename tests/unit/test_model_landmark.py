@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from cat_lm import architectures
 from cat_lm.model import attention
@@ -11,7 +11,7 @@ from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.cache import CatCache
 from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.landmark import decode, dispatch, select
-from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, each_model, random_ids
+from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, random_ids
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 OPTIONS = {"block": 4, "top_k": 2, "local": 2}
@@ -51,90 +51,6 @@ def chunks(model, ids, lengths, cache=None, mask=None):
     return torch.cat(outputs, dim=1), cache
 
 
-@each_model("maps")
-@pytest.mark.parametrize("position", ["rope", "none"])
-def test_all_blocks_are_the_softmax_model_with_its_gradients(variant, position):
-    fields = variant | {"position_embedding": position}
-    dense = cat_model(**fields)
-    sparse = cat_model(
-        **fields, attention="landmark", attention_options={"block": 4, "top_k": 9, "local": 1}
-    )
-    sparse.load_state_dict(dense.state_dict())
-    ids = random_ids(2, 23)
-    for model in (dense, sparse):
-        model(ids, labels=ids).loss.backward()
-    with torch.no_grad():
-        torch.testing.assert_close(sparse(ids).logits, dense(ids).logits, rtol=1e-5, atol=1e-5)
-    for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@torch.no_grad()
-@each_family
-@each_kind
-def test_packed_padded_and_cached_rows_equal_rows_alone(kind, family):
-    model = landmark_model(family, **KINDS[kind])
-    dense = landmark_model(family, **KINDS[kind] | {"top_k": 99})
-    lengths = (21, 1, 4, 33)
-    alone = [random_ids(1, length, seed=length) for length in lengths]
-    expected = [model(ids, use_cache=False).logits for ids in alone]
-    assert not expected[3].allclose(dense(alone[3]).logits, **CLOSE)  # blocks are left out
-    ids = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None]
-    packed = model(torch.cat(alone, dim=1), document_ids=ids).logits
-    torch.testing.assert_close(packed, torch.cat(expected, dim=1), **CLOSE)
-    for left in (True, False):
-        rows, mask = torch.zeros(4, 33, dtype=torch.long), torch.zeros(4, 33, dtype=torch.long)
-        for row, length in enumerate(lengths):
-            span = slice(33 - length, 33) if left else slice(0, length)
-            rows[row, span], mask[row, span] = alone[row], 1
-        for use_cache in (False, True):
-            logits = model(rows, attention_mask=mask, use_cache=use_cache).logits
-            assert logits.isfinite().all()
-            for row, wanted in enumerate(expected):
-                torch.testing.assert_close(logits[row][mask[row].bool()], wanted[0], **CLOSE)
-
-
-@torch.no_grad()
-@each_family
-@each_kind
-def test_parts_equal_the_whole_in_every_cache(kind, family):
-    model, ids = landmark_model(family, **KINDS[kind]), random_ids(2, 70)
-    whole = model(ids, use_cache=False).logits
-    static = StaticCache(config=model.config, max_cache_len=80)
-    for lengths, cache in (
-        ([33, *[1] * 18, 19], None),
-        ([2, 17, 18, 5, 28], DynamicCache()),
-        ([10, 19, *[1] * 9, 32], static),
-    ):
-        found, _ = chunks(model, ids, lengths, cache)
-        torch.testing.assert_close(found, whole, **CLOSE)
-    eager = landmark_model(family, attn_implementation="eager", **KINDS[kind])
-    torch.testing.assert_close(chunks(eager, ids, [33, 30, 7])[0], whole, **CLOSE)
-    maps = eager(ids, use_cache=False, output_attentions=True).attentions[0]
-    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(2, 4, 70))
-    assert ((maps > 0).sum(dim=-1) <= 3 * 4 + 2 * 4).all()
-
-
-@torch.no_grad()
-@each_family
-@pytest.mark.parametrize("static", [False, True])
-def test_left_padded_prompts_go_on_as_if_alone(static, family):
-    """In parts, the first of which is all padding in a row."""
-    model = landmark_model(family, filter="exponential")
-    alone = [random_ids(1, length, seed=length) for length in (40, 29, 34)]
-    rows, mask = torch.zeros(3, 40, dtype=torch.long), torch.zeros(3, 40, dtype=torch.long)
-    for row, ids in enumerate(alone):
-        rows[row, 40 - ids.shape[1] :], mask[row, 40 - ids.shape[1] :] = ids, 1
-    cache = StaticCache(config=model.config, max_cache_len=64) if static else None
-    found, cache = chunks(model, rows, [8, 22, *[1] * 10], cache, mask)
-    for row, ids in enumerate(alone):
-        expected = model(ids, use_cache=False).logits
-        torch.testing.assert_close(found[row][mask[row].bool()], expected[0], **CLOSE)
-    cache.reset()
-    found, _ = chunks(model, rows[:, -20:], [9, 11], cache)
-    torch.testing.assert_close(found, model(rows[:, -20:], use_cache=False).logits, **CLOSE)
-
-
 @torch.no_grad()
 @each_kind
 @pytest.mark.parametrize("paddings", [(9,), (6, 11)])
@@ -151,56 +67,6 @@ def test_prompts_of_which_none_fills_its_row(by, paddings, kind):
         for row, padding in enumerate(paddings):
             expected = model(rows[row : row + 1, padding:], use_cache=False).logits[0]
             torch.testing.assert_close(found[row, padding:], expected, **CLOSE)
-
-
-@torch.no_grad()
-@each_family
-def test_rows_are_reordered_chosen_repeated_and_taken_back(family):
-    model, ids = landmark_model(family, filter="exponential"), random_ids(3, 41)
-    ids[0, :5] = 0
-    mask = (ids != 0).long()
-    _, cache = chunks(model, ids[:, :26], [26], mask=mask)
-    cache.activate_past_recording()
-    order = torch.tensor([2, 0, 0, 1])
-    cache.reorder_cache(order[:3])
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([0, 2]))
-    rows = torch.tensor([2, 0])
-    # Drafts that fill blocks, and are taken back.
-    for drafted, kept in ((9, 0), (6, 4), (3, 1)):
-        past = cache.get_seq_length()
-        draft = random_ids(2, drafted, seed=drafted)
-        draft[:, :kept] = ids[rows, past : past + kept]
-        given = torch.cat([mask[rows, :past], torch.ones(2, drafted, dtype=torch.long)], dim=1)
-        model(draft, attention_mask=given, past_key_values=cache)
-        cache.crop(kept - drafted)
-    past = cache.get_seq_length()
-    assert past == 31
-    output = model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits
-    expected = model(ids[rows], attention_mask=mask[rows], use_cache=False).logits
-    torch.testing.assert_close(output, expected[:, past:], **CLOSE)
-
-
-GENERATION = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "lookup": {"prompt_lookup_num_tokens": 3},
-    "static": {"cache_implementation": "static"},
-}
-
-
-@each_family
-@pytest.mark.parametrize("how", GENERATION)
-def test_generation_equals_full_passes(how, family):
-    model, how = landmark_model(family), GENERATION[how]
-    ids = random_ids(2, 19)[: 1 if "prompt_lookup_num_tokens" in how else 2]
-    mask = torch.ones_like(ids)
-    if len(ids) > 1:
-        ids[0, :6] = mask[0, :6] = 0
-    options = {"max_new_tokens": 14, "do_sample": False, "attention_mask": mask}
-    beams = {"num_beams": how.get("num_beams", 1)}
-    expected = model.generate(ids, use_cache=False, **options, **beams)
-    assert torch.equal(model.generate(ids, **options, **how), expected)
 
 
 @each_family
@@ -317,19 +183,6 @@ def test_the_parameters_are_counted_and_start_as_they_should(family):
         assert fresh[name].shape == ((heads, 4) if name.endswith("filter") else (4,))
         start = 0.25 if name.endswith("filter") else 0.5 * torch.tensor(8.0).log()
         assert (fresh[name] == start).all()
-
-
-def test_checkpointing_changes_no_gradient():
-    ids, found = random_ids(2, 30), []
-    for checkpoints in (False, True):
-        model = landmark_model().train()
-        if checkpoints:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model(
-            ids, labels=ids, document_ids=torch.arange(30)[None].expand(2, -1) // 13
-        ).loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 WRONG = {

@@ -1,19 +1,14 @@
 """Kernels of scores: rank R against the score map convolved by loops, and multi-token attention."""
 
-import math
-
 import pytest
 import torch
 
-from cat_lm import architectures, mixers
+from cat_lm import architectures
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.stream_convolution import RANK_START
-from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.ops.convolution.multi_token import identity_start, multi_token_attention
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
-from tests.unit.exactness import check_decoding, check_sequences
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
 
 LLAMA = {"family": "llama", "num_key_value_heads": 2, "attention_bias": True}
@@ -46,108 +41,6 @@ def first_attention(model):
     return getattr(layer, "self_attn", None) or layer.attention
 
 
-def streams_of(model, ids):
-    """What the first layer's attention is given: q, k [B, H, T, R D], v, and its maps."""
-    found = []
-    attention = first_attention(model)
-    hook = attention.core.register_forward_hook(lambda _, given, out: found.append((given, out)))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    (query, key, value, _, call), (_, maps) = found[0]
-    return query, key, value, call.scaling, maps
-
-
-def convolved(scores, kernel, reads):
-    """Z[i,j] = sum_ab kernel[a,b] S[i−a, j−b] of scores [T, T], by loops over those in `reads`."""
-    time = scores.shape[0]
-    total = torch.zeros_like(scores)
-    for i in range(time):
-        for j in range(time):
-            for a, b in reads:
-                if i - a >= 0 and 0 <= j - b < time:
-                    total[i, j] += kernel[a, b] * scores[i - a, j - b]
-    return total
-
-
-@pytest.mark.parametrize("family", [{}, {"family": "llama"}])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_rank_r_is_the_score_map_convolved(family, implementation):
-    """In double precision: the scores of R·D channels, and attention with the convolved map."""
-    window = 4
-    fields = family | RANK | {"conv_window": window, "position_embedding": "none"}
-    model = cat_model(**fields, attn_implementation=implementation).double()
-    attention, ids = first_attention(model), random_ids(1, 11)
-    filters = attention.convolution
-    with torch.no_grad():
-        for bias in filters.biases():
-            bias.zero_()  # the map below is that of projections alone
-    query, key, value, scaling, _ = streams_of(model, ids)
-    assert query.shape[3] == 3 * value.shape[3] == 24 and scaling == 8**-0.5
-    norm = model.base_model.layers[0].input_layernorm
-    x = norm(model.get_input_embeddings()(ids))
-    if family:
-        projected = [getattr(attention, f"{s}_proj")(x).view(11, 4, 8) for s in "qk"]
-    else:
-        packed = attention.query_key_value(x).view(11, 4, 3, 8)
-        projected = [packed[:, :, 0], packed[:, :, 1]]
-    reads = [(a, b) for a in range(window) for b in range(window)]
-    for head in range(4):
-        q, k = (x[:, head] for x in projected)
-        kernel = torch.outer(filters.q_filter[head], filters.k_filter[head])
-        for rank in range(2):
-            kernel += torch.outer(
-                filters.q_rank_filter[rank, head], filters.k_rank_filter[rank, head]
-            )
-        assert torch.linalg.matrix_rank(kernel) == 3
-        expected = convolved((q @ k.T).detach() / math.sqrt(8), kernel, reads)
-        found = query[0, head] @ key[0, head].T * scaling
-        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
-        maps = expected.masked_fill(torch.ones(11, 11).triu(1).bool(), -torch.inf).softmax(-1)
-        if implementation == "sdpa":  # eager's softmax is transformers' own, in fp32
-            _check_output(attention, model, ids, head, maps @ value[0, head])
-
-
-def _check_output(attention, model, ids, head, expected):
-    outputs = []
-    output = getattr(attention, "o_proj", None) or attention.dense
-    hook = output.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    hook.remove()
-    found = outputs[0].view(11, 4, 8)[:, head]
-    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("fields", RANKS.values(), ids=RANKS)
-def test_sequences_of_rank_r_are_exact(fields, implementation):
-    check_sequences(fields, implementation)
-    if implementation == "sdpa":
-        check_decoding(fields)
-
-
-def test_ranks_turn_alike():
-    """With rotary positions every rank is an attention of its own, whose scores are summed."""
-    fields = RANK | {"conv_rank": 2, "attn_implementation": "eager"}
-    model, ids = cat_model(**fields), random_ids(1, 9)
-    query, key, _, scaling, _ = streams_of(model, ids)
-    total = 0
-    for rank in range(2):
-        single = cat_model(**fields | {"conv_rank": 1})
-        single.load_state_dict(model.state_dict(), strict=False)
-        own, convolution = first_attention(single).convolution, first_attention(model).convolution
-        if rank:
-            with torch.no_grad():
-                for stream in "qk":
-                    taps = getattr(convolution, f"{stream}_rank_filter")[0]
-                    getattr(own, f"{stream}_filter").copy_(taps)
-                own.bias.zero_()
-        q, k, *_ = streams_of(single, ids)
-        total = total + q @ k.mT * scaling
-    torch.testing.assert_close(query @ key.mT * scaling, total, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_it_starts_as_rank_one(family, tmp_path):
     stock_model(family=family).save_pretrained(tmp_path / "plain")
@@ -172,34 +65,18 @@ def test_it_starts_as_rank_one(family, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [*RANKS.values(), *MULTI.values()], ids=[*RANKS, *MULTI])
-def test_counts_are_those_of_the_model(fields):
-    model = cat_model(**fields)
-    family = architectures.of_config(model.config)
-    section = family.section(model.config)
-    assert family.num_parameters(section, 97) == sum(p.numel() for p in model.parameters())
-    own = [
-        p for name, p in model.named_parameters() if "_filter" in name or "norm.q" in name
-        or "norm.k" in name or ".core." in name
-    ]  # fmt: skip
-    assert family.elementwise_parameters(section) == sum(p.numel() for p in own)
-    assert {id(p) for p in own} <= {id(p) for p in parameters_by_decay(model)[1]}
-    with torch.no_grad():
-        cache = model(random_ids(1, 30), use_cache=True).past_key_values
-    held = sum(
-        4 * tensor.numel()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values, *layer.inputs.values())
-    )
-    assert family.state_bytes(section, 30, 4) == held
-    if section.conv_rank > 1:
-        single = section.model_copy(update={"conv_rank": 1})
-        extra = family.mixing_flops(section, 64) - family.mixing_flops(single, 64)
-        taps = family.elementwise_parameters(section) - family.elementwise_parameters(single)
-        # Two more ranks of scores over 64 keys, and of filters on the channels of a head.
-        assert extra == 2 * (6 * 64 * 32 * 2) + 6 * taps * 8
-        assert "rank 3" in family.words(section)
-    else:
+def test_flops_and_words_count_the_ranks(fields):
+    family = architectures.get(fields.get("family", "gpt_neox"))
+    section = family.section(cat_model(**fields).config)
+    if section.conv_rank == 1:
         assert "multi-token attention" in family.words(section)
+        return
+    single = section.model_copy(update={"conv_rank": 1})
+    extra = family.mixing_flops(section, 64) - family.mixing_flops(single, 64)
+    taps = family.elementwise_parameters(section) - family.elementwise_parameters(single)
+    # Two more ranks of scores over 64 keys, and of filters on the channels of a head.
+    assert extra == 2 * (6 * 64 * 32 * 2) + 6 * taps * 8
+    assert "rank 3" in family.words(section)
 
 
 @pytest.mark.parametrize(
@@ -240,107 +117,6 @@ def test_flash_attention_takes_heads_of_256_channels():
 
 
 class TestMultiToken:
-    def by_loops(self, q, k, v, kernel, before, after):
-        """The equations for one row [H, T, D], with nothing but loops over scores."""
-        heads, time, width = q.shape
-        _, rows, columns = kernel.shape
-        half = columns // 2
-        causal = torch.ones(time, time).tril().bool()
-        scores = (q @ k.mT / math.sqrt(width)).masked_fill(~causal, 0.0)
-        reads = [(a, b) for a in range(rows) for b in range(columns)]
-        # kernel[a, half + b] meets j + b, so that the loops' j − c have c = −b.
-        found = torch.stack(
-            [
-                convolved(
-                    scores[h], {(a, half - c): kernel[h, a, c] for a, c in reads},
-                    [(a, half - c) for a, c in reads],
-                )
-                for h in range(heads)
-            ]
-        )  # fmt: skip
-        if before is not None:
-            found = (before @ found.flatten(1)).view_as(found)
-        maps = found.masked_fill(~causal, -torch.inf).softmax(-1)
-        if after is not None:
-            maps = (after @ maps.flatten(1)).view_as(maps)
-        return maps @ v
-
-    @pytest.mark.parametrize("time", [1, 2, 9])
-    @pytest.mark.parametrize("mixing", ["none", "both"])
-    def test_it_is_its_definition(self, time, mixing):
-        generator = torch.Generator().manual_seed(time)
-
-        def random(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-        q, k, v = (random(3, time, 4) for _ in range(3))
-        start = identity_start(3, 4, 5, mixing)
-        parts = {name: random(*values.shape) for name, values in start.items()}
-        weights = [parts.get(name) for name in ("before", "after")]
-        found, _ = multi_token_attention(
-            q[None], k[None], v[None], parts["kernel"], *weights,
-            visible=torch.ones(1, 1, time, time).tril().bool(),
-            positions=torch.arange(time)[None], scaling=0.5,
-        )  # fmt: skip
-        expected = self.by_loops(q, k, v, parts["kernel"], *weights)
-        torch.testing.assert_close(found[0].transpose(0, 1), expected, rtol=0, atol=1e-10)
-
-    @pytest.mark.parametrize("lengths", [(35,), (2, 33), (1, 3, 20)])
-    def test_gradients_are_those_of_its_definition(self, lengths):
-        """Packed documents, in more columns than are summed as one, like each alone."""
-        generator = torch.Generator().manual_seed(len(lengths))
-
-        def random(*shape):
-            found = torch.randn(*shape, generator=generator, dtype=torch.float64)
-            return found.requires_grad_()
-
-        time = sum(lengths)
-        q, k, v = (random(2, time, 4) for _ in range(3))
-        kernel, before, after = random(2, 3, 5), random(2, 2), random(2, 2)
-        row = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths)])
-        found, _ = multi_token_attention(
-            q[None], k[None], v[None], kernel, before, after,
-            visible=(row[:, None] == row).tril()[None, None],
-            positions=torch.cat([torch.arange(n) for n in lengths])[None], scaling=0.5,
-        )  # fmt: skip
-        alone = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
-        expected = torch.cat([self.by_loops(*x, kernel, before, after) for x in alone], dim=1)
-        weights, inputs = random(2, time, 4).detach(), (q, k, v, kernel, before, after)
-        found = torch.autograd.grad((found[0].transpose(0, 1) * weights).sum(), inputs)
-        expected = torch.autograd.grad((expected * weights).sum(), inputs)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-    def test_it_starts_as_softmax_attention(self):
-        plain = cat_model(conv_type="none", attn_implementation="eager")
-        model = cat_model(**MULTI["plain"])
-        model.load_state_dict(plain.state_dict(), strict=False)
-        ids = random_ids(2, 30)
-        torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
-
-    @pytest.mark.parametrize("fields", MULTI.values(), ids=MULTI)
-    def test_sequences_and_decoding_are_exact(self, fields, monkeypatch):
-        for module in ("exactness", "test_model_edges", "test_model_decode"):
-            monkeypatch.setattr(f"tests.unit.{module}.cat_model", multi_token)
-        fields = {key: value for key, value in fields.items() if key != "attn_implementation"}
-        check_sequences(fields, "eager")
-        check_decoding(fields)
-
-    @torch.no_grad()
-    def test_documents_whose_positions_go_on_are_apart(self):
-        model, ids = multi_token(**MULTI["plain"]), random_ids(1, 30)
-        other = ids.clone()
-        other[:, :17] = 5
-        documents, positions = torch.arange(30)[None] // 17, torch.arange(30)[None]
-        given = {"document_ids": documents, "position_ids": positions}
-        one, two = (model(x, **given).logits[:, 17:] for x in (ids, other))
-        assert torch.equal(one, two)
-
-    def test_a_static_cache_generates_where_nothing_is_padding(self):
-        """transformers then leaves the attention mask out, and the prepared one hides it."""
-        model, how = multi_token(**MULTI["plain"]), {"max_new_tokens": 4, "do_sample": False}
-        found = model.generate(random_ids(2, 9), cache_implementation="static", **how)
-        assert torch.equal(found, model.generate(random_ids(2, 9), **how))
-
     def test_what_is_loaded_is_computed_by_what_can(self, tmp_path):
         model = multi_token(**MULTI["plain"])
         model.save_pretrained(tmp_path)
@@ -365,28 +141,3 @@ class TestMultiToken:
         mixer = make_mixer("multi-token").build(Setting(4))
         with pytest.raises(UserError, match="mixer multi-token: reads rows of at most 512"):
             mixer(torch.zeros(1, 513, 4))
-
-    def test_the_mixer_is_the_pattern(self):
-        """With the weights of Llama's attention, one layer of it."""
-        model = multi_token(
-            family="llama", attention_bias=True, position_embedding="none", **MULTI["plain"]
-        )
-        attention = first_attention(model)
-        options = ",".join(f"{key}={value}" for key, value in BOTH.items())
-        mixer = make_mixer(f"multi-token:heads=4,dropout=0,{options}").build(Setting(32))
-        with torch.no_grad():
-            for name in ("kernel", "before", "after"):
-                getattr(mixer, name).copy_(getattr(attention.core, name))
-            for name in ("weight", "bias"):
-                parts = [getattr(getattr(attention, f"{s}_proj"), name) for s in "qkv"]
-                getattr(mixer.projection, name).copy_(torch.cat(parts))
-                getattr(mixer.out_proj, name).copy_(getattr(attention.o_proj, name))
-        seen = {}
-        attention.register_forward_hook(
-            lambda _, given, kwargs, out: seen.update(x=kwargs["hidden_states"], y=out[0]),
-            with_kwargs=True,
-        )
-        with torch.no_grad():
-            model(random_ids(2, 17), use_cache=False)
-            torch.testing.assert_close(mixer(seen["x"]), seen["y"], rtol=1e-5, atol=1e-5)
-        assert "multi-token" in mixers.names()

@@ -42,7 +42,7 @@ class SelectiveStateSpace(nn.Module):
         self.x_proj = nn.Linear(inner, self.rank + 2 * options.state, bias=False)
         self.dt_proj = nn.Linear(self.rank, inner)
         rates = torch.arange(1, options.state + 1, dtype=torch.float32)
-        self.A_log = nn.Parameter(rates.log().repeat(inner, 1))
+        self.A_log = nn.Parameter(rates.log().to(self.in_proj.weight.dtype).repeat(inner, 1))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, width, bias=False)
         nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)

@@ -39,7 +39,8 @@ def initial_parameters(
     """
     values = {}
     if filter_name == "learned":
-        values["filter"] = block_weights("box", block).float().expand(key_heads, -1).clone()
+        weights = block_weights("box", block).to(torch.get_default_dtype())
+        values["filter"] = weights.expand(key_heads, -1).clone()
     if sharp:
         values["sharpness"] = torch.full((heads,), 0.5 * math.log(width))
     return values

@@ -1,0 +1,192 @@
+"""Every mixer of one row x [T, C] by loops over tokens, from its paper's recurrence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.reference import attention as parts
+from tests.reference.transformer import Weights, linear
+
+Options = dict[str, Any]
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def decayed_recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """Return o_t = S_tᵀ q_t / sqrt(K), S_t = diag(α_t) S_{t−1} + k_t v_tᵀ, of [T, H, ·] (GLA)."""
+    rows = []
+    state = torch.zeros(q.shape[1], k.shape[2], v.shape[2], dtype=q.dtype)
+    for t in range(len(q)):
+        state = decay[t][..., None] * state + k[t][..., None] * v[t][:, None]
+        rows.append((state * q[t][..., None]).sum(1) / math.sqrt(q.shape[2]))
+    return torch.stack(rows)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor) -> Tensor:
+    """Return S_t q_t / sqrt(K), S ← α S, S ← S + β (v − S k) kᵀ (Yang et al., 2024; 2025)."""
+    rows = []
+    state = torch.zeros(q.shape[1], v.shape[2], k.shape[2], dtype=q.dtype)
+    for t in range(len(q)):
+        state = decay[t][:, None, None] * state
+        wrong = v[t] - (state * k[t][:, None]).sum(-1)
+        state = state + rate[t][:, None, None] * wrong[..., None] * k[t][:, None]
+        rows.append((state * q[t][:, None]).sum(-1) / math.sqrt(q.shape[2]))
+    return torch.stack(rows)
+
+
+def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return C_t h_t, h_t = e^{Δ_t A} h_{t−1} + Δ_t B_t u_t, of u, Δ [T, I], A [I, N] (Mamba)."""
+    rows, state = [], torch.zeros_like(a)
+    for t in range(len(u)):
+        state = (delta[t][:, None] * a).exp() * state + (delta[t] * u[t])[:, None] * b[t]
+        rows.append(state @ c[t])
+    return torch.stack(rows)
+
+
+def weighted(scores: Tensor, value: Tensor) -> Tensor:
+    """Return Σ_s w_ts v_s / Σ_s w_ts over s ≤ t, of w [H, T, T] and v [T, H, D]."""
+    scores = scores.tril()
+    return torch.einsum("hts,shd->thd", scores / scores.sum(-1, keepdim=True), value)
+
+
+def streams(x: Tensor, weights: Weights, options: Options) -> list[Tensor]:
+    """Return q, k and v [T, H, D], filtered after the projection or before it."""
+    width, heads = x.shape[1], options["heads"]
+    own = weights.get("streams.projection.weight", weights.get("projection.weight"))
+    bias = weights.get("streams.projection.bias", weights.get("projection.bias"))
+    bias = own.new_zeros(len(own)) if bias is None else bias
+    found = []
+    for index, name in enumerate("qkv"):
+        place = min(index, len(own) // width - 1)  # keys and values may be one projection
+        span = slice(place * width, (place + 1) * width)
+        taps = taps_of(name, weights, options, len(x))
+        kind, read = options.get("conv_type", "head"), x
+        if options.get("conv_mixing") == "maps" and name == "v":
+            taps = None
+        if taps is not None and options["place"] == "before":
+            read = parts.convolve(kind, x[:, None], taps)[:, 0]
+        y = (read @ own[span].T + bias[span]).view(len(x), heads, -1)
+        if taps is not None and options["place"] == "after":
+            y = parts.convolve(kind, y, taps)
+        found.append(y * y.sigmoid() if options.get("activation") == "silu" else y)
+    return found
+
+
+def taps_of(name: str, weights: Weights, options: Options, time: int) -> Tensor | None:
+    """Return a stream's filters, as taps where they are as long as the row."""
+    own = weights.get(f"streams.filters.{name}")
+    if own is None or options["filter"] == "taps":
+        return own
+    return parts.long_taps(options["filter"], own, options["filter_state"], time)
+
+
+def attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Softmax attention over (filtered) streams: CAT, Landmark CAT and multi-token attention."""
+    q, k, v = streams(x, weights, options)
+    if options.get("position") == "rope":
+        q, k = parts.rotate(q, 1.0, ROPE), parts.rotate(k, 1.0, ROPE)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
+    visible = torch.ones(scores.shape, dtype=torch.bool).tril()
+    if "block" in options:
+        how = options | {"filter": options["landmark_filter"], "filter_state": 0}
+        visible &= parts.landmark_visible(q, k, how, weights)
+    if "kernel" in weights:
+        kernels = zip(scores.tril(), weights["kernel"], strict=True)
+        scores = torch.stack([parts.convolve_scores(s, kernel) for s, kernel in kernels])
+        if "before" in weights:
+            scores = torch.einsum("gh,hij->gij", weights["before"], scores)
+    maps = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    if "after" in weights:
+        maps = torch.einsum("gh,hij->gij", weights["after"], maps)
+    if options.get("conv_mixing") == "maps":
+        maps = parts.mix_maps(maps, weights["streams.filters.v"])
+    return linear(torch.einsum("hij,jhd->ihd", maps, v).flatten(1), weights, "out_proj")
+
+
+def linear_attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """φ = elu + 1 (Katharopoulos et al., 2020), over filtered streams in LinCAT."""
+    q, k, v = streams(x, weights, {"filter": "taps", "place": "after"} | options)
+    scores = torch.einsum("ihd,jhd->hij", F.elu(q) + 1, F.elu(k) + 1)
+    return linear(weighted(scores, v).flatten(1), weights, "out_proj")
+
+
+def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """A gated convolution, or attention with 1 + s + s²/2, s = q·k / sqrt(f) (Arora, 2024)."""
+    if "filters" in weights:
+        moved = parts.convolve("depthwise", x[:, None], weights["filters"])[:, 0] + weights["bias"]
+        return moved * linear(x, weights, "projection") + x
+    q, k = linear(x, weights, "qk_proj").chunk(2, dim=-1)
+    scores = (q @ k.T / math.sqrt(options["features"]))[None]
+    y = weighted(1 + scores + scores**2 / 2, linear(x, weights, "v_proj")[:, None])
+    return linear(y[:, 0], weights, "o_proj")
+
+
+def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Gated linear attention, with the output gate of its paper."""
+    gates = linear(linear(x, weights, "decay_proj.0"), weights, "decay_proj.1").sigmoid() ** (
+        1 / 16
+    )
+    heads = (
+        linear(x, weights, "q_proj"),
+        linear(x, weights, "k_proj"),
+        linear(x, weights, "v_proj"),
+    )
+    q, k, v, gates = (y.view(len(x), options["heads"], -1) for y in (*heads, gates))
+    y = normed(decayed_recurrence(q, k, v, gates), weights).flatten(1)
+    gate = linear(x, weights, "g_proj")
+    return linear(y * gate * gate.sigmoid(), weights, "o_proj")
+
+
+def normed(y: Tensor, weights: Weights) -> Tensor:
+    return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["norm.weight"]
+
+
+def deltanet(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """(Gated) DeltaNet with unit queries and keys."""
+    made, heads = {}, options["heads"]
+    for name in "qkv":
+        projected = name if f"projections.{name}.weight" in weights else "k"
+        y = linear(x, weights, f"projections.{projected}")
+        if (taps := weights.get(f"filters.{name}")) is not None:
+            kind = options["conv_type"]
+            wide = y.view(len(x), 1 if kind == "depthwise" else heads, -1)
+            y = parts.convolve(kind, wide, taps).flatten(1)
+        y = y * y.sigmoid() if options["activation"] == "silu" else y
+        made[name] = y.view(len(x), heads, -1)
+    q, k = (made[n] / made[n].norm(dim=-1, keepdim=True).clamp(min=1e-12) for n in "qk")
+    rate = linear(x, weights, "b_proj").sigmoid()
+    decay = torch.ones_like(rate)
+    if "A_log" in weights:
+        steps = torch.log1p((linear(x, weights, "a_proj") + weights["dt_bias"]).exp())
+        decay = (-weights["A_log"].exp() * steps).exp()
+    y = delta_rule(q, k, made["v"], rate, decay)
+    return linear(normed(y, weights).flatten(1), weights, "o_proj")
+
+
+def mamba(x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Mamba's mixer (Gu and Dao, 2023)."""
+    u, gate = linear(x, weights, "in_proj").chunk(2, dim=-1)
+    u = parts.convolve("depthwise", u[:, None], weights["filters"])[:, 0] + weights["conv_bias"]
+    u, states = u * u.sigmoid(), options["state"]
+    low = linear(u, weights, "x_proj")
+    rank = low.shape[1] - 2 * states
+    low, b, c = low.split([rank, states, states], dim=-1)
+    delta = torch.log1p(linear(low, weights, "dt_proj").exp())
+    y = selective_scan(u, delta, -weights["A_log"].exp(), b, c) + weights["D"] * u
+    return linear(y * gate * gate.sigmoid(), weights, "out_proj")
+
+
+MIXERS = dict.fromkeys(("attention", "cat", "landmark", "multi-token"), attention)
+MIXERS |= dict.fromkeys(("linear-attention", "lincat"), linear_attention)
+MIXERS |= dict.fromkeys(("deltanet", "gated-deltanet"), deltanet)
+MIXERS |= {"based": based, "gla": gla, "mamba": mamba}
+MIXERS["none"] = lambda x, weights, options: x @ weights["weight"].T + weights["bias"]
+
+
+def mix(name: str, x: Tensor, weights: Weights, options: Options) -> Tensor:
+    """Return a mixer's output [T, C]."""
+    return MIXERS[name](x, weights, options)
