@@ -1,0 +1,10 @@
+"""What several of the contracts need."""
+
+import pytest
+
+from tests.unit.conftest import plain_flex_attention  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(plain_flex_attention):  # noqa: F811
+    """Leave flex attention uncompiled, which takes seconds a shape."""

@@ -1,0 +1,1 @@
+"""Naive double-precision references, one a mechanism, written from the papers' equations."""
