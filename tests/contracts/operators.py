@@ -14,18 +14,31 @@ from cat_lm import ops
 from cat_lm.model.loss import linear_cross_entropy
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.step import can_step, convolve_step
+from cat_lm.ops.long_filter import api as long_filter_api
+from cat_lm.ops.long_filter import filters as long_filters
+from cat_lm.ops.recurrence import CHUNK, EVERY
+from cat_lm.ops.recurrence import backends as recurrence_backends
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.recurrence.delta_rule import delta_rule
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 if INSTALLED:
     from cat_lm.ops.cross_entropy_triton import cross_entropy_
 
 __all__ = [
+    "CHUNK",
+    "EVERY",
     "INSTALLED",
     "INTERPRETED",
     "can_step",
     "convolve_step",
     "cross_entropy_",
+    "decaying_scan",
+    "delta_rule",
     "linear_cross_entropy",
+    "long_filter_api",
+    "long_filters",
+    "recurrence_backends",
 ]
 
 # Relative errors of whole tensors: sums in fp32 at least, and one rounding of a half-precision
@@ -56,9 +69,7 @@ def serving(choose: Callable[[str], object], names: Sequence[str]) -> list[str]:
 def convolution_backends(kind: str) -> list[str]:
     """Return the backends that serve a kind of convolution of fp32 tensors on a CPU."""
     sizes = {"window": 3, "heads": 2, "head_dim": 4, "device": "cpu", "dtype": torch.float32}
-    return serving(
-        lambda name: ops.choose_backend(kind, backend=name, **sizes), list(ops.BACKENDS)
-    )
+    return serving(lambda name: ops.choose_backend(kind, backend=name, **sizes), list(ops.BACKENDS))
 
 
 CONVOLUTIONS = [(kind, name) for kind in kinds.names() for name in convolution_backends(kind)]
@@ -68,7 +79,9 @@ def with_gradients(
     results: Sequence[Tensor], leaves: Sequence[Tensor], dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
     """Return results and the gradients of leaves by fixed weights, which `dtype` holds exactly."""
-    weights = [torch.linspace(-1, 2, y.numel()).to(dtype).to(y.dtype).view(y.shape) for y in results]
+    weights = [
+        torch.linspace(-1, 2, y.numel()).to(dtype).to(y.dtype).view(y.shape) for y in results
+    ]
     return [*results, *torch.autograd.grad(results, leaves, weights)]
 
 

@@ -247,9 +247,13 @@ def test_kind_describes_its_filters(kind):
     (reached,) = torch.autograd.grad(y[0, 6, 1, 2], filters)
     assert (reached != 0).sum() == row.fan_in(3, 5)
     assert (row.normalized(filters).abs() * (reached != 0)).sum().item() == pytest.approx(1)
-    heads = torch.autograd.functional.jacobian(
-        lambda x: ops.convolve(kind, x, filters.detach(), backend="reference")[0, 6, 1, 2], x
-    )[0].abs().sum((0, 2))
+    heads = (
+        torch.autograd.functional.jacobian(
+            lambda x: ops.convolve(kind, x, filters.detach(), backend="reference")[0, 6, 1, 2], x
+        )[0]
+        .abs()
+        .sum((0, 2))
+    )
     assert bool((heads[[0, 2]] != 0).any()) == row.mixes_heads == kinds.mixes_heads(kind)
 
 

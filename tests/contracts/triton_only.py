@@ -36,9 +36,7 @@ def test_decoding_step_by_triton_equals_reference(
     number = dict(zip("qkv", (heads[0], heads[1], heads[1]), strict=True))
     x = {s: torch.randn(2, rows + 1, number[s], width) for s in "qkv"}
     bias = {s: torch.randn(number[s], width) for s in "qkv"}
-    taps = {
-        s: torch.randn(kinds.get(kind).filter_shape(number[s], width, window)) for s in streams
-    }
+    taps = {s: torch.randn(kinds.get(kind).filter_shape(number[s], width, window)) for s in streams}
     rotary, kept = angles(1, rotated), min(rows + 1, window - 1)
     room = {s: torch.full_like(x[s][:, :kept], torch.nan) for s in streams}
     found = convolve_step(
