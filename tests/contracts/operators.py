@@ -16,12 +16,14 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import api as long_filter_api
 from cat_lm.ops.long_filter import filters as long_filters
+from cat_lm.ops.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.recurrence import CHUNK, EVERY
 from cat_lm.ops.recurrence import backends as recurrence_backends
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
+long_conv = long_filter_api.long_conv
 if INSTALLED:
     from cat_lm.ops.cross_entropy_triton import cross_entropy_
 
@@ -35,9 +37,12 @@ __all__ = [
     "cross_entropy_",
     "decaying_scan",
     "delta_rule",
+    "identity_start",
     "linear_cross_entropy",
+    "long_conv",
     "long_filter_api",
     "long_filters",
+    "multi_token_attention",
     "recurrence_backends",
 ]
 

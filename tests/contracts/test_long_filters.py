@@ -12,6 +12,7 @@ from tests.contracts.operators import (
     INSTALLED,
     assert_close,
     exact,
+    long_conv,
     long_filter_api,
     long_filters,
     serving,
@@ -20,7 +21,6 @@ from tests.contracts.operators import (
 from tests.reference.convolution import convolve
 from tests.reference.long_filter import long_taps
 
-long_conv = long_filter_api.long_conv
 STATES = {name: 6 for name in long_filters.names()}
 BACKENDS = serving(
     lambda name: long_filter_api.choose_backend("cpu", torch.float32, 6, name),
@@ -226,7 +226,8 @@ def test_vmap_equals_loop_forwards_and_backwards(stacked, packed):
 
     axes = tuple(0 if i in stacked else None for i in range(2))
     found = torch.func.vmap(outputs, axes)(*leaves)
-    alone = [outputs(*(s if a is None else s[i] for s, a in zip(leaves, axes))) for i in (0, 1)]
+    x, numbers = leaves
+    alone = [outputs(x[i] if 0 in stacked else x, numbers[i]) for i in (0, 1)]
     assert_close(
         with_gradients([found], leaves), with_gradients([torch.stack(alone)], leaves), 1e-9
     )

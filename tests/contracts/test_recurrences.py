@@ -157,8 +157,7 @@ def test_document_changes_no_bit_of_another(kind, backend):
 
 @few
 def test_total_decay_is_a_document(kind, backend):
-    if kind == "delta":
-        pytest.raises(ValueError, delta_rule, *draw(kind, 5), torch.zeros(1))
+    if kind == "delta":  # has no decay
         return
     found, at = [], 5
     for total in (False, True):
