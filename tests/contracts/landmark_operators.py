@@ -10,7 +10,7 @@ from cat_lm.ops.landmark.layout import cached_blocks, sequence_blocks
 from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
 from cat_lm.ops.landmark.reference import attend_by_masks
 from cat_lm.ops.landmark.segments import attend_segments, why_not
-from cat_lm.ops.landmark.select import Choice, choose_blocks
+from cat_lm.ops.landmark.select import Choice, choose_blocks, landmark_scores
 from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import block_mass
 
@@ -29,6 +29,7 @@ __all__ = [
     "choose_blocks",
     "decode",
     "landmark_keys",
+    "landmark_scores",
     "long_landmark_keys",
     "next_long_landmarks",
     "sequence_blocks",

@@ -32,8 +32,12 @@ OPTIONS = {
     "bias": [True, False],
     "layout": ["contiguous", "packed", "transposed", "expanded"],
 }
-HALO = (torch.bfloat16, (2, 66, 2, 20), 21, "ids", True, "contiguous")
-TABLE = [*pairwise(OPTIONS), dict(zip(OPTIONS, HALO, strict=True))]
+HALOS = [  # of a narrow halo, a wide one, and a window beyond the widest
+    (torch.bfloat16, (2, 66, 2, 20), 21, "ids", True, "contiguous"),
+    (torch.bfloat16, (1, 70, 1, 16), 100, "ids", True, "contiguous"),
+    (torch.bfloat16, (1, 70, 1, 16), 130, None, True, "contiguous"),
+]
+TABLE = [*pairwise(OPTIONS), *(dict(zip(OPTIONS, row, strict=True)) for row in HALOS)]
 NAMES = [" ".join(str(value) for value in row.values()) for row in TABLE]
 each = pytest.mark.parametrize(("kind", "backend"), CONVOLUTIONS)
 
@@ -231,6 +235,64 @@ def test_second_derivative_is_right_or_refused(kind, backend):
         sum(x.square().sum() for x in first).backward()
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.func.jvp(convolve, tuple(leaves), tuple(torch.ones_like(x) for x in leaves))
+
+
+@pytest.mark.parametrize("backend", convolution_backends("head"))
+def test_strange_value_stays_in_its_stacked_model(backend):
+    """A diverged model does not touch its neighbours."""
+    leaves = [torch.randn(3, *x.shape) for x in draw("head", (1, 9, 2, 4), 3, torch.float32)]
+    leaves[0][1] = torch.nan
+    leaves[1].requires_grad_()
+    y = torch.vmap(lambda *given: ops.convolve("head", *given, backend=backend))(*leaves)
+    (gradient,) = torch.autograd.grad(y.sum(), leaves[1])
+    for found in (y, gradient):
+        assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_half_precision_is_rounded_as_torch_rounds(backend, dtype):
+    """All 2¹⁶ numbers, and sums that lie between them."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    numbers, one = bits.view(dtype), torch.ones(1, 1, dtype=dtype)
+    same = ops.convolve("head", numbers.view(1, -1, 1, 64), one, backend=backend)
+    torch.testing.assert_close(same.flatten(), numbers, rtol=0, atol=0, equal_nan=True)
+    bias = torch.tensor([[2.0**-9, 3 * 2.0**-12, 1.0, 2.0**-25]], dtype=dtype)
+    finite = numbers[numbers.isfinite()]
+    x = finite[: finite.numel() // 4 * 4].view(1, -1, 1, 4)
+    y = ops.convolve("head", x, one, bias, backend=backend)
+    torch.testing.assert_close(y, (x.float() + bias.float()).to(dtype), rtol=0, atol=0)
+
+
+WRONG = {
+    r"filters must be \[3, W\]": {"filters": torch.zeros(2, 3)},
+    "W >= 1": {"filters": torch.zeros(3, 0)},
+    r"bias must be \[3, 4\]": {"bias": torch.zeros(3)},
+    r"\[2, 9\] integers, not \[2, 8\]": {"document_ids": torch.zeros(2, 8).long()},
+    r"not \[2, 9\] torch.float32": {"document_ids": torch.zeros(2, 9)},
+    r"initial_state must be \[2, 2, 3, 4\]": {"initial_state": torch.zeros(2, 3, 3, 4)},
+    r"not \[9\] torch.float32": {"cu_seqlens": torch.zeros(9)},
+    "must rise from 0 to 18": {"cu_seqlens": torch.tensor([0, 17])},
+    "positions must be": {"positions": torch.zeros(2, 9).long()},
+    "not both": {"document_ids": torch.zeros(2, 9).long(), "cu_seqlens": torch.tensor([0, 18])},
+    "together with a state": {"document_ids": torch.zeros(2, 9).long(), "return_state": True},
+    "cannot be used together": {
+        "cu_seqlens": torch.tensor([0, 18]),
+        "initial_state": torch.zeros(2, 2, 3, 4),
+    },
+    "rotary must be": {"rotary": (torch.zeros(1, 8, 4),) * 2},
+    "not empty": {"x": torch.zeros(0, 9, 3, 4)},
+    "and not empty": {"x": torch.zeros(2, 0, 3, 4)},
+    "x must be": {"x": torch.zeros(2, 9, 12)},
+    "choose one of head, depthwise, multihead": {"conv_type": "nowhere"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_refuses_what_does_not_fit(message):
+    given = {"conv_type": "head", "x": torch.zeros(2, 9, 3, 4), "filters": torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match=message):
+        ops.convolve(**given | WRONG[message])
 
 
 @pytest.mark.parametrize("kind", kinds.names())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts import landmark_operators as op
 from tests.contracts.operators import (
@@ -228,6 +229,37 @@ def test_mass_of_blocks_equals_reference(row, few, monkeypatch):
                 wanted[number, head, slots, place : place + mass.shape[1]] = mass
             place += len(slots) // BLOCK
     assert_close([found], [wanted], 1e-9)
+
+
+def test_scores_are_not_rounded_by_autocast():
+    query, marks = torch.randn(1, 2, 5, 64).bfloat16(), torch.randn(1, 2, 3, 64).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = op.landmark_scores(query, marks)
+    assert scores.dtype == torch.float32
+    assert_close([scores], [query.double() @ marks.double().mT], 1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the numbers of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.size = max(self.size, made.untyped_storage().nbytes() // made.itemsize)
+        return made
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mass_of_blocks_needs_no_square_of_the_length(packed):
+    documents = torch.arange(4096)[None] // 1000 if packed else None
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 4096, 4)
+    layout = op.sequence_blocks(4096, BLOCK, documents, None, query.device)
+    layout = layout.of_queries(torch.tensor([7, 2000, 4095]))
+    with Largest() as largest:
+        op.block_mass(query, key, layout, 1, 0.3)
+    assert largest.size <= 2 * key.numel()
 
 
 def test_which_backend_computes_is_an_error_or_serves():

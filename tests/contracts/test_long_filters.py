@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from tests.contracts.operators import (
     INSTALLED,
     assert_close,
+    draw_long_filters,
     exact,
     long_conv,
     long_filter_api,
@@ -33,17 +32,7 @@ each_form = pytest.mark.parametrize(("form", "backend"), FORMS)
 
 
 def draw(name: str, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return numbers of filters that turn and fade within some 20 tokens."""
-    row, state = long_filters.get(name), STATES[name]
-    numbers = row.identity(heads, state).double()
-    own = torch.randn(numbers.shape, dtype=torch.float64)
-    numbers[:, -state - 1 :] = own[:, -state - 1 :]
-    if name == "ssm":
-        numbers[:, : -state - 1] += 0.3 * own[:, : -state - 1]
-        numbers[:, state] = math.log(0.2)
-    else:
-        numbers[:, :state] = 1.5 + own[:, :state]
-    return numbers.to(dtype).requires_grad_()
+    return draw_long_filters(name, heads, STATES[name]).to(dtype).requires_grad_()
 
 
 def modes(name: str, numbers: Tensor):
@@ -212,6 +201,34 @@ def test_numbers_far_from_any_start_have_finite_gradients(name, place):
         y = long_conv(torch.ones(1, 40, 2, 3), modes(name, moved))
         (gradient,) = torch.autograd.grad(y.square().sum(), moved)
         assert y.isfinite().all() and gradient.isfinite().all()
+
+
+def test_what_is_not_finite_reaches_no_earlier_chunk_and_no_other_row():
+    """As far as `long_conv` says, and no farther."""
+    x, numbers, _ = (s.detach() for s in inputs("ssm", 12, torch.float64))
+    filters, ids = modes("ssm", numbers), torch.tensor([[0] * 6 + [1] * 6] * 2)
+    whole = long_conv(x, filters, document_ids=ids, length=4)
+    x[0, 5] = torch.inf
+    y = long_conv(x, filters, document_ids=ids, length=4)
+    assert torch.equal(y[0, :4], whole[0, :4]) and torch.equal(y[1], whole[1])
+    assert not y[0, 4:].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "most"), [("ssm", 0.1, 0.4), ("exponential", 5e-3, 0.05)]
+)
+def test_rounded_numbers_are_other_filters(name, usual, most):
+    """By as much as cat_lm/README.md says."""
+    torch.manual_seed(0)
+    numbers = long_filters.get(name).start_as("uniform", 16, 16)
+    impulse = torch.zeros(1, 500, 16, 1)
+    impulse[:, 0] = 1
+    whole, rounded = (
+        long_conv(impulse, long_filters.get(name).modes_of(s, 16))[0, 1:, :, 0].T
+        for s in (numbers, numbers.bfloat16())
+    )
+    off = (rounded - whole).norm(dim=1) / whole.norm(dim=1)
+    assert usual / 1.7 < off.median() < usual * 1.7 and off.max() < most
 
 
 @pytest.mark.parametrize("packed", [False, True])

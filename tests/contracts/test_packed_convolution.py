@@ -89,12 +89,33 @@ def test_packed_projection_goes_on_from_its_state(backend):
     assert_close(parts, [y[:, 5:] for y in whole], 1e-5)
 
 
+WRONG = {
+    r"qkv must be \[B, T, H, 3, D\]": {"qkv": torch.zeros(2, 9, 3, 2, 6)},
+    "at least one not None": {"filters": (None, None, None)},
+    r"windows \[2, 3\]": {"filters": (torch.zeros(3, 2), torch.zeros(3, 3), None)},
+    r"bias must be \[3, 3, 6\]": {"bias": torch.zeros(3, 6)},
+    r"must be \[2, 2, 3, 1, 6\]": {"initial_state": torch.zeros(2, 2, 3, 3, 6)},
+    r"rotary must be .*\[2 or 1, 9, R\]": {"rotary": (torch.zeros(1, 8, 4),) * 2},
+    "at most 6": {"rotary": (torch.zeros(1, 9, 8),) * 2},
+    "choose auto or one of": {"backend": "fastest"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_packed_projection_refuses_what_does_not_fit(message):
+    given = {"qkv": torch.zeros(2, 9, 3, 3, 6), "filters": (torch.zeros(3, 3), None, None)}
+    with pytest.raises(ValueError, match=message):
+        ops.head_conv_qkv(**given | WRONG[message])
+
+
 @pytest.mark.parametrize(("kind", "backend"), KINDS)
-@pytest.mark.parametrize(("rotated", "state"), [(6, False), (20, False), (6, True)])
-def test_rotation_follows_convolution(kind, backend, rotated, state):
+@pytest.mark.parametrize(
+    ("width", "rotated", "state"), [(20, 6, False), (80, 80, False), (20, 6, True)]
+)
+def test_rotation_follows_convolution(kind, backend, width, rotated, state):
     torch.manual_seed(0)
-    shape = kinds.get(kind).filter_shape(2, 20, 3)
-    leaves = [torch.randn(s).requires_grad_() for s in ((2, 9, 2, 20), shape, (2, 2, 2, 20))]
+    shape = kinds.get(kind).filter_shape(2, width, 3)
+    leaves = [torch.randn(s).requires_grad_() for s in ((2, 9, 2, width), shape, (2, 2, 2, width))]
     rotary = angles(9, rotated, rows=2)
     how = {"initial_state": leaves[2]} if state else {"document_ids": IDS[:, 25:34]}
     used = leaves if state else leaves[:2]

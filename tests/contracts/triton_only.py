@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cat_lm import ops
 from cat_lm.ops.convolution import kinds
-from tests.contracts.operators import assert_close, can_step, convolve_step, cross_entropy_
+from cat_lm.training.preflight.kernel_trial import why_no_kernel
+from tests.contracts.operators import (
+    BOUNDS,
+    assert_close,
+    can_step,
+    convolve_step,
+    cross_entropy_,
+    exact,
+    with_gradients,
+)
 from tests.contracts.test_packed_convolution import angles, turned
 from tests.reference import convolution as reference
 from tests.reference.loss import cross_entropy
@@ -110,3 +120,21 @@ def test_cross_entropy_of_unknown_label_is_nan(label):
     cross_entropy_(logits, labels, losses, True)
     assert losses.isnan().tolist() == [False, True, False]
     assert logits[1].isnan().all() and logits[[0, 2]].isfinite().all()
+
+
+def test_trial_kernel_runs_and_its_numbers_are_compared(monkeypatch):
+    cpu = torch.device("cpu")
+    assert why_no_kernel(cpu) is None
+    monkeypatch.setattr(ops.BACKENDS["triton"], "convolve", lambda kind, x, *_: x.clone())
+    assert why_no_kernel(cpu) == "a Triton kernel runs and computes wrong numbers on this device"
+
+
+def test_sums_over_many_tiles_of_a_program_equal_reference(monkeypatch):
+    """As in long rows: over the tiles of a program, and programs of different lengths."""
+    monkeypatch.setattr("cat_lm.ops.convolution.triton.launch.PROGRAMS", 2)
+    torch.manual_seed(0)
+    leaves = [torch.randn(s).bfloat16().requires_grad_() for s in ((3, 130, 2, 16), (2, 5))]
+    y = ops.head_conv(*leaves, backend="triton")
+    same = exact(leaves)
+    wanted = with_gradients([reference.convolve("head", *same)], same)
+    assert_close(with_gradients([y], leaves, torch.bfloat16), wanted, BOUNDS[torch.bfloat16])
