@@ -32,24 +32,22 @@ from tests.contracts.operators import (
 )
 
 OURS = sorted(name for name in OPDEFS if name.startswith("cat_lm::"))
-# What the interpreter, which is slow and does one thing at a time, runs of each file.
+# What the interpreter, which is slow and does one thing at a time, runs of which files.
 INTERPRETED_FILES = {
-    "test_kinds.py": "triton and not same_bits and not some_inputs and not filters",
-    "test_kernels.py": "rules_of_torch",
-    "test_landmark_ops.py": "triton",
-    "test_long_filters.py": "triton",
-    "test_losses.py": "triton",
-    "test_packed_convolution.py": "triton",
-    "test_recurrences.py": "triton and (equals_reference or document or chunks or total or vmap)",
-    "triton_only.py": "triton_only",
+    "test_kinds.py": "triton and not (same_bits or some_inputs or filters or second or "
+    "long_window)",
+    "test_recurrences.py test_long_filters.py": "triton and not (bits or half or traced or vmap "
+    "or nothing or leave or fit or serves or none_to_total)",
+    "test_landmark_ops.py test_losses.py test_packed_convolution.py": "triton",
+    "triton_only.py test_kernels.py": "triton_only or rules_of_torch",
 }
 
 
-def run_contracts(file: str, keyword: str, **environment: str) -> None:
-    """Run the chosen tests of a file of contracts in a process, where all must pass."""
-    command = [sys.executable, "-m", "pytest", f"tests/contracts/{file}", "-k", keyword, "-q"]
+def run_contracts(files: str, keyword: str, **environment: str) -> None:
+    """Run the chosen tests of files of contracts in a process, where all must pass."""
+    named = [f"tests/contracts/{name}" for name in files.split()]
     result = subprocess.run(
-        [*command, "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *named, "-k", keyword, "-q", "-p", "no:cacheprovider"],
         cwd=REPOSITORY,
         env=os.environ | environment,
         capture_output=True,
@@ -61,15 +59,15 @@ def run_contracts(file: str, keyword: str, **environment: str) -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
-@pytest.mark.parametrize("file", INTERPRETED_FILES)
-def test_contracts_hold_in_interpreter(file, tmp_path):
+@pytest.mark.parametrize("files", INTERPRETED_FILES)
+def test_contracts_hold_in_interpreter(files, tmp_path):
     own = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    run_contracts(file, INTERPRETED_FILES[file], **own)
+    run_contracts(files, INTERPRETED_FILES[files], **own)
 
 
-@pytest.mark.parametrize("file", ["test_kinds.py", "test_packed_convolution.py"])
-def test_contracts_hold_without_compiler(file, tmp_path):
-    run_contracts(file, "cpu", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+def test_contracts_hold_without_compiler(tmp_path):
+    own = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run_contracts("test_kinds.py test_packed_convolution.py", "cpu", **own)
 
 
 class Calls(TorchDispatchMode):
