@@ -104,7 +104,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "backend", "row"), ROWS)
+def name_of(value: str | dict) -> str:
+    return value if isinstance(value, str) else " ".join(map(str, value.values()))
+
+
+@pytest.mark.parametrize(("kind", "backend", "row"), ROWS, ids=name_of)
 def test_recurrence_equals_reference_with_gradients(kind, backend, row):
     time, dtype = TIMES["short" if backend == "triton" else "long"][row["time"]], row["dtype"]
     leaves = [s.detach().to(dtype).requires_grad_() for s in draw(kind, time)]
