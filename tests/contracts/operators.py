@@ -5,7 +5,6 @@ The one place that knows in which modules operators lie.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -103,16 +102,3 @@ def assert_close(found: Sequence[Tensor], wanted: Sequence[Tensor], bound: float
         one, other = (x.detach().double() for x in (one, other))
         error, limit = (one - other).norm(), bound * max(float(other.norm()), 1e-3)
         assert error <= limit, f"tensor {index}: an error of {error:.1e}, beyond {limit:.1e}"
-
-
-def draw_long_filters(name: str, heads: int, state: int) -> Tensor:
-    """Return numbers [H, P] of long filters that turn and fade within some 20 tokens."""
-    numbers = long_filters.get(name).identity(heads, state).double()
-    own = torch.randn(numbers.shape, dtype=torch.float64)
-    numbers[:, -state - 1 :] = own[:, -state - 1 :]
-    if name == "ssm":
-        numbers[:, : -state - 1] += 0.3 * own[:, : -state - 1]
-        numbers[:, state] = math.log(0.2)
-    else:
-        numbers[:, :state] = 1.5 + own[:, :state]
-    return numbers

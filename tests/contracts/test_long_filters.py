@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.contracts.operators import (
     INSTALLED,
     assert_close,
-    draw_long_filters,
     exact,
     long_conv,
     long_filter_api,
@@ -19,6 +18,7 @@ from tests.contracts.operators import (
 )
 from tests.reference.convolution import convolve
 from tests.reference.long_filter import long_taps
+from tests.unit.long_filters import random_numbers
 
 STATES = {name: 6 for name in long_filters.names()}
 BACKENDS = serving(
@@ -32,7 +32,7 @@ each_form = pytest.mark.parametrize(("form", "backend"), FORMS)
 
 
 def draw(name: str, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return draw_long_filters(name, heads, STATES[name]).to(dtype).requires_grad_()
+    return random_numbers(name, heads, STATES[name]).to(dtype).requires_grad_()
 
 
 def modes(name: str, numbers: Tensor):

@@ -12,8 +12,8 @@ from cat_lm.ops.long_filter import chunks, filters
 from cat_lm.pretrained import load_model
 from cat_lm.upcycle import Convolution, upcycle
 from eval.common.filters import read_filters
-from tests.contracts.operators import draw_long_filters
 from tests.unit.exactness import check_decoding, check_sequences
+from tests.unit.long_filters import random_numbers
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
 
 SSM = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 6}
@@ -34,7 +34,7 @@ def long_model(**fields):
         for name, numbers in model.named_parameters():
             if name.endswith(("q_filter", "k_filter", "v_filter")):
                 kind, state = model.config.conv_filter, model.config.conv_state
-                numbers.copy_(draw_long_filters(kind, len(numbers), state))
+                numbers.copy_(random_numbers(kind, len(numbers), state))
     return model
 
 
