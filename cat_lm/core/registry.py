@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
-from cat_lm.core.readers import short
+from cat_lm.core.readers import clipped
 
 T = TypeVar("T")
 
@@ -118,9 +118,8 @@ class Registry(Generic[T]):
     def _find(self, name: Any, what: str) -> None:
         """Import the file of a name, or plugins. Raises UnknownName."""
         if name not in self:
-            raise UnknownName(
-                f"{what or self.key}={short(name)}: {one_of(name, (*self.others, *self.names()))}"
-            )
+            problem = one_of(name, (*self.others, *self.names()))
+            raise UnknownName(f"{what or self.key}={clipped(repr(name))}: {problem}")
         if name in self._entries:  # A plugin had it.
             return
         module = importlib.import_module(self._modules[name])

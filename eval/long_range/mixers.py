@@ -87,5 +87,5 @@ def make(specification: str, what: str = "--mixer") -> Mixer:
     if name in VARIANTS:
         return Mixer(KIND, build_options(Options, f"mixer {name}", options, VARIANTS[name]))
     if name not in mixers.MIXERS:
-        raise UserError(f'{what}="{name}": {one_of(name, (*VARIANTS, *mixers.names()))}')
+        raise UserError(f"{what}={name!r}: {one_of(name, (*VARIANTS, *mixers.names()))}")
     return mixers.make(name, options, what)

@@ -180,9 +180,9 @@ NAMED = {
 # What is said of its export.
 EXPORTED = {
     "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
-    "scores": 'score_transform="log_distance": must be one of none',
-    "pattern": 'attention="forgetting": must be one of softmax, chunk',
-    "mixer": 'mixer="leaky": must be one of attention, based, cat',
+    "scores": "score_transform='log_distance': must be one of none",
+    "pattern": "attention='forgetting': must be one of softmax, chunk",
+    "mixer": "mixer='leaky': must be one of attention, based, cat",
     "family": "none of cat_neox, cat_llama, cat_mixer, cat_mamba",
 }
 
@@ -202,7 +202,7 @@ def test_without_the_package_its_name_is_one_clear_line(idea: Idea, tiny_corpus)
 def test_names_elsewhere(tiny_corpus, tmp_path):
     """A mixer of the recall suite, and a pattern of attention, that nobody brings."""
     said = refused(python(*RECALL, "--mixer", "leaky", "--out", tmp_path / "cells"))
-    assert '--mixer="leaky": must be one of attention, based, cat' in said
+    assert "--mixer='leaky': must be one of attention, based, cat" in said
     config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run"))
     said = refused(python("train.py", config, "model.attention=nowhere"))
     assert "model.attention='nowhere': must be one of softmax, chunk" in said

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution import triton as backend
-from tests.unit.triton_cases import definition, filter_shape, rotated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +22,33 @@ pytestmark = [
 # bf16 and fp16 results are rounded once, and rotated gradients a second time before the product.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 CUDA = {"device": "cuda"}
+
+
+def definition(kind: str, x: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the convolution without its bias, lag by lag, in the dtype of x."""
+    window, y = kinds.get(kind).window_of(filters), torch.zeros_like(x)
+    for lag in range(min(window, x.shape[1])):
+        delayed = F.pad(x[:, : x.shape[1] - lag], (0, 0, 0, 0, lag, 0))
+        if positions is not None:
+            delayed = torch.where((positions >= lag)[:, :, None, None], delayed, 0.0)
+        if kind == "head":
+            y = y + filters[:, lag, None] * delayed
+        elif kind == "depthwise":
+            y = y + filters[:, :, lag] * delayed
+        else:
+            y = y + torch.einsum("ih,bthd->btid", filters[lag], delayed)
+    return y
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    first, second = x[..., : width // 2], x[..., width // 2 : width]
+    turned = torch.cat([-second, first], dim=-1) * sin[:, :, None]
+    return torch.cat([x[..., :width] * cos[:, :, None] + turned, x[..., width:]], dim=-1)
+
+
+def filter_shape(kind: str, heads: int, width: int, window: int) -> tuple[int, ...]:
+    return kinds.get(kind).filter_shape(heads, width, window)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -54,21 +54,3 @@ def by(kernels: Any, given: list[Tensor], grads: list[Tensor], every: int = EVER
 def in_torch(given: list[Tensor], grads: list[Tensor], every: int = EVERY) -> list[Tensor]:
     """Compute the same in fp64 by the torch path."""
     return by(_scan_torch, [s.double() for s in given], [s.double() for s in grads], every)
-
-
-def delta_rule_at_once(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None
-) -> Tensor:
-    """Compute the (gated) delta rule of a whole sequence as one triangular system, [T, T]."""
-    q, k, v = (s.transpose(1, 2) for s in (q * q.shape[-1] ** -0.5, k, v))
-    beta = beta.transpose(1, 2)[..., None]
-    products, scores = k @ k.transpose(2, 3), q @ k.transpose(2, 3)
-    if log_decay is not None:
-        total = log_decay.transpose(1, 2).cumsum(dim=2)
-        between = total[..., :, None] - total[..., None, :]
-        time = torch.arange(between.shape[-1], device=q.device)
-        between = between.masked_fill(time[:, None] < time, -torch.inf).exp()
-        products, scores = products * between, scores * between
-    system = (beta * products).tril(-1)
-    u = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
-    return (scores.tril() @ u).transpose(1, 2)

@@ -228,7 +228,7 @@ def test_unknown_architectures(tmp_path):
         message = error_of(f"model.architecture={odd}", "model.key_of_it=1")
         assert "model.architecture=" in message and "must be one of gpt_neox" in message
         assert "\n" not in message
-    with pytest.raises(UserError, match='architecture="nowhere": must be one of gpt_neox'):
+    with pytest.raises(UserError, match="architecture='nowhere': must be one of gpt_neox"):
         architectures.get("nowhere")
     values = yaml.safe_load(loaded().to_yaml())
     values["model"]["architecture"] = "nowhere"
@@ -520,7 +520,7 @@ assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForC
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("(", "SyntaxError: "),
         ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two; mend or uninstall it"),
-        ("from cat_lm.architectures import get\nget('odd')", 'architecture="odd": must be one of'),
+        ("from cat_lm.architectures import get\nget('odd')", "architecture='odd': must be one of"),
         ("import sys\nsys.exit(3)", "imported: SystemExit: 3; mend or uninstall it"),
         ("import sys\nsys.exit()", "imported: SystemExit; mend or uninstall it"),
     ],

@@ -16,57 +16,16 @@ from cat_lm.model.attention.modules.landmark_cache import LandmarkDynamicLayer
 from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
-from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
+from cat_lm.ops.landmark.long_keys import long_landmark_keys
 from cat_lm.ops.long_filter import filters
-from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.sparsify import Calibration, sparsify
 from cat_lm.training.estimate import _activations
 from tests.runs import run_values, write_config
 from tests.unit.test_model_landmark import CLOSE, chunks, each_family, landmark_model
-from tests.unit.test_ops_landmark import BLOCK, ROWS, drawn, rows_of
 from tests.unit.tiny_models import SIZES, cat_model, random_ids
 
 KINDS = {"exponential": 3, "ssm": 4}
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def drawn_modes(kind, heads=2):
-    """A filter with every number in use, in double precision."""
-    long = filters.get(kind)
-    torch.manual_seed(1)
-    numbers = long.average(heads, KINDS[kind], BLOCK).double()
-    return long.modes_of(numbers + 0.3 * torch.randn_like(numbers), KINDS[kind])
-
-
-@each_kind
-@pytest.mark.parametrize("rows", ROWS)
-def test_landmarks_are_the_filters_sums_over_all_keys_of_a_document(rows, kind):
-    documents, padding = ROWS[rows]
-    key, modes = drawn(26)[1], drawn_modes(kind)
-    layout = sequence_blocks(26, BLOCK, documents, padding, key.device)
-    found = long_landmark_keys(key, modes, layout)
-    taps = taps_of(modes, 26)
-    for row, of_row in rows_of(documents, padding, 2, 26):
-        wanted = []
-        for slots in of_row:
-            for end in range(BLOCK - 1, len(slots), BLOCK):
-                earlier = torch.tensor(slots[: end + 1]).flip(0)
-                wanted.append(torch.einsum("hj,hjd->hd", taps[:, : end + 1], key[row][:, earlier]))
-        torch.testing.assert_close(found[row, :, : len(wanted)], torch.stack(wanted, dim=1))
-        assert (found[row, :, len(wanted) :] == 0).all()
-
-
-@each_kind
-@pytest.mark.parametrize("parts", [(6,), (1, 5), (2, 1, 3)])
-def test_blocks_in_parts_go_on_from_their_state(kind, parts):
-    key, modes = drawn(24)[1], drawn_modes(kind)
-    whole = long_landmark_keys(key, modes, sequence_blocks(24, BLOCK, None, None, key.device))
-    blocks, state, made = key.unflatten(2, (6, BLOCK)), None, []
-    for part in blocks.split(parts, dim=2):
-        landmarks, state = next_long_landmarks(part, modes, state)
-        made.append(landmarks)
-    torch.testing.assert_close(torch.cat(made, dim=2), whole)
-    assert state.shape == (2, 2, KINDS[kind] * 8)
 
 
 @each_kind

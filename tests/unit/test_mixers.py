@@ -91,7 +91,7 @@ def test_what_landmarks_learn_from(training):
     [
         ("training=slow", "training='slow': choose one of hard, dense, guided"),
         ("landmark_filter=learned,training=hard", "training=hard: gives the landmarks' parameters"),
-        ("landmark_filter=mean", 'landmark_filter="mean": must be one of box'),
+        ("landmark_filter=mean", "landmark_filter='mean': must be one of box"),
         ("heads=2,conv_type=multihead,conv_mixing=maps", "conv_mixing=maps: cannot be combined"),
     ],
 )

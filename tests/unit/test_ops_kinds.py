@@ -26,22 +26,6 @@ def shared(monkeypatch):
     return kind
 
 
-def test_its_operator_is_the_definition(shared):
-    x, taps = torch.randn(2, 9, 3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    expected = torch.zeros_like(x)
-    for time in range(9):
-        for lag in range(min(4, time + 1)):
-            expected[:, time] += taps[lag] * x[:, time - lag]
-    torch.testing.assert_close(ops.convolve("shared", x, taps), expected)
-    first, state = ops.convolve("shared", x[:, :5], taps, return_state=True)
-    rest = ops.convolve("shared", x[:, 5:], taps, initial_state=state)
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), expected)
-    with pytest.raises(ValueError, match=r"filters must be \[W\]"):
-        ops.convolve("shared", x, torch.randn(3, 4))
-    with pytest.raises(ValueError, match=r"backend='cpu' cannot serve.*no kernel for shared"):
-        ops.convolve("shared", x, taps, backend="cpu")
-
-
 def test_a_model_with_it(shared, tmp_path):
     model = cat_model(conv_type="shared", conv_window=5)
     said = describe_backend(model.config, "cpu", torch.float32)
@@ -66,14 +50,6 @@ def test_a_model_with_it(shared, tmp_path):
     inner = model.config.intermediate_size
     section = section.model_copy(update={"intermediate_size": inner})
     assert architecture.num_parameters(section, 0) == counted
-
-
-def test_identity_changes_nothing(shared):
-    for name in kinds.names():
-        filters = kinds.get(name).identity(3, 4, 5)
-        assert tuple(filters.shape) == kinds.get(name).filter_shape(3, 4, 5)
-        x = torch.randn(2, 7, 3, 4)
-        assert torch.equal(ops.convolve(name, x, filters, backend="reference"), x)
 
 
 def test_names_that_are_taken_or_known_nowhere(shared):

@@ -11,19 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cat_lm.ops.convolution import triton as backend
 from cat_lm.ops.runtime import triton_launch
 from cat_lm.training.preflight import kernel_trial
-from tests.unit.triton_interpreter import run_cases
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-
-
-@needs_triton
-def test_kernels_in_the_interpreter(tmp_path, pytestconfig):
-    operators = ("triton_cases.py", "triton_loss_cases.py", "triton_decode_cases.py")
-    recurrences = ("triton_scan_cases.py", "triton_long_filter_cases.py")
-    cases = (*operators, *recurrences, "triton_landmark_cases.py")
-    run_cases(cases, tmp_path, pytestconfig)
 
 
 @needs_triton

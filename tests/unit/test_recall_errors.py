@@ -45,7 +45,7 @@ RUNS = {
     "--device meta": "--device meta: cannot be used",
     "--fixed-items": "fixed_items: needs test_lengths",
     "--task ar --test-lengths 16 --fixed-items": "--fixed-items: ar has no number of keys",
-    "--task mqr": '--task="mqr": must be one of ar, nar',
+    "--task mqr": "--task='mqr': must be one of ar, nar",
     "--task mqar:keys": "'keys' must be key=value",
     "--task mqar:": "must be name or name:key=value,key=value, without spaces",
     "--task mqar:keys=2,keys=3": "keys is given twice",
@@ -69,7 +69,7 @@ RUNS = {
     "--task selective-copy:copies=4,signals=3": "need as many signals",
     "--task selective-copy:copies=4,mode=both": "mode='both'",
     "--task selective-copy:copies=4,unique=2": "must be true or false",
-    "--mixer kat": '--mixer="kat": must be one of attention',
+    "--mixer kat": "--mixer='kat': must be one of attention",
     "--mixer cat:stream=k": "did you mean streams?",
     "--mixer cat:streams=qx": "streams='qx'",
     "--mixer cat:window=0": "window=0: must be at least 1",
@@ -130,7 +130,7 @@ OTHERS = {
     "figure accuracy --out OUT --seeds 10001": "--seeds: '10001' must be from 1 to 10,000",
     "figure landmark-tradeoff --scale smoke --out OUT --seeds 2": "without --workers, --seeds",
     "figure accuracy --out FILE": "--out FILE: is a file; give a folder",
-    "figure accuracy --out OUT --models cat kat": '--models="kat": must be one of attention',
+    "figure accuracy --out OUT --models cat kat": "--models='kat': must be one of attention",
     "figure length --scale paper --out OUT --models multi-token --estimate-only": (
         "multi-token: takes rows of at most 512 tokens, not of 1024"
     ),

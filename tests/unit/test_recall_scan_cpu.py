@@ -16,37 +16,14 @@ from torch import Tensor
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
 from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
-from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime import compiler
 from tests.conftest import REPOSITORY
-from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
+from tests.unit.scans import SHAPES, by, inputs, state_of, with_state
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler on this machine"
 )
-
-
-@pytest.mark.parametrize("time", [1, EVERY - 1, EVERY, 2 * EVERY + 3])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_torch_path(shape, time):
-    torch.manual_seed(time)
-    given = with_state(inputs(*SHAPES[shape], time))
-    grads = [torch.randn(2, 3, time, 2, 5), state_of(given)]
-    found = by(_scan_cpu.load_kernel(), given, grads)
-    for one, other in zip(found, in_torch(given, grads), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5)
-
-
-def test_inputs_may_have_any_strides():
-    torch.manual_seed(0)
-    q, k, v, rate, a, state = with_state(inputs(*SHAPES["all"], 19, models=1))
-    turned = [s.transpose(1, 3).contiguous().transpose(1, 3) for s in (q, k, v)]
-    turned_state = state.mT.contiguous().mT
-    kernel = _scan_cpu.load_kernel()
-    expanded = (rate[:, :, :, :1].expand_as(rate), a[:, :1].expand_as(a))
-    found = kernel.forward(EVERY, *turned, *expanded, turned_state)[0]
-    wanted = kernel.forward(EVERY, q, k, v, *(s.contiguous() for s in expanded), state)[0]
-    assert torch.equal(found, wanted)
 
 
 def test_serves_fp32_alone():
@@ -66,59 +43,6 @@ def test_a_training_step_takes_the_kernel_both_ways(monkeypatch):
     leaves = [s[0].requires_grad_() for s in inputs(*SHAPES["gla's"], 5)]
     decaying_scan(*leaves).sum().backward()
     assert calls == ["forward", "backward"]
-
-
-def test_stacked_models_in_fp32():
-    torch.manual_seed(0)
-    given = inputs(*SHAPES["mamba's"], 2 * EVERY + 3)
-    scored = torch.func.grad(lambda *s: decaying_scan(*s).square().sum(), tuple(range(5)))
-    alone = [scored(*(s[m].double() for s in given)) for m in range(2)]
-    for found, *wanted in zip(torch.func.vmap(scored)(*given), *alone, strict=True):
-        assert (found - torch.stack(wanted)).norm() < 1e-5 * torch.stack(wanted).norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)], ids=str)
-def test_nothing_scans_to_nothing(sizes, dtype):
-    rows, time, keys, values = sizes
-    q, k, gate = torch.randn(3, rows, time, 2, keys, dtype=dtype)
-    v, one = torch.randn(rows, time, 2, values, dtype=dtype), torch.ones(1, 1, 1, dtype=dtype)
-    leaves = [s.requires_grad_() for s in (q, k, v, -gate[..., None].square(), one)]
-    y = decaying_scan(*leaves)
-    y.sum().backward()
-    assert y.shape == (rows, time, 2, values) and not y.any()
-    assert not any(s.grad.any() for s in leaves)
-
-
-WRONG = {
-    "keys of one head": (1, lambda k: k[:, :, :1]),
-    "fewer values' steps": (2, lambda v: v[:, :1]),
-    "a rate for one row": (3, lambda r: r[:1]),
-    "a rate for one head": (3, lambda r: r[:, :, :1]),
-    "a rate for two values": (3, lambda r: r[..., :2]),
-    "a of two keys": (4, lambda a: a[:, :2]),
-    "a with rows": (4, lambda a: a[None]),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_shapes_that_do_not_fit_are_refused(wrong, dtype):
-    given = [s[0].to(dtype) for s in inputs(*SHAPES["all"], 4)]
-    index, change = WRONG[wrong]
-    given[index] = change(given[index])
-    with pytest.raises(ValueError, match="do not fit each other"):
-        decaying_scan(*given)
-
-
-def test_is_one_operator_to_fake_tensors_and_tracing():
-    given = [s[0] for s in inputs(*SHAPES["mamba's"], 19)]
-    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda *s: decaying_scan(*s))(*given)
-    other = [s[0] for s in inputs(*SHAPES["mamba's"], 19)]
-    assert torch.equal(traced(*other), decaying_scan(*other))
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = decaying_scan(*(mode.from_tensor(s) for s in given))
-    assert fake.shape == decaying_scan(*given).shape
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -39,12 +39,12 @@ def test_files_are_names_and_are_imported_when_asked_for(folder):
 
 
 def test_an_unknown_name_is_one_line_with_the_nearest(folder):
-    said = r'^tool="lonsaw": must be one of none, drill, hammer, long-saw; did you mean long-saw\?$'
+    said = r"^tool='lonsaw': must be one of none, drill, hammer, long-saw; did you mean long-saw\?$"
     for error in (UserError, ValueError):
         with pytest.raises(error, match=said):
             folder.get("lonsaw")
     assert folder.problem("none") is None
-    with pytest.raises(UserError, match=r'^--with=\["a"\]: must be one of'):
+    with pytest.raises(UserError, match=r"^--with=\['a'\]: must be one of"):
         folder.get(["a"], "--with")
 
 

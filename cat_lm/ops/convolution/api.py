@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution import kinds, triton
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.backends import BACKENDS, choose_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.runtime.documents import (
@@ -182,10 +182,11 @@ def convolve(
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
     bias = None if bias is None else bias.to(x.dtype)
     inputs = conv_type, x, filters.to(x.dtype), bias, positions
-    if choice.name == "triton" and rotary is not None and not past:
-        y = triton.convolve(*inputs, rotary)
+    serving = BACKENDS.get(choice.name)
+    if serving.rotates and rotary is not None and not past:
+        y = serving.convolve(*inputs, rotary)
     else:
-        y = BACKENDS.get(choice.name).convolve(*inputs)
+        y = serving.convolve(*inputs)
         if past:
             y = y[:, past:]
         if rotary is not None:

@@ -28,6 +28,7 @@ class Backend:
         why_not: (device, dtype) to why it cannot serve, as a clause; None where it can.
         describe: (kind's name, dtype, W) to the words that say what runs.
         kinds: the kinds that it has kernels for; None for all.
+        rotates: whether `convolve` also takes cosines and sines, to rotate what it computes.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Backend:
     why_not: Callable[[torch.device, torch.dtype], str | None]
     describe: Callable[[str, torch.dtype, int], str]
     kinds: Iterable[str] | None = None
+    rotates: bool = False
 
     def obstacle(self, conv_type: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why it cannot serve convolutions of a kind; None where it can."""
@@ -53,7 +55,7 @@ BACKENDS: Registry[Backend] = Registry("backend", Backend, check=_check, others=
 for _backend in (
     Backend("reference", reference.convolve, reference.why_not, reference.describe),
     Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
-    Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS),
+    Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS, True),
 ):
     BACKENDS.register(_backend)
 

@@ -15,7 +15,7 @@ import torch
 from cat_lm.core.registry import one_of
 from cat_lm.ops.recurrence.decaying_scan_cpu import SCAN
 from cat_lm.ops.runtime import compiler
-from cat_lm.ops.runtime.triton_launch import INSTALLED
+from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 NAMES = ("torch", "cpu", "triton", "fla")
 # Those that `auto` tries on a device, the fastest first; then torch.
@@ -94,7 +94,8 @@ def _why_not(
     if backend == "torch":
         return None
     needed = "cpu" if backend == "cpu" else "cuda"
-    if device.type != needed:
+    is_interpreted = backend == "triton" and device.type == "cpu" and INTERPRETED
+    if device.type != needed and not is_interpreted:
         return f"it computes {needed} tensors, not {device.type} tensors"
     if dtype == torch.float64:
         return "it has no fp64"

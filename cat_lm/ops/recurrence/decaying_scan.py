@@ -114,6 +114,8 @@ def _kernels(backend: str, *tensors: Tensor) -> Any:
         choose_backend(SELECTIVE_SCAN, device, dtype, backend)
     if backend == "torch":
         return decaying_scan_torch
+    if backend == "triton" and not kinds and device.type == "cpu":
+        return decaying_scan_triton  # in Triton's interpreter
     if not kinds and dtype == torch.float32:
         if device.type == "cpu":
             return load_kernel() or decaying_scan_torch

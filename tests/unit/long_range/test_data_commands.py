@@ -52,7 +52,7 @@ def test_show_writes_rows_for_people(tmp_path, capsys):
     [
         (("show", LISTOPS, "--rows", "0"), "must be from 1 to 1,000"),
         (("show", LISTOPS, "--split", "dev"), "invalid choice: 'dev'"),
-        (("prepare", "list"), 'task="list": must be one of listops, '),
+        (("prepare", "list"), "task='list': must be one of listops, "),
         (("prepare", LISTOPS, "--workers", "0"), "must be from 1 to"),
         (("prepare", LISTOPS, "--data", "."), "--data: has no effect on listops, made by a"),
         (("show", "select", "--data", "."), "--data: has no effect on select, made by a"),

@@ -145,7 +145,7 @@ def test_two_towers_and_the_last_position():
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
-        ("lass", '--mixer="lass": must be one of softmax, vanilla'),
+        ("lass", "--mixer='lass': must be one of softmax, vanilla"),
         ("vanilla:width=3", "width=3: has no effect without values"),
         ("s:bound=0.1", "bound=0.1: has no effect without a decay"),
         ("s:width=4", "width=4: a centred box is odd; or use place=causal"),

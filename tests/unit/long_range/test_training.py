@@ -213,8 +213,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("run", "--task", "sum", "--mixer", "las"), 'task="sum": must be one of listops'),
-            (("run", "--task", SUMS, "--mixer", "lass"), '--mixer="lass": must be one of softmax'),
+            (("run", "--task", "sum", "--mixer", "las"), "task='sum': must be one of listops"),
+            (("run", "--task", SUMS, "--mixer", "lass"), "--mixer='lass': must be one of softmax"),
             (("run", "--task", SUMS, "--mixer", "las", "--lr", "0"), "--lr"),
             (("figure", "lrb"), "invalid choice: 'lrb'"),
             (("figure", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
@@ -227,7 +227,7 @@ class TestCommand:
             (("figure", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
             (("figure", "atomic", "--models", "none"), "--models none: is in every figure"),
             (("figure", "atomic", "--models", "las", "las"), "--models las: is given twice"),
-            (("figure", "atomic", "--models", "lass"), '--models="lass": must be one of'),
+            (("figure", "atomic", "--models", "lass"), "--models='lass': must be one of"),
         ],
     )
     def test_wrong_arguments_are_one_line(self, arguments, message, tmp_path, monkeypatch, capsys):

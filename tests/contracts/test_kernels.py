@@ -1,0 +1,139 @@
+"""Contracts of kernels as such: wherever they run, and what torch asks of its operators.
+
+The contracts of operators are run once more where kernels are of another kind: in Triton's
+interpreter, and without a C++ compiler. Both are settled for a whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cat_lm import ops
+from cat_lm.ops.convolution import kinds
+from tests.conftest import REPOSITORY
+from tests.contracts.operators import (
+    INSTALLED,
+    INTERPRETED,
+    convolution_backends,
+    decaying_scan,
+    linear_cross_entropy,
+    long_conv,
+    long_filters,
+)
+
+OURS = sorted(name for name in OPDEFS if name.startswith("cat_lm::"))
+# What the interpreter, which is slow and does one thing at a time, runs of which files.
+INTERPRETED_FILES = {
+    "test_kinds.py": "triton and not (same_bits or some_inputs or filters or second or "
+    "long_window)",
+    "test_recurrences.py test_long_filters.py": "triton and not (bits or half or traced or vmap "
+    "or nothing or leave or fit or serves or none_to_total)",
+    "test_landmark_ops.py test_losses.py test_packed_convolution.py": "triton",
+    "triton_only.py test_kernels.py::test_operators_keep_the_rules_of_torch": "test",
+}
+
+
+def run_contracts(files: str, keyword: str, **environment: str) -> None:
+    """Run the chosen tests of files of contracts in a process, where all must pass."""
+    named = [f"tests/contracts/{name}" for name in files.split()]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *named, "-k", keyword, "-q", "-p", "no:cacheprovider"],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
+    assert " passed" in result.stdout and " skipped" not in result.stdout
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+@pytest.mark.parametrize("files", INTERPRETED_FILES)
+def test_contracts_hold_in_interpreter(files, tmp_path):
+    own = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    run_contracts(files, INTERPRETED_FILES[files], **own)
+
+
+def test_contracts_hold_without_compiler(tmp_path):
+    own = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run_contracts("test_kinds.py test_packed_convolution.py", "cpu", **own)
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of the first call of each operator of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.found.setdefault(operator.name(), args)
+        return operator(*args, **(kwargs or {}))
+
+
+def results(backend: str) -> Iterator[Tensor]:
+    """Yield what the operators compute that a backend serves."""
+    leaves = {"requires_grad": True}
+    x, bias = torch.randn(1, 4, 2, 16, **leaves), torch.randn(2, 16, **leaves)
+    ids, rotary = torch.tensor([[0, 0, 1, 1]]), torch.randn(2, 1, 4, 8).unbind()
+    served = [kind for kind in kinds.BUILT_IN if backend in convolution_backends(kind)]
+    for kind in served:
+        taps = torch.randn(kinds.get(kind).filter_shape(2, 16, 3), **leaves)
+        how = {"document_ids": ids, "rotary": rotary, "backend": backend}
+        yield ops.convolve(kind, x, taps, bias, **how)
+    if served:
+        yield ops.rotate(x, *rotary, backend=backend)
+        taps, qkv = torch.randn(2, 3, **leaves), torch.randn(1, 4, 2, 3, 16, **leaves)
+        yield sum(ops.head_conv_qkv(qkv, (taps, None, taps), rotary=rotary, backend=backend))
+    if backend == "reference":
+        numbers = long_filters.get("ssm").start_as("uniform", 2, 4).requires_grad_()
+        modes = long_filters.get("ssm").modes_of(numbers, 4)
+        yield long_conv(x, modes, document_ids=ids, length=2)
+        rate = torch.rand(1, 4, 2, 1, 1)
+        yield decaying_scan(x, x, x, rate, -torch.rand(2, 16, 1, **leaves))
+        weight = torch.randn(9, 16, **leaves)
+        yield linear_cross_entropy(x, weight, torch.randint(9, (1, 4, 2)))
+
+
+def test_operators_keep_the_rules_of_torch():
+    """Check schemas, fake results and traces of all operators; Triton's in the interpreter."""
+    with Calls() as calls:
+        for backend in ["triton"] if INTERPRETED else ["reference", "cpu"]:
+            for y in results(backend):
+                y.square().sum().backward()
+    ours = {name for name in OURS if ("triton" in name) == INTERPRETED}
+    assert calls.found.keys() & set(OURS) == ours
+    for name in sorted(ours):
+        given = [x.detach().clone() if isinstance(x, Tensor) else x for x in calls.found[name]]
+        if OPDEFS[name]._backward_fn is not None:
+            for x in given:
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    x.requires_grad_()
+        torch.library.opcheck(OPDEFS[name]._opoverload, tuple(given))
+
+
+VALUES = {"List[bool]": [True], "bool": True, "int": 2, "str": "head", "ScalarType": torch.float32}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_operator_refuses_a_tangent(name):
+    """Also without requires_grad, where torch itself drops the tangent."""
+    operator = OPDEFS[name]._opoverload
+    arguments = operator._schema.arguments
+    for place in [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]:
+        with forward_ad.dual_level():
+            given = [VALUES.get(str(a.real_type), torch.ones(2)) for a in arguments]
+            given[place] = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+            with pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative"):
+                operator(*given)
