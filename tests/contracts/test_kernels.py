@@ -39,7 +39,7 @@ INTERPRETED_FILES = {
     "test_recurrences.py test_long_filters.py": "triton and not (bits or half or traced or vmap "
     "or nothing or leave or fit or serves or none_to_total)",
     "test_landmark_ops.py test_losses.py test_packed_convolution.py": "triton",
-    "triton_only.py test_kernels.py": "triton_only or rules_of_torch",
+    "triton_only.py test_kernels.py::test_operators_keep_the_rules_of_torch": "test",
 }
 
 
