@@ -1,14 +1,7 @@
-"""Contracts of kernels as such: wherever they run, and what torch asks of its operators.
-
-The contracts of operators are run once more where kernels are of another kind: in Triton's
-interpreter, and without a C++ compiler. Both are settled for a whole process.
-"""
+"""Contracts of kernels as operators of torch: what it asks of each that is registered."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
-from tests.conftest import REPOSITORY
 from tests.contracts.operators import (
-    INSTALLED,
     INTERPRETED,
     convolution_backends,
     decaying_scan,
@@ -32,42 +23,6 @@ from tests.contracts.operators import (
 )
 
 OURS = sorted(name for name in OPDEFS if name.startswith("cat_lm::"))
-# What the interpreter, which is slow and does one thing at a time, runs of which files.
-INTERPRETED_FILES = {
-    "test_kinds.py": "triton and not (same_bits or some_inputs or filters or second or "
-    "long_window)",
-    "test_recurrences.py test_long_filters.py": "triton and not (bits or half or traced or vmap "
-    "or nothing or leave or fit or serves or none_to_total)",
-    "test_landmark_ops.py test_losses.py test_packed_convolution.py": "triton",
-    "triton_only.py test_kernels.py::test_operators_keep_the_rules_of_torch": "test",
-}
-
-
-def run_contracts(files: str, keyword: str, **environment: str) -> None:
-    """Run the chosen tests of files of contracts in a process, where all must pass."""
-    named = [f"tests/contracts/{name}" for name in files.split()]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *named, "-k", keyword, "-q", "-p", "no:cacheprovider"],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-5000:]
-    assert " passed" in result.stdout and " skipped" not in result.stdout
-
-
-@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
-@pytest.mark.parametrize("files", INTERPRETED_FILES)
-def test_contracts_hold_in_interpreter(files, tmp_path):
-    own = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    run_contracts(files, INTERPRETED_FILES[files], **own)
-
-
-def test_contracts_hold_without_compiler(tmp_path):
-    own = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    run_contracts("test_kinds.py test_packed_convolution.py", "cpu", **own)
 
 
 class Calls(TorchDispatchMode):

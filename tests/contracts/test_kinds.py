@@ -1,6 +1,6 @@
 """Contracts of convolution kinds, for each kind of the registry and each backend that serves.
 
-`test_kernels.py` runs this file in Triton's interpreter and without a C++ compiler as well.
+`test_other_processes.py` runs this file in Triton's interpreter and without a C++ compiler as well.
 """
 
 from __future__ import annotations

@@ -125,7 +125,9 @@ def test_state_of_rows_that_end_in_padding(name, before):
     real = torch.arange(11) < lengths[:, None]
     x = leaves[0] * real[..., None, None]
     y, last = long_filter_api.continued(x, filters, leaves[2], found, real)
-    assert_close([long_filter_api.state_after(x, filters, lengths, found)], [last], 1e-9)
+    # What stands after a row's end is not read, whatever it is.
+    after = long_filter_api.state_after(leaves[0].detach(), filters, lengths, found)
+    assert_close([after], [last], 1e-9)
     for row, length in enumerate(lengths):
         own = slice(row, row + 1)
         how = {"initial_state": found[own] if before else None, "return_state": True}

@@ -1,6 +1,6 @@
 """Contracts of kernels that only Triton has: a token of decoding, the loss.
 
-`test_kernels.py` runs this file in Triton's interpreter.
+`test_other_processes.py` runs this file in Triton's interpreter.
 """
 
 from __future__ import annotations

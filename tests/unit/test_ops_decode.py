@@ -1,4 +1,4 @@
-"""Decoding a token by one kernel: compiled for Hopper, and counted; its cases are Triton's."""
+"""Decoding a token by one kernel: compiled for Hopper, and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents, states and dtypes of the recurrences: the decaying scan and the delta rule."""
+"""Memory of the delta rule, and documents for the operators of flash-linear-attention."""
 
 from __future__ import annotations
 

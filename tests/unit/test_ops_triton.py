@@ -1,4 +1,4 @@
-"""The Triton kernels where there is no GPU: through Triton's interpreter."""
+"""The Triton kernels where there is no GPU: what they need, and what is compiled anew."""
 
 from __future__ import annotations
 

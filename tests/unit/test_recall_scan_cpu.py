@@ -1,4 +1,4 @@
-"""The scan's C++ kernel against the same scan in torch, in double precision."""
+"""The C++ kernel of the scan: its choice, threads, exponentials and the layout of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the scan's Triton kernels are chosen; `test_ops_triton.py` runs them."""
+"""When the scan's Triton kernels are chosen; `tests/contracts` run them."""
 
 from __future__ import annotations
 
