@@ -11,24 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.reference import convolution, landmark
+from tests.reference.long_filter import long_taps
+
 
 def convolve(kind: str, x: Tensor, filters: Tensor) -> Tensor:
-    """Return the causal convolution of x [T, H, D] (CAT, section 3; MH-CAT, section 3.1).
-
-    Filters are [H, W] for one a head, [H, D, W] for one a channel, and [W, H_out, H_in] for one a
-    pair of heads; lag 0 is first.
-    """
-    window = filters.shape[0] if kind == "multihead" else filters.shape[-1]
-    y = torch.zeros_like(x)
-    for t in range(len(x)):
-        for lag in range(min(window, t + 1)):
-            if kind == "head":
-                y[t] += filters[:, lag, None] * x[t - lag]
-            elif kind == "depthwise":
-                y[t] += filters[:, :, lag] * x[t - lag]
-            else:
-                y[t] += filters[lag] @ x[t - lag]
-    return y
+    """Return the causal convolution of x [T, H, D]."""
+    return convolution.convolve(kind, x[None], filters)[0]
 
 
 def normalized(kind: str, filters: Tensor) -> Tensor:
@@ -36,31 +25,6 @@ def normalized(kind: str, filters: Tensor) -> Tensor:
     if kind == "multihead":
         return filters / filters.abs().sum((0, 2))[None, :, None]
     return filters / filters.abs().sum(-1, keepdim=True)
-
-
-def long_taps(name: str, numbers: Tensor, state: int, length: int) -> Tensor:
-    """Return the first taps [H, length] of filters as long as the text.
-
-    exponential: F_j = d δ_j + Σ_n c_n sqrt(1 − ρ_n²) ρ_n^j, ρ = σ(θ) (Orvieto et al., 2023).
-    ssm: F_j = d δ_j + 2 Re Σ_m C_m (e^{ΔA_m} − 1) / A_m e^{jΔA_m} (S4D, equations 5 and 9).
-    """
-    taps = torch.zeros(len(numbers), length, dtype=torch.float64)
-    taps[:, 0] = numbers[:, -1]
-    for head, row in enumerate(numbers):
-        coefficients = row[-state - 1 : -1]
-        for lag in range(length):
-            if name == "exponential":
-                rho = row[:state].sigmoid()
-                taps[head, lag] += (coefficients * (1 - rho**2).sqrt() * rho**lag).sum()
-                continue
-            pairs = state // 2
-            a = torch.complex(-row[:pairs].exp(), row[pairs : 2 * pairs])
-            step = row[2 * pairs].exp()
-            c = torch.complex(coefficients[:pairs], coefficients[pairs:])
-            taps[head, lag] += (
-                2 * (c * ((step * a).exp() - 1) / a * (lag * step * a).exp()).real.sum()
-            )
-    return taps
 
 
 def frequencies(width: int, rope: dict[str, Any]) -> tuple[Tensor, float]:
@@ -121,19 +85,13 @@ def smooth(value: Tensor, width: int, chunk: int | None) -> Tensor:
 def landmark_keys(keys: Tensor, options: dict[str, Any], weights: dict[str, Tensor]) -> Tensor:
     """Return one key for each complete block of keys [T, D] of one head (CAT, section 5)."""
     block, name = options["block"], options.get("filter", "box")
-    found = []
-    for end in range(block - 1, len(keys), block):
-        reach = end + 1 if name in ("exponential", "ssm") else block
-        if name == "box":
-            taps = [1 / block] * block
-        elif name == "learned":
-            taps = weights["filter"]
-        elif options.get("filter_state"):
-            taps = long_taps(name, weights["filter"][None], options["filter_state"], reach)[0]
-        else:
-            whole = sum(math.exp(-lag / block) for lag in range(block))
-            taps = [math.exp(-lag / block) / whole for lag in range(reach)]
-        found.append(sum(taps[lag] * keys[end - lag] for lag in range(reach)))
+    if name == "learned":
+        taps = weights["filter"]
+    elif options.get("filter_state"):
+        taps = long_taps(name, weights["filter"][None], options["filter_state"], len(keys))[0]
+    else:
+        taps = landmark.fixed_taps(name, block, len(keys))
+    found = landmark.landmarks(keys, taps, block)
     return torch.stack(found) if found else keys[:0]
 
 
@@ -176,20 +134,6 @@ def landmark_visible(
             for s in range(t + 1):
                 visible[[*members], t, s] = s // options["block"] in read
     return visible
-
-
-def convolve_scores(scores: Tensor, kernel: Tensor) -> Tensor:
-    """Return Z[i,j] = Σ_ab θ[a,b] S[i−a, j+b] of scores [T, T] with zeros above the diagonal."""
-    time, (rows, columns) = len(scores), kernel.shape
-    found = torch.zeros_like(scores)
-    for i in range(time):
-        for j in range(i + 1):
-            for a in range(min(rows, i + 1)):
-                for b in range(columns):
-                    read = j + b - columns // 2
-                    if 0 <= read <= i - a:
-                        found[i, j] += kernel[a, b] * scores[i - a, read]
-    return found
 
 
 def mix_maps(maps: Tensor, filters: Tensor) -> Tensor:

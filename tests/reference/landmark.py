@@ -24,18 +24,23 @@ def documents_of(documents: Tensor | None, padding: Tensor | None, row: int, tim
     return list(found.values())
 
 
-def landmarks(keys: Tensor, name: str, block: int) -> list[Tensor]:
-    """Return a weighted sum of the keys [tokens, D] up to the end of each complete block."""
+def fixed_taps(name: str, block: int, length: int) -> list[float]:
+    """Return the taps of a fixed filter: a mean of a block, or a decay over `length` lags."""
+    if name == "box":
+        return [1 / block] * block
     rate = math.exp(-1 / block)
     total = sum(rate**lag for lag in range(block))
-    found = []
-    for end in range(block - 1, len(keys), block):
-        if name == "box":
-            weights = [1 / block] * block
-        else:  # exponential, over all keys of the document
-            weights = [rate**lag / total for lag in range(end + 1)]
-        found.append(sum(weight * keys[end - lag] for lag, weight in enumerate(weights)))
-    return found
+    return [rate**lag / total for lag in range(length)]
+
+
+def landmarks(keys: Tensor, taps: Any, block: int) -> list[Tensor]:
+    """Return the sums of the keys [tokens, D] up to the end of each complete block by the taps."""
+    ends = range(block - 1, len(keys), block)
+    reaches = [min(end + 1, len(taps)) for end in ends]
+    return [
+        sum(taps[lag] * keys[end - lag] for lag in range(reach))
+        for end, reach in zip(ends, reaches, strict=True)
+    ]
 
 
 def ranked(scores: dict[int, list[Tensor]], choice: Any) -> list[int]:
@@ -56,7 +61,8 @@ def _read(
 ) -> Iterator[tuple[int, int, list[int]]]:
     """Yield each query's slot, head and the slots of the keys it reads, in one document."""
     heads, groups = query.shape[0], query.shape[0] // key.shape[0]
-    marks = [landmarks(own[slots], name, block) for own in key.detach()]
+    taps = fixed_taps(name, block, len(slots))
+    marks = [landmarks(own[slots], taps, block) for own in key.detach()]
     for place, slot in enumerate(slots):
         own = place // block
         old = range(max(0, own - choice.local + 1))

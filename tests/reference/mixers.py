@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.reference import attention as parts
+from tests.reference import long_filter, multi_token, recurrences
 from tests.reference.transformer import Weights, linear
 
 Options = dict[str, Any]
@@ -17,25 +18,16 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def decayed_recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """Return o_t = S_tᵀ q_t / sqrt(K), S_t = diag(α_t) S_{t−1} + k_t v_tᵀ, of [T, H, ·] (GLA)."""
-    rows = []
-    state = torch.zeros(q.shape[1], k.shape[2], v.shape[2], dtype=q.dtype)
-    for t in range(len(q)):
-        state = decay[t][..., None] * state + k[t][..., None] * v[t][:, None]
-        rows.append((state * q[t][..., None]).sum(1) / math.sqrt(q.shape[2]))
-    return torch.stack(rows)
+    """Return GLA's outputs, with q / sqrt(K), of tensors [T, H, ·] and decays of keys [T, H, K]."""
+    one = decay.new_ones(1, 1, 1)
+    given = (q[None] / math.sqrt(q.shape[2]), k[None], v[None], decay.log()[None, ..., None])
+    return recurrences.decaying_scan(*given, one)[0][0]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, decay: Tensor) -> Tensor:
-    """Return S_t q_t / sqrt(K), S ← α S, S ← S + β (v − S k) kᵀ (Yang et al., 2024; 2025)."""
-    rows = []
-    state = torch.zeros(q.shape[1], v.shape[2], k.shape[2], dtype=q.dtype)
-    for t in range(len(q)):
-        state = decay[t][:, None, None] * state
-        wrong = v[t] - (state * k[t][:, None]).sum(-1)
-        state = state + rate[t][:, None, None] * wrong[..., None] * k[t][:, None]
-        rows.append((state * q[t][:, None]).sum(-1) / math.sqrt(q.shape[2]))
-    return torch.stack(rows)
+    """Return the gated delta rule's outputs of tensors [T, H, ·], rates and decays [T, H]."""
+    given = (x[None] for x in (q, k, v, rate, decay.log()))
+    return recurrences.delta_rule(*given)[0][0]
 
 
 def selective_scan(u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -81,7 +73,7 @@ def taps_of(name: str, weights: Weights, options: Options, time: int) -> Tensor 
     own = weights.get(f"streams.filters.{name}")
     if own is None or options["filter"] == "taps":
         return own
-    return parts.long_taps(options["filter"], own, options["filter_state"], time)
+    return long_filter.long_taps(options["filter"], own, options["filter_state"], time)
 
 
 def attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
@@ -96,7 +88,7 @@ def attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
         visible &= parts.landmark_visible(q, k, how, weights)
     if "kernel" in weights:
         kernels = zip(scores.tril(), weights["kernel"], strict=True)
-        scores = torch.stack([parts.convolve_scores(s, kernel) for s, kernel in kernels])
+        scores = torch.stack([multi_token.convolve_scores(s, kernel) for s, kernel in kernels])
         if "before" in weights:
             scores = torch.einsum("gh,hij->gij", weights["before"], scores)
     maps = scores.masked_fill(~visible, -torch.inf).softmax(-1)

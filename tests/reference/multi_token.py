@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 
+def convolve_scores(scores: Tensor, kernel: Tensor) -> Tensor:
+    """Return Z[i,j] = Σ_ab θ[a,b] S[i−a, j+b] of scores [T, T] with zeros above the diagonal."""
+    time, (rows, columns) = len(scores), kernel.shape
+    found = []
+    for i in range(time):
+        for j in range(time):
+            total = scores.new_zeros(())
+            for a in range(min(rows, i + 1)):
+                for b in range(columns):
+                    read = j + b - columns // 2
+                    if 0 <= read <= i - a:
+                        total = total + kernel[a, b] * scores[i - a, read]
+            found.append(total)
+    return torch.stack(found).view(time, time)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -22,18 +38,7 @@ def attend(
     """
     heads, time = query.shape[:2]
     scores = query @ key.mT * scaling
-    found = []
-    for head in range(heads):
-        for i in range(time):
-            for j in range(time):
-                total = scores.new_zeros(())
-                for a in range(min(kernel.shape[1], i + 1)):
-                    for b in range(kernel.shape[2]):
-                        read = j + b - kernel.shape[2] // 2
-                        if 0 <= read <= i - a:
-                            total = total + kernel[head, a, b] * scores[head, i - a, read]
-                found.append(total)
-    scores = torch.stack(found).view(heads, time, time)
+    scores = torch.stack([convolve_scores(*own) for own in zip(scores, kernel, strict=True)])
     if before is not None:
         scores = torch.einsum("gh,hts->gts", before, scores)
     rows = [

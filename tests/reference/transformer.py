@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.reference import attention as parts
+from tests.reference import long_filter, multi_token
 
 Weights = dict[str, Tensor]
 
@@ -66,7 +67,7 @@ def filters_of(stream: str, weights: Weights, config: dict[str, Any], time: int)
     if own is None:
         return []
     if config["conv_filter"] != "taps":
-        return [parts.long_taps(config["conv_filter"], own, config["conv_state"], time)]
+        return [long_filter.long_taps(config["conv_filter"], own, config["conv_state"], time)]
     if config["conv_norm"] == "l1":
         own = parts.normalized(config["conv_type"], own)
     return [own, *weights.get(f"convolution.{stream}_rank_filter", ())]
@@ -129,7 +130,8 @@ def attention(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
     logits = decayed(logits / config["attention_temperature"], config)
     if pattern == "multi_token":
         logits = [
-            parts.convolve_scores(s, k) for s, k in zip(logits.tril(), own["kernel"], strict=True)
+            multi_token.convolve_scores(s, k)
+            for s, k in zip(logits.tril(), own["kernel"], strict=True)
         ]
         logits = torch.stack(logits)
         if "before" in own:

@@ -31,11 +31,13 @@ def document_starts(document_ids: Tensor) -> Tensor:
 
 
 def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
-    """True where a document starts, from cumulative lengths. [N+1] integers to [B, T] bool.
+    """Return where documents start, from cumulative lengths: [N+1] integers to [B, T] bool.
+
+    A row's first token is marked only where a border is; it starts a document all the same.
 
     Args:
         cu_seqlens: 0, the length of the first document, of the first two, … up to B·T: borders in
-            the B rows joined end to end, as flash attention takes them. A row starts a document.
+            the B rows joined end to end, as flash attention takes them.
         batch, time: B and T.
 
     Raises:
@@ -56,9 +58,7 @@ def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
                 f"not from {first} to {last}"
             )
     borders = torch.zeros(batch * time + 1, dtype=torch.bool, device=cu_seqlens.device)
-    starts = borders.index_fill(0, cu_seqlens.long(), True)[:-1].view(batch, time)
-    # A row begins anew even where a document's length would let it run on.
-    return F.pad(starts[:, 1:], (1, 0), value=True)
+    return borders.index_fill(0, cu_seqlens.long(), True)[:-1].view(batch, time)
 
 
 def document_borders(document_ids: Tensor) -> Tensor:
