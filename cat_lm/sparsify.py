@@ -20,7 +20,7 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
 from cat_lm.export import refuse_checkpoints
-from cat_lm.model.attention.patterns.landmark import ALL_FILTERS, ENTRY
+from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.card import describe_model
@@ -249,7 +249,7 @@ def main() -> None:
     )
     parser.add_argument("--sink", action="store_true", help="always read the first block too")
     parser.add_argument(
-        "--filter", choices=ALL_FILTERS, default="box", help="sums a block's keys (default: box)"
+        "--filter", choices=filter_names(), default="box", help="sums a block's keys (default: box)"
     )
     parser.add_argument(
         "--state",

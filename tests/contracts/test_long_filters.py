@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
+from cat_lm.model import CatConfig, CatForCausalLM
 from tests.contracts.operators import (
     INSTALLED,
     assert_close,
@@ -279,3 +282,23 @@ def test_refuses_what_does_not_fit_and_names_what_serves():
         assert choose("cuda", torch.bfloat16, 16).name == "triton"
         for dtype, state in ((torch.float64, 16), (torch.float32, 128)):
             assert choose("cuda", dtype, state).name == "reference"
+
+
+def test_custom_filter_serves_a_model_by_its_name(monkeypatch):
+    """A decay under another name: the same parameters, and the same logits."""
+    table = long_filters.FILTERS
+    monkeypatch.setattr(table, "_entries", dict(table._entries))
+    long_filters.register(dataclasses.replace(long_filters.get("exponential"), name="mine"))
+    models = []
+    for name in ("exponential", "mine"):
+        config = CatConfig(
+            **{"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "attn_implementation": "eager"},
+            **{"conv_type": "head", "conv_filter": name, "conv_state": 3},
+        )
+        torch.manual_seed(0)
+        models.append(CatForCausalLM(config).eval())
+    ids = torch.randint(11, (1, 9))
+    assert torch.equal(*(model(ids).logits for model in models))
+    with pytest.raises(ValueError, match=r"conv_filter='mien': .*; did you mean mine"):
+        CatConfig(conv_type="head", conv_filter="mien", conv_state=3)

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Beside the short ones, as long as the text with `filter_state`.
-ALL_FILTERS = tuple(dict.fromkeys((*FILTERS, *filters.names())))
+
+def filter_names() -> tuple[str, ...]:
+    """List the filters: short ones, and those as long as the text, with `filter_state`."""
+    return tuple(dict.fromkeys((*FILTERS, *filters.names())))
 
 
 class Landmark(Pattern):
@@ -57,7 +59,7 @@ class Landmark(Pattern):
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Say what is wrong with the options, and which say nothing with the others."""
-        found = value_problems(options, ALL_FILTERS, "attention_options.")
+        found = value_problems(options, filter_names(), "attention_options.")
         found = found or _state_problems(options["filter"], options["filter_state"])
         if found:
             return found
