@@ -74,7 +74,7 @@ class Convolution:
 
     @property
     def makes_plain(self) -> bool:
-        """Tell whether the new model has no convolutions at all, and so is the library's."""
+        """Return True if the new model has no convolutions at all, and so is the library's."""
         return self.conv_type == self.canon == "none"
 
 

@@ -51,7 +51,7 @@ def torch_range() -> str:
 
 
 def in_range(version: str, specifiers: str) -> bool:
-    """Tell whether a torch version lies in a range of >= and <, without pre-releases of its start.
+    """Return True if a torch version lies in a range of >= and <, without its pre-releases.
 
     Not `packaging`: nothing is installed yet. A local part (+cu130) plays no role.
     """
@@ -136,7 +136,7 @@ def write_record(**record) -> None:
 
 
 def is_current(python: str) -> bool:
-    """Tell whether the environment is finished, for this Python, place and requirements."""
+    """Return True if the environment is finished, for this Python, place and requirements."""
     record = read_record()
     return (
         record is not None

@@ -96,7 +96,7 @@ class Architecture:
 
     @property
     def has_stock(self) -> bool:
-        """Tell whether transformers has a model of this family that runs beside ours."""
+        """Return True if transformers has a model of this family that runs beside ours."""
         return self.library_type is not None and self.library == "transformers"
 
     def classes(self) -> Classes:
@@ -146,13 +146,13 @@ class Architecture:
         return kind(**fields | changes)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
-        """Say what of a model, its convolutions aside, the library's class does not have."""
+        """Return what of a model, its convolutions aside, the library's class does not have."""
         return []
 
     # Sections and configurations
 
     def fields(self, section: ModelSection, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Give the arguments of the configuration's class.
+        """Return the arguments of the configuration's class.
 
         Args:
             vocab_size: the tokenizer's; the section's comes before it.
@@ -165,7 +165,7 @@ class Architecture:
         }
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Give the section's keys but `architecture` for a configuration, ours or the library's.
+        """Return the section's keys but `architecture` for a configuration, ours or the library's.
 
         Keys that it does not know have their defaults.
         """
@@ -180,7 +180,7 @@ class Architecture:
         return self.Section.model_construct(**self.section_values(config))
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-        """Say what makes the weights of one model unfit for another, by their `section_values`."""
+        """Return what makes one model's weights unfit for another, by their `section_values`."""
         return [
             f"model.{key} is {value!r} there and {ours[key]!r} here"
             for key, value in theirs.items()
@@ -188,7 +188,7 @@ class Architecture:
         ]
 
     def keeps_weight(self, name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-        """Tell whether a weight of theirs means the same in our model; else ours stays as it is.
+        """Return True if a weight of theirs means the same in our model; else ours stays as it is.
 
         Of models without `differences`.
         """
@@ -198,15 +198,15 @@ class Architecture:
         """Check a config.json before a configuration is made of it. Raises ValueError."""
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Say what does not go together in a section, in lines that begin with the key."""
+        """Return what does not go together in a section, in lines that begin with the key."""
         return []
 
     def isolates_documents(self, section: Any) -> bool:
-        """Tell whether the model can keep the documents of a packed row apart."""
+        """Return True if the model can keep the documents of a packed row apart."""
         return True
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
-        """Say why `parts` ranks cannot share a sequence, for `train.sequence_parallel`.
+        """Return why `parts` ranks cannot share a sequence, for `train.sequence_parallel`.
 
         By default nobody knows how: a family whose modules take a `cat_lm.model.sequence` says so.
         """
@@ -220,7 +220,7 @@ class Architecture:
         raise NotImplementedError
 
     def portable(self, section: Any) -> Any:
-        """Give the same model, computed by what every machine has."""
+        """Return the same model, computed by what every machine has."""
         return section
 
     # Counts
@@ -272,7 +272,7 @@ class Architecture:
         return 0.0
 
     def stream_in_fp32(self, section: Any) -> bool:
-        """Say whether the residual stream is in fp32 whatever the precision of training."""
+        """Return whether the residual stream is in fp32 whatever the precision of training."""
         return False
 
     def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
@@ -308,11 +308,11 @@ class Architecture:
     # Words
 
     def describe(self, section: Any) -> str:
-        """Say what a model is, for its card."""
+        """Return what a model is, for its card."""
         return f"{self.title} language model ({self.words(section)})"
 
     def words(self, section: Any) -> str:
-        """Say in a few words how a model differs from the others of its size.
+        """Describe in a few words how a model differs from the others of its size.
 
         By default by the keys that other families have not.
         """
@@ -320,11 +320,11 @@ class Architecture:
         return ", ".join(f"{key}={value}" for key, value in own.items()) or self.title
 
     def facts(self, section: Any) -> dict[str, Any]:
-        """Give what a table of runs shows of a model, by column."""
+        """Return what a table of runs shows of a model, by column."""
         return {}
 
     def sizes(self, section: Any) -> dict[str, int]:
-        """Give the numbers that make a model's size, by name."""
+        """Return the numbers that make a model's size, by name."""
         return {"layers": section.num_hidden_layers, "hidden size": section.hidden_size}
 
     # Variants: what sets models of one family and size apart
@@ -334,11 +334,11 @@ class Architecture:
         return ""
 
     def variants(self) -> dict[str, str]:
-        """Give all variants by name, in a few words; with a `library_type` the library's first."""
+        """Return all variants by name, in a few words; with a `library_type` its own first."""
         return {"": self.title}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the section's keys that make a model one of a variant.
+        """Return the section's keys that make a model one of a variant.
 
         Args:
             heads: for what has heads and no other key for them.
@@ -347,13 +347,13 @@ class Architecture:
         return {}
 
     def decodes(self, variant: str) -> bool:
-        """Tell whether models of a variant decode token by token, from a state."""
+        """Return True if models of a variant decode token by token, from a state."""
         return True
 
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the convolutions of a model, and why.
+        """Describe in one line what computes the convolutions of a model, and why.
 
         Raises:
             ValueError: the backend asked for cannot serve.
@@ -363,7 +363,7 @@ class Architecture:
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the recurrences of a model, and why; "" without any.
+        """Describe in one line what computes the recurrences of a model, and why; "" without any.
 
         Raises:
             ValueError: the backend asked for cannot serve.
@@ -393,14 +393,14 @@ class Architecture:
 
 
 def head_division_problems(parts: int, counts: Mapping[str, int]) -> list[str]:
-    """Say which numbers of heads or channels, by their key, `parts` ranks cannot share."""
+    """Return which numbers of heads or channels, by their key, `parts` ranks cannot share."""
     return [
         f"must divide model.{key}={count}" for key, count in counts.items() if count % parts != 0
     ]
 
 
 def halo_problems(parts: int, context_length: int, windows: Mapping[str, int]) -> list[str]:
-    """Say which short convolutions, W by its key, read more than one part before a token's own."""
+    """Return which short convolutions, W by its key, read more than one part before a token's."""
     share = context_length // parts
     return [
         f"parts of {share} tokens are shorter than the {window - 1} before them that "

@@ -76,7 +76,7 @@ def long_variants() -> dict[str, str]:
 
 
 def long_keys(name: str) -> dict[str, Any]:
-    """Give the keys of a kind of filters as long as the text, of its usual N."""
+    """Return the keys of a kind of filters as long as the text, of its usual N."""
     window = {"conv_window": rules.DEFAULT_WINDOW}  # which says nothing
     state = filters.get(name).usual_state
     return window | {"conv_type": kinds.HEAD.name, "conv_filter": name, "conv_state": state}

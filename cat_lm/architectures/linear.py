@@ -94,7 +94,7 @@ class LinearArchitecture(Architecture):
     # Sections and configurations
 
     def fields(self, section: Any, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Give the arguments of the configuration's class."""
+        """Return the arguments of the configuration's class."""
         fields = super().fields(section, vocab_size, context_length)
         return fields | {"intermediate_size": section.inner_size}
 
@@ -105,7 +105,7 @@ class LinearArchitecture(Architecture):
         check_settings(self.config_class(), settings)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
-        """Say where the package, which cuts products of floats off, would make fewer channels."""
+        """Return where the package, which truncates products, would make fewer channels."""
         width = getattr(config, "head_dim", config.hidden_size)
         return [
             f"has {key}={factor!r}, of which flash-linear-attention makes "
@@ -116,12 +116,12 @@ class LinearArchitecture(Architecture):
         ]
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Say what does not go together, see `cat_lm.model.linear_rules`."""
+        """Return what does not go together, see `cat_lm.model.linear_rules`."""
         windows = {"conv_size": section.window}
         return [*section.shape_problems(), *tap_problems(windows, context_length)]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
-        """Say whether heads, or parts shorter than filters, cannot be shared."""
+        """Return whether heads, or parts shorter than filters, cannot be shared."""
         return [
             *head_division_problems(parts, {"num_heads": section.num_heads}),
             *halo_problems(parts, context_length, {"conv_size": section.window}),
@@ -221,15 +221,15 @@ class LinearArchitecture(Architecture):
         return f"states of {keys} x {values} a head, {short}"
 
     def facts(self, section: Any) -> dict[str, Any]:
-        """Give the window of the short convolutions."""
+        """Return the window of the short convolutions."""
         return {"conv_window": section.window or None}
 
     def sizes(self, section: Any) -> dict[str, int]:
-        """Give layers, width and heads."""
+        """Return layers, width and heads."""
         return super().sizes(section) | {"heads": section.num_heads}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the heads."""
+        """Return the heads."""
         return {"num_heads": heads}
 
     # Backends
@@ -237,7 +237,7 @@ class LinearArchitecture(Architecture):
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the short convolutions; as in the base."""
+        """Describe in one line what computes the short convolutions; as in the base."""
         if not config.window:
             return super().describe_backend(config, device, dtype, backend)
         from cat_lm.model.short_convolution import describe_backend
@@ -248,7 +248,7 @@ class LinearArchitecture(Architecture):
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the recurrence; as in the base."""
+        """Describe in one line what computes the recurrence; as in the base."""
         from cat_lm.ops.recurrence.backends import describe_backend
 
         mixer = self.classes().base_model.mixer

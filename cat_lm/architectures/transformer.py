@@ -153,7 +153,7 @@ class Transformer(Architecture):
         return section.hidden_size // section.num_attention_heads
 
     def streams(self, section: Any) -> str:
-        """Give the streams that have filters; "" without convolutions."""
+        """Return the streams that have filters; "" without convolutions."""
         return "" if section.conv_type == "none" else section.conv_streams
 
     def activated_channels(self, section: Any) -> int:
@@ -170,7 +170,7 @@ class Transformer(Architecture):
         return (section.conv_rank - 1) * sum(self.heads_of(section, stream) for stream in "qk")
 
     def mixes_maps(self, section: Any) -> bool:
-        """Tell whether the values' filters mix attention maps."""
+        """Return True if the values' filters mix attention maps."""
         return rules.mixes_maps(section)
 
     def attention_entries(self, section: Any) -> list[attention.Entry]:
@@ -194,7 +194,7 @@ class Transformer(Architecture):
         return values
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Say what does not go together, see `cat_lm.model.rules`."""
+        """Return what does not go together, see `cat_lm.model.rules`."""
         return [
             *rules.head_problems(section),
             *rules.given_once_problems(section.rope_parameters, dict(section)),
@@ -210,7 +210,7 @@ class Transformer(Architecture):
         ]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
-        """Say which heads do not divide, and what of a layer knows of all of them."""
+        """Return which heads do not divide, and what of a layer knows of all of them."""
         counts = {"num_attention_heads": section.num_attention_heads}
         if (shared := self.heads_of(section, "k")) != section.num_attention_heads:
             counts["num_key_value_heads"] = shared
@@ -251,7 +251,7 @@ class Transformer(Architecture):
         return PATTERNS_OWN not in name or attention.keeps_parameters(theirs, ours)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
-        """Say what of a model, its convolutions aside, the library's class does not have."""
+        """Return what of a model, its convolutions aside, the library's class does not have."""
         return [
             f"has {key}={value!r}; plain {self.title} has {plain!r}"
             for key, plain in self._PLAIN.items()
@@ -259,7 +259,7 @@ class Transformer(Architecture):
         ]
 
     def portable(self, section: Any) -> Any:
-        """Give the same model with attention that needs nothing installed."""
+        """Return the same model with attention that needs nothing installed."""
         return section.model_copy(update={"attn_implementation": "eager"})
 
     # Counts
@@ -345,7 +345,7 @@ class Transformer(Architecture):
     # Words
 
     def describe(self, section: Any) -> str:
-        """Say what a model is, for its card."""
+        """Return what a model is, for its card."""
         name = super().describe(section)
         return f"convolution-augmented (CAT) {name}" if self.streams(section) else name
 
@@ -363,7 +363,7 @@ class Transformer(Architecture):
         return f"{kind}; {positions}"
 
     def facts(self, section: Any) -> dict[str, Any]:
-        """Give the convolutions' keys, those that say nothing as None, and the positions."""
+        """Return the convolutions' keys, those that say nothing as None, and the positions."""
         kind = section.conv_type
         convolved, mixes = kind != "none", kinds.mixes_heads(kind)
         is_long = rules.has_long_filters(section)
@@ -378,7 +378,7 @@ class Transformer(Architecture):
         }
 
     def sizes(self, section: Any) -> dict[str, int]:
-        """Give layers, width, heads and, with convolutions, the window."""
+        """Return layers, width, heads and, with convolutions, the window."""
         sizes = super().sizes(section) | {"heads": section.num_attention_heads}
         if rules.has_long_filters(section):
             return sizes | {"filter state": section.conv_state}
@@ -389,12 +389,12 @@ class Transformer(Architecture):
         return section.conv_filter if rules.has_long_filters(section) else section.conv_type
 
     def variants(self) -> dict[str, str]:
-        """Give every kind of convolution, after none, and of filters as long as the text."""
+        """Return every kind of convolution, after none, and of filters as long as the text."""
         every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
         return {"none": "no convolution"} | every | filter_counts.long_variants()
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the kind of convolution or of filters."""
+        """Return the kind of convolution or of filters."""
         if variant in filter_counts.long_variants():
             return filter_counts.long_keys(variant)
         return {"conv_type": variant}
@@ -402,7 +402,7 @@ class Transformer(Architecture):
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes convolutions and attention; as in the base."""
+        """Describe in one line what computes convolutions and attention; as in the base."""
         from cat_lm.model.hf.conv_backends import describe_backend
 
         said = describe_backend(config, device, dtype, backend)

@@ -118,7 +118,7 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
 
 
 def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
-    """Tell whether a key takes any text, such as a path: `#` and `:` mean nothing in it."""
+    """Return True if a key takes any text, such as a path: `#` and `:` mean nothing in it."""
     if section not in RunConfig.model_fields:
         return False
     known = _section_of(values, section).model_fields.get(key)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def inconsistencies(config: RunConfig) -> list[str]:
-    """Say what does not go together, a line each."""
+    """Return what does not go together, a line each."""
     errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
     if not errors:
         errors = [*_sequences(config), *_blocks(config), *_size(config), *_length(config)]
@@ -51,7 +51,7 @@ def _training(config: RunConfig) -> list[str]:
 
 
 def _sequences(config: RunConfig) -> list[str]:
-    """Say why ranks cannot share sequences."""
+    """Return why ranks cannot share sequences."""
     parts, length = config.train.sequence_parallel, config.data.context_length
     if parts == 1:
         return []
@@ -64,7 +64,7 @@ def _sequences(config: RunConfig) -> list[str]:
 
 
 def _landmarks(config: RunConfig) -> list[str]:
-    """Say which keys of landmarks' training say nothing, or leave parameters without gradient."""
+    """Return which keys of landmarks' training have no effect, or leave parameters untrained."""
     train, model = config.train, config.model
     way = f"train.landmark_loss={train.landmark_loss}"
     told = {"landmark_weight": ("guided",), "landmark_rows": TAUGHT}
@@ -92,7 +92,7 @@ def _landmarks(config: RunConfig) -> list[str]:
 
 
 def _blocks(config: RunConfig) -> list[str]:
-    """Say that rows are too short for the landmarks to learn: that there is nothing to choose."""
+    """Return whether rows are too short for landmarks to learn: there is nothing to choose."""
     way, length = config.train.landmark_loss, config.data.context_length
     if way not in TAUGHT:
         return []
@@ -109,7 +109,7 @@ def _blocks(config: RunConfig) -> list[str]:
 
 
 def _calibration(config: RunConfig, learns: bool) -> list[str]:
-    """Say what contradicts a run of which only the landmarks' parameters learn."""
+    """Return what contradicts a run of which only the landmarks' parameters learn."""
     train, way = config.train, "train.landmark_loss=calibrate"
     errors = []
     if not learns:

@@ -129,7 +129,7 @@ class RunConfig(Section):
         return self.model_copy(update={"train": train})
 
     def as_trained(self, section: ModelSection) -> ModelSection:
-        """Give the section of this run's model as a step computes it.
+        """Return the section of this run's model as a step computes it.
 
         That is with attention to all keys where landmarks are only taught.
         """
@@ -199,7 +199,7 @@ def check_replaceable(path: Path | str) -> None:
 
 
 def _is_dumped(path: Path) -> bool:
-    """Tell whether a file is what a program writes of its own values: no comment, no choice."""
+    """Return True if a file is what a program writes of its own values: no comment, no choice."""
     try:
         text = read_text(path)
         return yaml.safe_dump(parse_yaml(text, str(path)), sort_keys=False) == text

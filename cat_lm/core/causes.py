@@ -22,7 +22,7 @@ _BARE = re.compile(r"\((\d+)\)")
 
 
 def os_error(error: Exception, path: Path | str) -> OSError | None:
-    """Give the system's error that a library's error on a file stands for, with the file's name.
+    """Return the system's error that a library's error on a file stands for, with the file's name.
 
     Returns:
         None where the system has no part in it, as where the content is damaged.
@@ -53,7 +53,7 @@ def _told(text: str, path: Path | str) -> list[OSError]:
 
 
 def _found(path: Path | str) -> OSError | None:
-    """Give what keeps a file from being opened now."""
+    """Return what keeps a file from being opened now."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except OSError as error:

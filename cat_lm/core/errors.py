@@ -55,7 +55,7 @@ class SharedTemporaryError(SharedError, TemporaryError):
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Tell whether the same command may go on where it is started again, with nothing changed."""
+    """Return True if the same command may go on where it is started again, with nothing changed."""
     if isinstance(error, OSError):
         return error.errno in _PASSING or isinstance(error, (ConnectionError, TimeoutError))
     return isinstance(error, TemporaryError)
@@ -72,7 +72,7 @@ def shared_error(text: str, temporary: bool) -> SharedError:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Say in a few words why a file could not be opened, read or written."""
+    """Describe in a few words why a file could not be opened, read or written."""
     return _REASONS.get(error.errno) or error.strerror or str(error)
 
 
@@ -146,7 +146,7 @@ def _run(main: Callable[[], None]) -> None:
 
 
 def _among_ranks() -> bool:
-    """Tell whether this process has joined others in a process group of torch's."""
+    """Return True if this process has joined others in a process group of torch's."""
     group = sys.modules.get("torch.distributed")
     # An interrupted import leaves half a module, and a build without ranks has no group at all.
     is_initialized = getattr(group, "is_initialized", lambda: False)
@@ -174,7 +174,7 @@ def _refuse_undecodable(arguments: list[str]) -> None:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    """Say one line on stderr, wherever that leads, and end with `code`."""
+    """Print one line on stderr, wherever that leads, and end with `code`."""
     # The log of a job may lie on the disk that is full.
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

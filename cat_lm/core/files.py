@@ -58,7 +58,7 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Gives the error of a full disk inside of it the file's name, which a write does not know."""
+    """Name the file in the error of a full disk, which a write inside does not know."""
     try:
         yield
     except OSError as error:
@@ -185,7 +185,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Give what JSON can hold of a value: None for NaN and infinities, in lists and objects too."""
+    """Return what JSON can hold of a value: None for NaN and infinities, in lists and objects."""
     if isinstance(value, dict):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -203,7 +203,7 @@ def sync_directory(path: Path | str) -> None:
 
 
 def give_usual_mode(path: Path) -> None:
-    """Give a file or folder the permissions that a newly made one has, by the process's umask.
+    """Set the permissions that a newly made file or folder has, by the process's umask.
 
     Temporary files and those of safetensors are made for their owner alone, copies keep what the
     original had.

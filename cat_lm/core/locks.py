@@ -40,7 +40,7 @@ class Lock:
         self.close()
 
     def fileno(self) -> int:
-        """Give the open descriptor, for a child process to inherit."""
+        """Return the open descriptor, for a child process to inherit."""
         return self._descriptor
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class Range(NamedTuple):
     high: float
 
     def problem(self, value: float) -> str | None:
-        """Say what would be right where `value` lies outside (NaN does), else None."""
+        """Return what would be right where `value` lies outside (NaN does), else None."""
         is_nothing = value != 0 and abs(value) < SMALLEST
         if self.low <= value <= self.high and not is_nothing:
             return None

@@ -80,7 +80,7 @@ def build_options(
 
 
 def changed_options(options: Any) -> dict[str, Any]:
-    """Give the options that differ from the class's defaults."""
+    """Return the options that differ from the class's defaults."""
     return {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(options)

@@ -45,7 +45,7 @@ def read_listing(folder: Path) -> list[str]:
 
 
 def named(stem: str, *suffixes: str) -> list[str]:
-    """Give the names of a result's files."""
+    """Return the names of a result's files."""
     return [f"{stem}{suffix}" for suffix in suffixes]
 
 
@@ -140,7 +140,7 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def _leads_out(folder: Path, name: str) -> bool:
-    """Tell whether a link on the way makes the name one of another folder's."""
+    """Return True if a link on the way makes the name one of another folder's."""
     place = folder
     for part in Path(name).parts[:-1]:
         place = place / part

@@ -32,7 +32,7 @@ class NothingDecays(nn.Module):
 
 
 def takes_decay(module: nn.Module) -> dict[str, bool]:
-    """Tell of each parameter of a module itself, by name, whether it takes weight decay.
+    """Return for each parameter of a module itself, by name, whether it takes weight decay.
 
     A name of a parameter that there could be and is not (None, as `nn.Linear` has a bias) may be
     in `no_decay`.
@@ -127,7 +127,7 @@ def _check_starts(module: nn.Module, given: set[int]) -> None:
 
 
 def initial_values(module: nn.Module) -> dict[str, Tensor]:
-    """Give how those parameters of a module and its parts start that it names; {} if it names none.
+    """Return how the parameters start that a module names, of itself and its parts; or {}.
 
     Raises:
         ValueError: it names something else, or a start has another shape than its parameter.

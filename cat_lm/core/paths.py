@@ -13,7 +13,7 @@ _ADDRESS = re.compile(rf"(?:\./+)*(?:(?:{_SCHEME}::)*{_SCHEME}:/|[^/@:]+@[^/@:]+
 
 
 def path_problem(text: str) -> str | None:
-    """Say why a text can be no path of a file, a folder or a model; None where it can."""
+    """Return why a text can be no path of a file, a folder or a model; None where it can."""
     # Quotes alone are what a shell leaves of an argument that was meant to be empty.
     if not text.strip("\"' ") or text != text.strip():
         return "is no path"
@@ -29,7 +29,7 @@ def path_problem(text: str) -> str | None:
 
 
 def output_problem(text: str) -> str | None:
-    """Say why nothing can be written to a path; None where it may be possible."""
+    """Return why nothing can be written to a path; None where it may be possible."""
     if _ADDRESS.match(text):
         return "is an address; results are written to folders of this machine alone"
     if text == "-":

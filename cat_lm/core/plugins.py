@@ -52,7 +52,7 @@ def load() -> None:
 
 
 def describe() -> dict[str, str]:
-    """Say of what plugins the registries of this process are: name -> package and its sources."""
+    """Return the plugins of this process's registries: name -> package and its sources."""
     with _LOCK:
         return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
 

@@ -133,7 +133,7 @@ def _then(advice: str) -> str:
 
 
 def describe_mismatch(error: ValidationError) -> str:
-    """Say the first thing that pydantic found wrong: the place, what stands there, what should."""
+    """Describe the first error that pydantic found: the place, what stands there, what should."""
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "json_invalid":

@@ -180,7 +180,7 @@ def check_entry(
 
 
 def module_problem(module: object) -> str | None:
-    """Say that what a stranger's `build` gives is no module; None where it is one."""
+    """Return why the result of a plugin's `build` is no module; None where it is one."""
     from torch import nn
 
     if isinstance(module, nn.Module):
@@ -190,7 +190,7 @@ def module_problem(module: object) -> str | None:
 
 
 def mishap(error: Exception) -> str:
-    """Say in one line what went wrong in a stranger's code, and where in it."""
+    """Describe in one line what went wrong in a stranger's code, and where in it."""
     said = " ".join(str(error).split())
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     packages = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]

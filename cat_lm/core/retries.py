@@ -23,7 +23,7 @@ def retrying(
     failure: Callable[[Exception, int], Exception | None],
     note: Callable[[Exception, int, float], object],
 ) -> T:
-    """Give the result of `action`, tried again as long as its failures may pass.
+    """Return the result of `action`, tried again as long as its failures may pass.
 
     Args:
         failure: of an error and the number of attempts so far: what to raise, None to try again.
@@ -46,7 +46,7 @@ def retrying(
 
 
 def wait_before_retry(attempt: int, error: Exception) -> float:
-    """Give the seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
+    """Return the seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
 
     A little more by chance, so that many workers do not come back at the same moment.
     """
@@ -56,7 +56,7 @@ def wait_before_retry(attempt: int, error: Exception) -> float:
 
 
 def status_of(error: Exception) -> int | None:
-    """Give the HTTP status that an error of one of the HTTP libraries carries."""
+    """Return the HTTP status that an error of one of the HTTP libraries carries."""
     response = getattr(error, "response", None)
     for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
         if isinstance(value := getattr(owner, name, None), int):
@@ -65,13 +65,13 @@ def status_of(error: Exception) -> int | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Give the first line of an error, or its kind where it says nothing."""
+    """Return the first line of an error, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 
 
 def _asked_wait(error: Exception) -> float | None:
-    """Give the seconds that the server's answer asks to wait (`Retry-After`, `RateLimit`)."""
+    """Return the seconds that the server's answer asks to wait (`Retry-After`, `RateLimit`)."""
     headers = getattr(getattr(error, "response", error), "headers", None) or {}
     values = {str(key).lower(): str(value) for key, value in headers.items()}
     asked = None

@@ -93,7 +93,7 @@ class TokenCorpus:
     def _requests(
         self, starts: Sequence[int], stops: Sequence[int]
     ) -> tuple[list[tuple[Shard, int, int]], list[int]]:
-        """Tell which tokens of which shards the ranges are, and the range that each belongs to."""
+        """Return which tokens of which shards the ranges are, and the range of each."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
         if wrong.any():
@@ -137,7 +137,7 @@ class TokenCorpus:
         return found.astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
-        """Give the first token of document `index` in the stream, and its end (past its EOD)."""
+        """Return the first token of document `index` in the stream, and its end (past its EOD)."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         which = bisect.bisect_right(self._document_ends, index)
@@ -168,7 +168,7 @@ _NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
 
 
 def has_outside(ids: np.ndarray, vocab_size: int) -> bool:
-    """Tell whether any of these is no id of the vocabulary."""
+    """Return True if any of these is no id of the vocabulary."""
     if not ids.size:
         return False
     return int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)

@@ -133,7 +133,7 @@ def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
 
 
 def listed_shards(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give all shards that a manifest lists, in its order."""
+    """Yield all shards that a manifest lists, in its order."""
     for split in splits_of(manifest):
         yield from manifest["splits"][split]["shards"]
 

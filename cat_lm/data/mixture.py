@@ -77,7 +77,7 @@ def joint_fingerprint(fingerprints: Sequence[str], counts: Sequence[int]) -> str
 
 
 def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """Tell how many windows of a block each corpus has: largest remainder, earlier ones win ties.
+    """Return how many windows of a block each corpus has: largest remainder, earlier ones win ties.
 
     Raises `UserError` for a weight that comes to none.
     """

@@ -146,7 +146,7 @@ def plan_folder(
     cache_dir: Path | str | None = None,
     progress: Callable[[str], object] = lambda what: None,
 ) -> Path:
-    """Give the folder of the plan, made first where there is none yet.
+    """Return the folder of the plan, made first where there is none yet.
 
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
     it; without locks each makes its own, and the first one stays.
@@ -328,7 +328,7 @@ def _write_plan(
 
 
 def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Give starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
+    """Yield starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
     base = 0
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, GROUP):

@@ -238,5 +238,5 @@ def _split_before_spaces(names: list[str], space: str):
 
 
 def split_pattern(space: str) -> str:
-    """Give the pieces between cuts: a run of spaces and the word after it."""
+    """Return the pieces between cuts: a run of spaces and the word after it."""
     return f"{space}*[^{space}]+|{space}+"

@@ -93,7 +93,7 @@ class MixtureOrder:
         return numbers
 
     def drawn(self, positions: int) -> list[int]:
-        """Tell how many of the first `positions` positions each source has."""
+        """Return how many of the first `positions` positions each source has."""
         block, within = divmod(positions, int(self._ends[-1]))
         sources, _ = self._draws(block)
         partial = np.bincount(sources[:within], minlength=len(self._counts))

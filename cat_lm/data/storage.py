@@ -49,12 +49,12 @@ _REFUSALS = (
 
 
 def is_remote(folder: Path | str) -> bool:
-    """Tell whether it is an address, such as s3://bucket/data, and no path."""
+    """Return True if it is an address, such as s3://bucket/data, and no path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
 
 
 def cache_folder(cache_dir: Path | str | None) -> Path:
-    """Give the folder of copies and plans that cannot be beside the data (`data.cache_dir`)."""
+    """Return the folder of copies and plans that cannot be beside the data (`data.cache_dir`)."""
     return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
@@ -91,7 +91,7 @@ class Storage:
         return retrying(fetch, lambda error, attempt: self._failure(name, error, attempt), note)
 
     def _failure(self, name: str, error: Exception, attempt: int) -> Exception | None:
-        """Give what ends the reading of a file after an attempt; None where another may do."""
+        """Return what ends the reading of a file after an attempt; None where another may do."""
         place, reason = f"{self.url}/{name}", reason_of(error)
         if isinstance(error, (FileNotFoundError, UserError)):
             return error
@@ -147,7 +147,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _has_no_server(error: BaseException | None) -> bool:
-    """Tell whether an error comes of an unknown host, or of one that takes no connections."""
+    """Return True if an error comes of an unknown host, or of one that takes no connections."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

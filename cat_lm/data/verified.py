@@ -67,7 +67,7 @@ class Listed(NamedTuple):
 def shard_files(
     folder: Path, entry: dict, suffixes: Iterable[str] = (".bin", ".idx")
 ) -> list[Listed]:
-    """Give the files of a shard; `entry` is what its manifest says of it."""
+    """Return the files of a shard; `entry` is what its manifest says of it."""
     return [
         Listed(folder / f"{entry['name']}{suffix}", entry[f"{suffix[1:]}_sha256"])
         for suffix in suffixes
@@ -92,7 +92,7 @@ class Notes:
         self._read: dict[Path, _ReadNote] = {}
 
     def holds(self, file: Listed) -> bool:
-        """Tell whether the file, as it is now, was found to be what the manifest says."""
+        """Return True if the file, as it is now, was found to be what the manifest says."""
         try:
             stamp = file.stamp()
         except OSError:

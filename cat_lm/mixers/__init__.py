@@ -54,7 +54,7 @@ get, names, register = MIXERS.get, MIXERS.names, MIXERS.register
 
 
 def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
-    """Give a mixer its options, as values or as text.
+    """Make a mixer with options, as values or as text.
 
     Raises:
         UserError: an unknown name or option, or values that do not fit.

@@ -80,7 +80,7 @@ class MixerKind:
     computes_on_cpu: ClassVar[bool] = True
 
     def learned_positions(self, options: Any) -> bool:
-        """Tell whether a learned table of positions is added to the embeddings."""
+        """Return True if a learned table of positions is added to the embeddings."""
         return False
 
     def check(self, options: Any, setting: Setting) -> None:
@@ -152,7 +152,7 @@ class Mixer:
         return f"{self.name}:{changed}" if changed else self.name
 
     def describe(self) -> dict[str, Any]:
-        """Give the label and all options, as plain values."""
+        """Return the label and all options, as plain values."""
         return {"label": self.label, "options": asdict(self.options)}
 
     def check(self, setting: Setting) -> None:

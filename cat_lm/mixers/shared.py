@@ -177,7 +177,7 @@ class DeltaOptions:
         check_filters(self)
 
     def sizes(self, width: int, expand_v: float) -> dict[str, int]:
-        """Give the channels of each stream."""
+        """Return the channels of each stream."""
         return {"q": width, "k": width, "v": int(width * expand_v)}
 
     def check(self, width: int, expand_v: float) -> None:

@@ -78,7 +78,7 @@ class LayerStateMixin(PaddingRecord):
         raise NotImplementedError
 
     def newest_inputs(self, name: str, window: int) -> Tensor | None:
-        """Give the at most W−1 inputs [B, n, ...] before the next token.
+        """Return the at most W−1 inputs [B, n, ...] before the next token.
 
         None where it takes `exchange_inputs` to know them, or to keep more of them.
         """
@@ -284,7 +284,7 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
 def layer_classes(
     config: PreTrainedConfig,
 ) -> tuple[type[StateDynamicLayer], type[StateStaticLayer]]:
-    """Give the classes of a model's cache layers: those of its pattern of attention, if it has."""
+    """Return the classes of a model's cache layers: its pattern of attention's, if it has any."""
     own = getattr(config, "cache_layers", None)
     return own or (StateDynamicLayer, StateStaticLayer)
 
@@ -311,20 +311,20 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def layer_of(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:
-    """Give a layer's part of the cache; None too where a cache makes it when it is first filled."""
+    """Return a layer's part of the cache; None, too, where it is made when first filled."""
     if cache is None or layer_index >= len(cache.layers):
         return None
     return cache.layers[layer_index]
 
 
 def state_of(cache: Cache | None, layer_index: int) -> LayerStateMixin | None:
-    """Give a layer's part of the cache if it holds named states."""
+    """Return a layer's part of the cache if it holds named states."""
     layer = layer_of(cache, layer_index)
     return layer if isinstance(layer, LayerStateMixin) else None
 
 
 def follows_cache(cache: Cache | None, layer_index: int) -> bool:
-    """Tell whether attention reads keys that are not among the new ones.
+    """Return True if attention reads keys that are not among the new ones.
 
     A static layer's keys always are more than the new ones: those that are still to come.
     """

@@ -86,7 +86,7 @@ class LinearMixer(nn.Module):
         return self.computed_by(name)
 
     def computed_by(self, backend: str) -> Callable[..., Any]:
-        """Give a backend's operator; that of auto chooses by its tensors."""
+        """Return a backend's operator; that of auto chooses by its tensors."""
         raise NotImplementedError
 
 

@@ -41,11 +41,11 @@ class LinearShape:
 
     @property
     def window(self) -> int:
-        """Give W of the short convolutions of q, k and v; 0 without them."""
+        """Return W of the short convolutions of q, k and v; 0 without them."""
         return self.conv_size
 
     def shape_problems(self) -> list[str]:
-        """Say what does not go together, in lines that begin with the key."""
+        """Return what does not go together, in lines that begin with the key."""
         found, width = [], self.hidden_size
         for key in ("expand_k", "expand_v"):
             times = exact(getattr(self, key))
@@ -71,11 +71,11 @@ class GlaShape(LinearShape):
 
     @property
     def window(self) -> int:
-        """Give W of the short convolutions; 0 without `use_short_conv`."""
+        """Return W of the short convolutions; 0 without `use_short_conv`."""
         return self.conv_size if self.use_short_conv else 0
 
     def shape_problems(self) -> list[str]:
-        """Say what does not go together, in lines that begin with the key."""
+        """Return what does not go together, in lines that begin with the key."""
         found = super().shape_problems()
         if not self.use_short_conv and self.conv_size != 4:  # flash-linear-attention's default
             found.append(f"conv_size={self.conv_size}: has no effect without use_short_conv")
@@ -111,7 +111,7 @@ class GatedDeltaNetShape(LinearShape):
         return self.num_heads * int(self.head_channels * exact(self.expand_v))
 
     def shape_problems(self) -> list[str]:
-        """Say what does not go together, in lines that begin with the key."""
+        """Return what does not go together, in lines that begin with the key."""
         width, heads = self.hidden_size, self.num_heads
         if self.head_dim is None and 3 * width % (4 * heads):
             return [
@@ -128,5 +128,5 @@ class GatedDeltaNetShape(LinearShape):
 
 
 def exact(factor: float) -> Fraction:
-    """Give the fraction that a decimal such as 0.3 or 0.3333333 stands for."""
+    """Return the fraction that a decimal such as 0.3 or 0.3333333 stands for."""
     return Fraction(factor).limit_denominator(4096)

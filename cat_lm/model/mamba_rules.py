@@ -10,17 +10,17 @@ from typing import Any
 
 
 def inner_size(model: Any) -> int:
-    """Give I, the channels inside a layer; `model` is a section or configuration."""
+    """Return I, the channels inside a layer; `model` is a section or configuration."""
     return model.expand * model.hidden_size
 
 
 def usual_rank(hidden_size: int) -> int:
-    """Give the rank of Mamba's step sizes that `auto` stands for."""
+    """Return the rank of Mamba's step sizes that `auto` stands for."""
     return math.ceil(hidden_size / 16)
 
 
 def step_problems(model: Any) -> list[str]:
-    """Say whether the step sizes at the start are a range."""
+    """Return whether the step sizes at the start are a range."""
     low, high = model.time_step_min, model.time_step_max
     if low <= high:
         return []
@@ -28,7 +28,7 @@ def step_problems(model: Any) -> list[str]:
 
 
 def limit_problems(model: Any) -> list[str]:
-    """Say whether Mamba-2's bounds of all step sizes are a range."""
+    """Return whether Mamba-2's bounds of all step sizes are a range."""
     limit = model.time_step_limit
     if limit is None:
         return []
@@ -41,7 +41,7 @@ def limit_problems(model: Any) -> list[str]:
 
 
 def state_head_problems(model: Any, heads: int) -> list[str]:
-    """Say whether Mamba-2's heads fill the inner channels and divide among its groups."""
+    """Return whether Mamba-2's heads fill the inner channels and divide among its groups."""
     inner = inner_size(model)
     if heads * model.head_dim != inner:
         return [

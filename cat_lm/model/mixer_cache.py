@@ -104,7 +104,7 @@ class MixerCache(Cache):
 def cache_for(
     config: PreTrainedConfig, cache: Cache | None, use_cache: bool | None
 ) -> MixerCache | None:
-    """Give the cache that a call works with; none where the mixer keeps no state.
+    """Return the cache that a call works with; none where the mixer keeps no state.
 
     Args:
         config: says by `keeps_state` whether it does.

@@ -13,7 +13,7 @@ from cat_lm.mixers import Mixer, Setting
 
 
 def settings_of(model: Any) -> list[Setting]:
-    """Say where the mixer of each layer stands; `model` is a section or configuration."""
+    """Return where the mixer of each layer stands; `model` is a section or configuration."""
     layers = model.num_hidden_layers
     return [Setting(model.hidden_size, layer, layers) for layer in range(layers)]
 
@@ -24,7 +24,7 @@ def mixer_of(model: Any) -> Mixer:
 
 
 def mixer_problems(model: Any) -> list[str]:
-    """Say what of a mixer, its options and the sizes does not go together, by key."""
+    """Return what of a mixer, its options and the sizes does not go together, by key."""
     try:
         mixer = mixer_of(model)
     except UserError as error:

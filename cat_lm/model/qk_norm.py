@@ -40,7 +40,7 @@ class QueryKeyNorm(NothingDecays):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give the parameters as they start."""
+        """Return the parameters as they start."""
         if self.scales:
             return {"logit_scale": torch.full((self.heads,), math.sqrt(self.width))}
         return {"q_weight": torch.ones(self.width), "k_weight": torch.ones(self.width)}

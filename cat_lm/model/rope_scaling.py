@@ -67,7 +67,7 @@ _RANGES = {
 
 
 def is_scaled(config: PreTrainedConfig) -> bool:
-    """Tell whether positions or attention differ from those of a model without any scaling."""
+    """Return True if positions or attention differ from those of a model without any scaling."""
     rope = getattr(config, "rope_parameters", None)
     scaled_rope = rope_type_of(rope) != "default" and has_rope(config)
     return scaled_rope or getattr(config, "attention_temperature", 1.0) != 1
@@ -162,11 +162,11 @@ def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> Non
 
 
 def rope_type_of(rope: Mapping[str, Any] | None) -> str:
-    """Give the type of `rope_parameters`, by its key or by the one that it had before."""
+    """Return the type of `rope_parameters`, by its key or by the one that it had before."""
     rope = rope or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def has_rope(config: PreTrainedConfig) -> bool:
-    """Tell whether a model has rotary positions; the library's families that we read all have."""
+    """Return True if a model has rotary positions; the library's families that we read all have."""
     return getattr(config, "position_embedding", "rope") == "rope"

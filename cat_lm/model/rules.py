@@ -33,12 +33,12 @@ _ROPE_NUMBERS = {
 
 
 def gated_width(hidden_size: int) -> int:
-    """Give the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
+    """Return the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
     return -(-8 * hidden_size // (3 * 256)) * 256
 
 
 def head_problems(model: Any) -> list[str]:
-    """Say whether the width divides among the heads."""
+    """Return whether the width divides among the heads."""
     if model.hidden_size % model.num_attention_heads == 0:
         return []
     return [
@@ -48,7 +48,7 @@ def head_problems(model: Any) -> list[str]:
 
 
 def rotation_problems(model: Any) -> list[str]:
-    """Say whether rotary positions turn pairs of a head's channels."""
+    """Return whether rotary positions turn pairs of a head's channels."""
     if model.position_embedding != "rope":
         return []
     channels = model.hidden_size // model.num_attention_heads
@@ -62,7 +62,7 @@ def rotation_problems(model: Any) -> list[str]:
 
 
 def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:
-    """Say which number of the rotary positions is given twice, as two numbers.
+    """Return which number of the rotary positions is given twice, as two numbers.
 
     Args:
         rope: `rope_parameters`.
@@ -78,7 +78,7 @@ def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]
 
 
 def temperature_problems(model: Any) -> list[str]:
-    """Say where temperature, its scope and scaled positions contradict each other."""
+    """Return where temperature, its scope and scaled positions contradict each other."""
     temperature, rotates = model.attention_temperature, has_rope(model)
     problems = scope_problems(model.temperature_scope, rotates)
     rope = model.rope_parameters or {}
@@ -100,7 +100,7 @@ def temperature_problems(model: Any) -> list[str]:
 
 
 def scope_problems(scope: str, rotates: bool) -> list[str]:
-    """Say whether a model with or without positions lacks a `temperature_scope`."""
+    """Return whether a model with or without positions lacks a `temperature_scope`."""
     if scope not in TEMPERATURE_SCOPES:
         known = ", ".join(TEMPERATURE_SCOPES)
         return [f"temperature_scope={scope!r} is not supported; choose one of {known}"]
@@ -113,7 +113,7 @@ def scope_problems(scope: str, rotates: bool) -> list[str]:
 
 
 def convolution_problems(model: Any) -> list[str]:
-    """Say what the keys of the convolutions contradict in each other."""
+    """Return what the keys of the convolutions contradict in each other."""
     problems, streams = [], model.conv_streams
     if not is_streams(streams):
         return [
@@ -135,12 +135,12 @@ def convolution_problems(model: Any) -> list[str]:
 
 
 def has_long_filters(model: Any) -> bool:
-    """Tell whether filters are as long as the text."""
+    """Return True if filters are as long as the text."""
     return model.conv_type != "none" and model.conv_filter != filters.TAPS
 
 
 def filter_problems(model: Any) -> list[str]:
-    """Say what the keys of long filters contradict in the others."""
+    """Return what the keys of long filters contradict in the others."""
     name = model.conv_filter
     found = filters.problems(name, model.conv_state, model.conv_type)
     if found or name == filters.TAPS:
@@ -154,17 +154,17 @@ def filter_problems(model: Any) -> list[str]:
 
 
 def is_streams(value: Any) -> bool:
-    """Tell whether a value names some of the streams, each once."""
+    """Return True if a value names some of the streams, each once."""
     return is_some_of(value, STREAMS)
 
 
 def is_some_of(value: Any, letters: str) -> bool:
-    """Tell whether a value is a word of some of the letters, each at most once."""
+    """Return True if a value is a word of some of the letters, each at most once."""
     return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
 
 
 def norm_problems(model: Any) -> list[str]:
-    """Say which keys of normalisation say nothing."""
+    """Return which keys of normalisation say nothing."""
     problems, convolved = [], model.conv_type != "none"
     if model.conv_norm != "none" and not convolved:
         problems.append(f"conv_norm={model.conv_norm}: there are no filters with conv_type=none")
@@ -182,7 +182,7 @@ WIDEST_FLASH_HEAD = 256  # channels, that flash attention's kernels take
 
 
 def rank_problems(model: Any) -> list[str]:
-    """Say what a kernel of scores of more than rank 1 needs and has not."""
+    """Return what a kernel of scores of more than rank 1 needs and has not."""
     rank = model.conv_rank
     if rank == 1:
         return []
@@ -216,7 +216,7 @@ def rank_problems(model: Any) -> list[str]:
 
 
 def canon_problems(model: Any) -> list[str]:
-    """Say whether `canon` names places of Canon layers, each once."""
+    """Return whether `canon` names places of Canon layers, each once."""
     places = model.canon
     if places == "none" or is_some_of(places, CANON_PLACES):
         return []
@@ -227,12 +227,12 @@ def canon_problems(model: Any) -> list[str]:
 
 
 def canon_places(model: Any) -> str:
-    """Give the places that have Canon layers, in their order; "" for none."""
+    """Return the places that have Canon layers, in their order; "" for none."""
     return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
 
 
 def window_problems(model: Any, context_length: int) -> list[str]:
-    """Say whether a filter's last taps would read nothing."""
+    """Return whether a filter's last taps would read nothing."""
     has_taps = model.conv_type != "none" and not has_long_filters(model)
     used = {"conv_window": has_taps, "canon_window": bool(canon_places(model))}
     windows = {key: getattr(model, key) for key, is_used in used.items() if is_used}
@@ -240,7 +240,7 @@ def window_problems(model: Any, context_length: int) -> list[str]:
 
 
 def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
-    """Say, by the key that gives it, which of some filters' windows is longer than a row."""
+    """Return, by the key that gives it, which of some filters' windows is longer than a row."""
     return [
         f"{key}={window}: is beyond data.context_length={context_length}; its last taps would "
         "read nothing"
@@ -250,7 +250,7 @@ def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
 
 
 def key_value_problems(model: Any) -> list[str]:
-    """Say whether the heads of queries divide among those of keys and values."""
+    """Return whether the heads of queries divide among those of keys and values."""
     shared = model.num_key_value_heads
     if shared is None or model.num_attention_heads % shared == 0:
         return []
@@ -260,7 +260,7 @@ def key_value_problems(model: Any) -> list[str]:
 
 
 def whole_rotation_problems(model: Any) -> list[str]:
-    """Say whether rotary positions can turn all channels of a head, which must be pairs."""
+    """Return whether rotary positions can turn all channels of a head, which must be pairs."""
     channels = model.head_dim or model.hidden_size // model.num_attention_heads
     if model.position_embedding != "rope" or channels % 2 == 0:
         return []
@@ -272,7 +272,7 @@ def whole_rotation_problems(model: Any) -> list[str]:
 
 
 def part_rotation_problems(model: Any) -> list[str]:
-    """Say that a part of a head is rotated where all of it must be."""
+    """Return that a part of a head is rotated where all of it must be."""
     part = (model.rope_parameters or {}).get("partial_rotary_factor")
     if part in (None, 1):
         return []
@@ -283,7 +283,7 @@ def part_rotation_problems(model: Any) -> list[str]:
 
 
 def unmixed_problems(model: Any) -> list[str]:
-    """Say whether attention maps would be mixed with values of another number of heads."""
+    """Return whether attention maps would be mixed with values of another number of heads."""
     if model.conv_mixing != "maps":
         return []
     return [
@@ -293,12 +293,12 @@ def unmixed_problems(model: Any) -> list[str]:
 
 
 def mixes_maps(model: Any) -> bool:
-    """Tell whether the values' filters mix attention maps."""
+    """Return True if the values' filters mix attention maps."""
     return model.conv_type == "multihead" and model.conv_mixing == "maps"
 
 
 def chunk_size(model: Any) -> int | None:
-    """Give the tokens of a chunk, out of which no query sees (`attention: chunk`), or None."""
+    """Return the tokens of a chunk, out of which no query sees (`attention: chunk`), or None."""
     if model.attention != "chunk":
         return None
     return (model.attention_options or {}).get("size", CHUNK_SIZE)
@@ -315,7 +315,7 @@ def key_heads(model: Any) -> int:
 
 
 def query_width(model: Any) -> int:
-    """Give the channels of a head's queries and keys, after filters of all ranks."""
+    """Return the channels of a head's queries and keys, after filters of all ranks."""
     return model.conv_rank * head_width(model)
 
 

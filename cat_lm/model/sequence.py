@@ -62,7 +62,7 @@ class SequenceGroup:
         return self._swap(sent).movedim(0, 2).flatten(2, 3)
 
     def to_sequence(self, x: Tensor) -> Tensor:
-        """Give every rank the whole of what belongs to no head: [B, T/P, …] to [B, T, …]."""
+        """Return every rank the whole of what belongs to no head: [B, T/P, …] to [B, T, …]."""
         received = self._swap(x.expand(self.size, *x.shape))
         return received.transpose(0, 1).flatten(1, 2)
 
@@ -94,7 +94,7 @@ class SequenceGroup:
         return F.pad(cut, (*[0, 0] * (x.ndim - 2), missing, 0)) if missing else cut
 
     def is_real(self, before: int, like: Tensor) -> Tensor | None:
-        """Tell the halo's tokens that there are: [B, before + T/P] bool; None if all are.
+        """Return which of the halo's tokens exist: [B, before + T/P] bool; None if all do.
 
         Args:
             like: [B, before + T/P, …].
@@ -106,7 +106,7 @@ class SequenceGroup:
         return (places >= missing).expand(len(like), -1)
 
     def span(self, count: int) -> slice:
-        """Say which of `count` tokens, or heads, are this rank's."""
+        """Return which of `count` tokens, or heads, are this rank's."""
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -115,7 +115,7 @@ class SequenceGroup:
         return x[(*[slice(None)] * dim, self.span(x.shape[dim]))]
 
     def whole_like(self, x: Tensor) -> Tensor:
-        """Give a tensor of shape [B, T, …] for x [B, T/P, …], which holds nothing."""
+        """Return a tensor of shape [B, T, …] for x [B, T/P, …], which holds nothing."""
         return x.new_empty(()).expand(x.shape[0], self.size * x.shape[1], *x.shape[2:])
 
     def _swap(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class ShortConvolution(nn.Conv1d):
         self.conv_backend, self.std = "auto", std
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give what the parameters start from, by name."""
+        """Return what the parameters start from, by name."""
         weight, bound = torch.empty_like(self.weight), 1 / math.sqrt(self.kernel_size[0])
         drawn = weight.uniform_(-bound, bound) if self.std is None else weight.normal_(0, self.std)
         values = {"weight": drawn}
@@ -66,7 +66,7 @@ def describe_backend(
     dtype: torch.dtype,
     backend: str,
 ) -> str:
-    """Say in one line what computes short convolutions of so many channels, and why.
+    """Describe in one line what computes short convolutions of so many channels, and why.
 
     Raises:
         ValueError: the backend asked for cannot serve.

@@ -129,11 +129,11 @@ class StreamConvolution(NothingDecays):
             self.register_parameter(f"{stream}_rank_filter", filters)
 
     def filters(self) -> dict[str, nn.Parameter]:
-        """Give the filters of the streams that have them, in the order q, k, v."""
+        """Return the filters of the streams that have them, in the order q, k, v."""
         return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
 
     def taps(self, stream: str) -> Tensor | None:
-        """Give a stream's filters as they are used, of its heads here; None where it has none."""
+        """Return a stream's filters as they are used, of its heads here; None where it has none."""
         filters = getattr(self, f"{stream}_filter", None)
         if filters is None:
             return None
@@ -146,7 +146,7 @@ class StreamConvolution(NothingDecays):
         return x if whole else own_heads(self.sequence_group, x, dim)
 
     def biases(self) -> list[nn.Parameter]:
-        """Give the projections' biases that there are."""
+        """Return the projections' biases that there are."""
         return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
 
     def _long(self, numbers: Tensor, x: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
@@ -216,7 +216,7 @@ class StreamConvolution(NothingDecays):
         rotary: tuple[Tensor, Tensor] | None,
         norm: QueryKeyNorm | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Give the angles if a stream's convolution turns what it makes; else `_turned` does."""
+        """Return the angles if a stream's convolution turns what it makes; else `_turned` does."""
         is_last = norm is None and self.rank == 1 and self.activation != "silu"
         is_last = is_last and self.long_filter is None
         turns = is_last and stream in self.embedding_streams and stream != "v"
@@ -248,7 +248,7 @@ class StreamConvolution(NothingDecays):
         return ranks.unflatten(2, (-1, self.rank)).flatten(3)
 
     def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
-        """Tell whether inputs [B, T, H, …, D] are a token that one kernel convolves."""
+        """Return True if inputs [B, T, H, …, D] are a token that one kernel convolves."""
         return (
             inputs.shape[1] == 1
             and padding_mask is None

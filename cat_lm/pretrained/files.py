@@ -145,7 +145,7 @@ def _check_counts(settings: dict[str, Any], path: Path) -> None:
 
 
 def asks_for_code(settings: dict[str, Any]) -> str:
-    """Say, for an error, that settings ask for code of the model's own; "" where they do not."""
+    """Return, for an error, that settings ask for the model's own code; "" where they do not."""
     if "auto_map" not in settings:
         return ""
     return (
@@ -154,7 +154,7 @@ def asks_for_code(settings: dict[str, Any]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Give what another library says as one line of at most 300 characters."""
+    """Return what another library says as one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = 2 if len(lines) > 1 and lines[0].endswith(":") else 1
     text = " ".join(lines[:count]) or type(error).__name__
@@ -309,7 +309,7 @@ def refuse_non_finite(what: str, tensors: dict[str, Tensor]) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all numbers of a tensor are finite; takes no memory beside it."""
+    """Return True if all numbers of a tensor are finite; takes no memory beside it."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     # NaN goes through minimum and maximum.

@@ -25,7 +25,7 @@ def checked_ids(vocab_size: int, longest: int = _TOKENS) -> Tensor:
 
 
 def difference_of_logits(logits: Tensor, expected: Tensor) -> float:
-    """Give the largest difference, in parts of the largest logit expected."""
+    """Return the largest difference, in parts of the largest logit expected."""
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
@@ -59,7 +59,7 @@ def library_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _problems(config: PreTrainedConfig, family: architectures.Architecture) -> list[str]:
-    """Say what of a model transformers' class does not have."""
+    """Return what of a model transformers' class does not have."""
     if family.library_type is None:
         return [f"is of {family.name}, of which transformers has no class"]
     streams = getattr(config, "convolved_streams", "")

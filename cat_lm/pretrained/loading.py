@@ -135,7 +135,7 @@ def model_config(path: Path | str) -> PreTrainedConfig:
 def _config_class(
     architecture: architectures.Architecture, settings: dict[str, Any]
 ) -> type[PreTrainedConfig] | None:
-    """Give the class that reads a known family's config.json; None where none here does.
+    """Return the class that reads a known family's config.json; None where none here does.
 
     Not by transformers' registry of types: importing flash-linear-attention, whose operators may
     compute a run's recurrences, gives the types of Mamba to other classes there. Models are found
@@ -147,7 +147,7 @@ def _config_class(
 
 
 def _unknown_type(settings: dict[str, Any]) -> str:
-    """Say, for an error, that nobody here knows the type of a model; "" where somebody does."""
+    """Return, for an error, that a model's type is unknown here; "" where it is known."""
     from transformers import CONFIG_MAPPING
 
     kind = settings.get("model_type")
@@ -197,7 +197,7 @@ def load_model(
 
 
 def _stays_finite(stored: str | None, dtype: str) -> bool:
-    """Tell whether weights that are finite in the dtype `stored` are so in `dtype`."""
+    """Return True if weights that are finite in the dtype `stored` are so in `dtype`."""
     import torch
 
     if stored not in DTYPES:
@@ -207,7 +207,7 @@ def _stays_finite(stored: str | None, dtype: str) -> bool:
 
 
 def _are_read(files: Iterable[Path]) -> Callable[[str], bool]:
-    """Tell which listed files are to be compared: what is read, and what would be instead of it."""
+    """Return which listed files are compared: those read, and those that would be instead."""
     names = {*(file.name for file in files), *WEIGHTS}
     return names.__contains__
 
@@ -316,7 +316,7 @@ def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) ->
 
 
 def _has_position_table(config: PreTrainedConfig, longest: int) -> bool:
-    """Tell whether a model has an embedding of positions (GPT-2, OPT), or a table (GPT-J)."""
+    """Return True if a model has an embedding of positions (GPT-2, OPT), or a table (GPT-J)."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -368,7 +368,7 @@ def _tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBas
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Tell whether a listed file of an export is one of its tokenizer's."""
+    """Return True if a listed file of an export is one of its tokenizer's."""
     weights = name.endswith((".safetensors", ".bin", ".index.json"))
     return not weights and name not in (*SETTINGS, CARD)
 

@@ -175,7 +175,7 @@ def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
 
 
 def finite_as_listed(folder: Path, files: Iterable[Path]) -> str | None:
-    """Say in which dtype an export's weights were found finite before they were hashed.
+    """Describe in which dtype an export's weights were found finite before they were hashed.
 
     `verify` compares these hashes: while it does, or has, the numbers are those that were found so.
 

@@ -40,7 +40,7 @@ def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def scaling_kind(config: PreTrainedConfig) -> str:
-    """Say in words what decides which methods a model has."""
+    """Describe in words what decides which methods a model has."""
     if not _scales_positions(config):
         return f"model type {config.model_type}"
     if is_scaled(config):
@@ -55,7 +55,7 @@ def scaled_fields(
     training_length: int,
     temperature_scope: str = "logits",
 ) -> dict[str, Any]:
-    """Give the fields of a CAT configuration that make a model of this one use `method`.
+    """Return the fields of a CAT configuration that make a model of this one use `method`.
 
     Args:
         config: of a model that is not scaled yet (see `methods_for`).

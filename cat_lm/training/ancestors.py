@@ -74,7 +74,7 @@ def _python_launcher(variable: str) -> Launcher | None:
 
 
 def _adopts(process: int) -> bool:
-    """Tell whether it is one that takes children whose parents have died."""
+    """Return True if it is one that takes children whose parents have died."""
     return process == 1 or _read(process, "comm").strip() in _REAPERS
 
 
@@ -103,12 +103,12 @@ def _parent(process: int) -> int:
 
 
 def _was_given(process: int, variable: str) -> bool:
-    """Tell whether `variable` was in the environment that `process` was started with."""
+    """Return True if `variable` was in the environment that `process` was started with."""
     return f"\0{variable}=".encode() in b"\0" + _read(process, "environ")
 
 
 def _is_python(process: int) -> bool | None:
-    """Tell whether it is a Python interpreter; None: this process may not know."""
+    """Return whether it is a Python interpreter; None: this process may not know."""
     try:
         return "python" in os.path.basename(os.readlink(_PROC / str(process) / "exe"))
     except OSError:

@@ -36,7 +36,7 @@ def without_weights() -> Iterator[None]:
 
 
 def begins_again_in_fp32(config: RunConfig) -> bool:
-    """Tell whether master weights get what the model came with; precision must be decided.
+    """Return True if master weights get what the model came with; precision must be decided.
 
     Calibration must change no bit of them, and DeepSpeed makes them of the model's bf16. In fp32,
     and without ZeRO, they are the weights themselves.
@@ -47,7 +47,7 @@ def begins_again_in_fp32(config: RunConfig) -> bool:
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device memory on `device`, with anything in it.
+    """Allocate what is on the meta device on `device`, with anything in it.
 
     That is all parameters, and buffers that were computed from them.
     """

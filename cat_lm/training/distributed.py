@@ -118,7 +118,7 @@ class Ranks:
 
 
 def patience(hang_minutes: float) -> float:
-    """Give the minutes that a collective waits: the watchdog must find a rank that hangs first."""
+    """Return the minutes that a collective waits: the watchdog must find a hanging rank first."""
     return max(TIMEOUT_MINUTES, 2 * hang_minutes)
 
 

@@ -83,7 +83,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
 
 
 def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torch.device) -> str:
-    """Say what will compute convolutions and attention of this run, and why.
+    """Return what will compute convolutions and attention of this run, and why.
 
     Args:
         model: the model's own configuration.
@@ -95,7 +95,7 @@ def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torc
 
 
 def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """Say what will compute the recurrences of this run, and why; "" without any. As above."""
+    """Return what will compute the recurrences of this run, and why; "" without any. As above."""
     describe = config.architecture.describe_mixer_backend
     return _backend(config, model.config, device, "mixer_backend", describe)
 
@@ -117,7 +117,7 @@ def _backend(
 def documents_apart(
     config: RunConfig, model: PreTrainedModel, device: torch.device
 ) -> DocumentAttention | None:
-    """Say what keeps packed documents apart in attention, and why; None where nothing does."""
+    """Return what keeps packed documents apart in attention, and why; None where nothing does."""
     if not config.data.mask_documents or not model.takes_borders:
         return None
     is_dense = config.train.landmark_loss in DENSE
@@ -299,7 +299,7 @@ class Engine:
         )
 
     def _objective(self, outputs: CausalOutput) -> torch.Tensor:
-        """Give what a micro-batch is trained on: its loss, and the layers' own."""
+        """Return what a micro-batch is trained on: its loss, and the layers' own."""
         own = _own_losses(outputs)
         if own is None:
             return outputs.loss
@@ -334,7 +334,7 @@ class Engine:
         return batch | {name: batch[name][:, tokens] for name in ("input_ids", "labels")}
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the host's tensor to the device, without waiting for what that still computes."""
+        """Copy the host's tensor to the device, without waiting for what that still computes."""
         if self.ranks.device.type == "cuda" and not tensor.is_cuda:
             tensor = tensor.pin_memory()
         return tensor.to(self.ranks.device, non_blocking=True)
@@ -353,5 +353,5 @@ def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _own_losses(outputs: CausalOutput) -> torch.Tensor | None:
-    """Give the layers' own loss; transformers' models, timed beside ours, have none."""
+    """Return the layers' own loss; transformers' models, timed beside ours, have none."""
     return getattr(outputs, "auxiliary_loss", None)

@@ -131,7 +131,7 @@ def kept_for_good(config: RunConfig) -> int:
 
 
 def describe_kept(config: RunConfig, one: int) -> str:
-    """Say what `kept_for_good` adds to a line on checkpoints of `one` bytes each; or nothing."""
+    """Return what `kept_for_good` adds to a line on checkpoints of `one` bytes each; or nothing."""
     if not (kept := kept_for_good(config)):
         return ""
     return (

@@ -77,7 +77,7 @@ def _kept(
 
 
 def _starts_of_entries(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give what `weights` lack of what entries of `cat_lm.model.attention` hold."""
+    """Return what `weights` lack of what entries of `cat_lm.model.attention` hold."""
     from cat_lm.model.attention.core import entry_weights
 
     ours = model.state_dict()
@@ -98,7 +98,7 @@ def _differences(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:
 def _compared(
     theirs: PreTrainedConfig, ours: PreTrainedConfig
 ) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
-    """Give our model's family, and what it says of both models."""
+    """Return our model's family, and what it says of both models."""
     architecture = architectures.of_config(ours)
     there, here = (
         architecture.section_values(config)

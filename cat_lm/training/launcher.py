@@ -57,7 +57,7 @@ def join_launcher() -> tuple[int, int, int]:
 
 
 def _under_srun() -> bool:
-    """Tell whether srun started this process; a batch script itself has no step's variables."""
+    """Return True if srun started this process; a batch script itself has no step's variables."""
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return not torchrun and "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PROCID" in os.environ
 

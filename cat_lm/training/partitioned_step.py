@@ -33,13 +33,13 @@ class PartitionedStep:
             optimizer.check_grad_overflow = False  # the norm tells it, too
 
     def norms(self) -> list[torch.Tensor]:
-        """Give the norms of ZeRO-3's groups, of which DeepSpeed makes the gradients' by itself."""
+        """Return the norms of ZeRO-3's groups, of which DeepSpeed computes the gradient's."""
         norms = self._norms()
         self._note(self._module.combine_grad_norm_groups(norms))
         return norms
 
     def norm(self, *given: Any, **named: Any) -> torch.Tensor:
-        """Give the gradients' norm, infinite where DeepSpeed's is not finite or its mark, −1."""
+        """Return the gradients' norm, infinite where DeepSpeed's is not finite or its mark, −1."""
         return self._note(torch.as_tensor(self._norm(*given, **named)))
 
     def _note(self, norm: torch.Tensor) -> torch.Tensor:

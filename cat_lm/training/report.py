@@ -37,7 +37,7 @@ class Report:
         self._mean_seconds: float | None = None
 
     def plan(self, loader: TrainLoader, step: int) -> str:
-        """Say what the run is about to do after `step` steps."""
+        """Return what the run is about to do after `step` steps."""
         config, train = self.config, self.config.train
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step

@@ -29,7 +29,7 @@ def sequence_group(config: RunConfig, ranks: Ranks) -> SequenceGroup | None:
 
 
 def describe(config: RunConfig) -> str:
-    """Say how ranks share sequences, for the log; "" where each has its own."""
+    """Return how ranks share sequences, for the log; "" where each has its own."""
     parts = config.train.sequence_parallel
     if parts == 1:
         return ""

@@ -40,7 +40,7 @@ class Moment:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Give the seconds from `earlier` on, by the device's clock, when it has passed both."""
+        """Return the seconds from `earlier` on, by the device's clock, when it has passed both."""
         if self._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._seconds - earlier._seconds
@@ -83,7 +83,7 @@ class LaunchedStep:
         return StepResult(total_loss / max(items, 1), grad_norm, skipped, tuple(flags), auxiliary)
 
     def seconds(self, after: LaunchedStep | None = None) -> float:
-        """Give the seconds that the step took, from the end of `after`, when it was read.
+        """Return the seconds that the step took, from the end of `after`, when it was read.
 
         The device's: the host reads a step when it has launched the next, and by its clock the
         first step would be two, and the last one next to nothing.

@@ -69,7 +69,7 @@ def manifest_of(
     dtype: np.dtype,
     arguments: dict,
 ) -> dict:
-    """Give the manifest of data that are prepared without a choice of documents.
+    """Return the manifest of data that are prepared without a choice of documents.
 
     Args:
         sets: the shards of each set by their split.
@@ -116,7 +116,7 @@ def print_counts(manifest: dict) -> None:
 
 
 def _selection(assembly: Assembly) -> dict:
-    """Tell how often each set's training documents occur, and below which hash place once more."""
+    """Return how often each set's training documents occur, and below which hash once more."""
     return {
         name: {
             "whole": copies.whole,

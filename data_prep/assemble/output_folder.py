@@ -69,7 +69,7 @@ def locked(folder: Path, shared: bool = False) -> Iterator[None]:
 
 
 def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
-    """Tell whether the folder already holds the data that `identity` (the arguments) asks for.
+    """Return True if the folder already holds the data that `identity` (the arguments) asks for.
 
     Raises `UserError` where it holds other data, or files of someone else.
     """
@@ -101,7 +101,7 @@ def _differing(found: dict, identity: dict) -> list[str]:
 
 
 def _decisive(key: str, value: object) -> object:
-    """Give the part of an argument that decides the result, such as a source's contents."""
+    """Return the part of an argument that decides the result, such as a source's contents."""
     if key != "source" or not isinstance(value, dict) or not value.get("path"):
         return value
     if "contents_sha256" in value:
@@ -224,7 +224,7 @@ def _tell_what_stays(folder: Path) -> None:
 
 
 def _limited(identity: dict) -> bool:
-    """Tell whether the parts end where --max-documents or --max-bytes, and so the sets, said."""
+    """Return True if the parts end where --max-documents or --max-bytes, and so the sets, said."""
     return bool(identity["max_documents"] or identity["max_bytes"])
 
 

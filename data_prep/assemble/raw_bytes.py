@@ -70,7 +70,7 @@ def _describe(file: Path, sizes: list[int]) -> dict:
 
 
 def _is_complete(out: Path, source: dict) -> bool:
-    """Tell whether the folder holds these splits. Raises UserError where it holds other things."""
+    """Return True if the folder holds these splits. Raises UserError for other things in it."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, a folder is needed")
     if not out.is_dir() or not any(out.iterdir()):

@@ -28,7 +28,7 @@ class SubsetEnd:
     position: int
 
     def takes(self, documents: np.ndarray, unit: int) -> np.ndarray:
-        """Tell which of a unit's documents are in the subset, bool [documents]."""
+        """Return which of a unit's documents are in the subset, bool [documents]."""
         below = documents["place"] < np.uint64(self.place)
         if unit > self.unit:
             return below
@@ -61,12 +61,12 @@ class Selection:
 
     @property
     def passes(self) -> int:
-        """Tell how often the input is gone through for the training split."""
+        """Return how often the input is gone through for the training split."""
         counts = (copies.whole + (copies.cut is not None) for copies in self.train.values())
         return max(counts, default=0)
 
     def within(self, documents: np.ndarray, unit: int, unit_split: str | None) -> np.ndarray:
-        """Tell which documents lie before the end that a limit sets, bool [documents]."""
+        """Return which documents lie before the end that a limit sets, bool [documents]."""
         if (end := self.ends.get(counted_with(unit_split))) is None or unit < end[0]:
             return np.ones(len(documents), dtype=bool)
         if unit > end[0]:

@@ -62,7 +62,7 @@ class Duplicates:
         return asdict(self)
 
     def fails(self, on: str) -> bool:
-        """Tell whether there are duplicates of the kind that --fail-on-duplicates names."""
+        """Return True if there are duplicates of the kind that --fail-on-duplicates names."""
         kinds = [self.across] if on == "across" else [self.across, self.train, self.validation]
         return any(kind.documents for kind in kinds)
 

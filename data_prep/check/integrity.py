@@ -92,7 +92,7 @@ class ShardCheck:
 
 
 def document_ends(shard: Shard) -> np.ndarray:
-    """Give the end of each document in a shard's tokens, int64; it begins at the end before.
+    """Return the end of each document in a shard's tokens, int64; it begins at the end before.
 
     Raises `UserError` for an index that cannot be: its documents or sequences lie elsewhere.
     """

@@ -85,7 +85,7 @@ class Limit:
         raise UserError(f"{flag} {cut(text)}: give a number of lines or a share such as 0.01%")
 
     def exceeded(self, malformed: int, records: int) -> bool:
-        """Tell whether so many malformed ones among `records` (they included) are too many."""
+        """Return True if so many malformed ones among `records` (they included) are too many."""
         if self.count is not None:
             return malformed > self.count
         return malformed > self.share * records

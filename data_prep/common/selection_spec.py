@@ -21,11 +21,11 @@ class SelectionSpec:
     max_repeats: int = 4
 
     def includes(self, name: str) -> bool:
-        """Tell whether training documents of this set are wanted."""
+        """Return True if training documents of this set are wanted."""
         return self.holds_out(name) and (self.mixture is None or name in self.mixture)
 
     def holds_out(self, name: str) -> bool:
-        """Tell whether held-out documents of this set are wanted, whatever mixture or budget."""
+        """Return True if held-out documents of this set are wanted, whatever mixture or budget."""
         return (self.sets is None or name in self.sets) and name not in self.exclude
 
     @property

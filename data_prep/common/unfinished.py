@@ -115,17 +115,17 @@ def put(folder: Path, name: str) -> Iterator[Path]:
 
 
 def shard_names(shards: Iterable[str]) -> list[str]:
-    """Give the files of shards, by their names."""
+    """Return the files of shards, by their names."""
     return [f"{name}{suffix}" for name in shards for suffix in (".bin", ".idx")]
 
 
 def tokenizer_names() -> list[str]:
-    """Give the files that a tokenizer may consist of."""
+    """Return the files that a tokenizer may consist of."""
     return [f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES]
 
 
 def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Give what a manifest lists, and what belongs to it; but for itself."""
+    """Return what a manifest lists, and what belongs to it; but for itself."""
     names = shard_names(shard["name"] for shard in listed_shards(manifest))
     names += [*tokenizer_names(), NOTE, *plan_files(folder)]
     return [*names, MALFORMED] if manifest.get("malformed_documents") else names

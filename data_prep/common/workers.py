@@ -30,7 +30,7 @@ def useful_workers(asked: int, pieces: int) -> int:
 
 
 def tell_workers(asked: int, pieces: int) -> None:
-    """Say where fewer workers than were asked for are of use."""
+    """Print where fewer workers than were asked for are of use."""
     if (useful := useful_workers(asked, pieces)) < asked:
         cores = len(os.sched_getaffinity(0))
         print(f"note: --workers {asked}: {useful} for {pieces:,} pieces of work on {cores} cores")

@@ -101,7 +101,7 @@ class Encoding:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def limit_reached(self, split: str | None, documents: int, text_bytes: int) -> bool:
-        """Tell whether --max-documents or --max-bytes is reached.
+        """Return True if --max-documents or --max-bytes is reached.
 
         A validation split of the source's own is limited to the validation fraction of the same.
         """

@@ -100,7 +100,7 @@ class Estimate:
         )
 
     def lines(self) -> list[str]:
-        """Give the lines that are printed before the start."""
+        """Return the lines that are printed before the start."""
         of = "" if self.units == self.of_units else f" of {self.of_units:,}"
         size = f"input: {self.units:,}{of} units, {_bytes(self.file_bytes)} in files"
         if self.text_bytes is None:

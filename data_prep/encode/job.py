@@ -87,7 +87,7 @@ class Job:
                 yield self._task(unit, round_number)
 
     def _behind_limit(self, unit: Unit) -> bool:
-        """Tell whether earlier units of the split, as far as they are done, reach the limits."""
+        """Return True if earlier units of the split, as far as they are done, reach the limits."""
         documents = text_bytes = 0
         if self.encoding.max_documents is None and self.encoding.max_bytes is None:
             return False

@@ -75,7 +75,7 @@ class Plan:
         return max(ranges.of(name).high for ranges in self.rounds)
 
     def further_round(self, names: Iterable[str], spec: SelectionSpec) -> Ranges | None:
-        """Give what the sets that occur lack altogether after a change of arguments, or None."""
+        """Return what the sets that occur lack altogether after a change of arguments, or None."""
         lacking = {}
         for name in names:
             train = spec.includes(name) and self.covered(name) == 0
@@ -88,7 +88,7 @@ class Plan:
         return Ranges(lacking, NOTHING) if lacking else None
 
     def round_for(self, names: Iterable[str], spec: SelectionSpec, shortage: Shortage) -> Ranges:
-        """Give the further round that a shortage asks for."""
+        """Return the further round that a shortage asks for."""
         sets = {}
         for name in names:
             low = self.covered(name)
@@ -99,7 +99,7 @@ class Plan:
 
 
 def first_round(spec: SelectionSpec, measured: Measured, held_out: int) -> Ranges:
-    """Give the first round: all that is wanted, or what a budget is estimated to need.
+    """Return the first round: all that is wanted, or what a budget is estimated to need.
 
     `held_out` is the place below which all documents are held out.
     """

@@ -61,7 +61,7 @@ def scan(
 
 
 def count_tokens(shard: Shard, start: int, vocab_size: int) -> np.ndarray:
-    """Tell how often each id comes from token `start` on, int64 [vocab_size]."""
+    """Return how often each id comes from token `start` on, int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(start, shard.num_tokens, BLOCK_TOKENS):
         block = shard.read(first, min(first + BLOCK_TOKENS, shard.num_tokens))

@@ -291,7 +291,7 @@ def matches(pattern: str) -> Iterator[Path]:
 
 
 def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
-    """Tell whether a path's names are what a pattern's pieces stand for, ** for any number."""
+    """Return True if a path's names are what a pattern's pieces stand for, ** for any number."""
     if not pieces:
         return not names
     if pieces[0] == "**":

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def read_patiently(action: Callable[[], T], what: str, retries: int = RETRIES) -> T:
-    """Give the result of `action`, tried again after failures that may pass.
+    """Return the result of `action`, tried again after failures that may pass.
 
     Raises:
         UserError: begins with `what`: the failure is of the lasting kind (no such file, no
@@ -50,7 +50,7 @@ def read_patiently(action: Callable[[], T], what: str, retries: int = RETRIES) -
 
 
 def is_transient(error: Exception) -> bool:
-    """Tell whether a failure may pass: a broken connection, a busy server, not a missing file."""
+    """Return True if a failure may pass: a broken connection, a busy server, not a missing file."""
     status = status_of(error)
     if status is not None:
         return status in TRANSIENT_STATUS

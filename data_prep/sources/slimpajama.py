@@ -122,7 +122,7 @@ class Snapshot(SlimPajama):
 
 
 def is_description(name: str) -> bool:
-    """Tell whether a file is what a repository says of itself."""
+    """Return True if a file is what a repository says of itself."""
     return name.lower().endswith(".md")
 
 

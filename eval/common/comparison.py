@@ -130,7 +130,7 @@ def half_width(
     documents: int | None,
     comparisons: int,
 ) -> float:
-    """Give half of the rule's interval.
+    """Return half of the rule's interval.
 
     Args:
         seed_error, document_error: standard errors of the mean difference; the second may be None.
@@ -145,7 +145,7 @@ def half_width(
 
 
 def _is_usable(document_error: float | None, documents: int | None) -> bool:
-    """Tell whether an error over documents, where there is one, says anything."""
+    """Return True if an error over documents, where there is one, says anything."""
     if document_error is None or documents is None:
         return True
     return documents > 1 and math.isfinite(document_error)

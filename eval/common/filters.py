@@ -71,7 +71,7 @@ def read_filters(model: Path) -> Filters | None:
 
 
 def _left_out(config: PreTrainedConfig) -> str:
-    """Say what a picture of a filter a head and stream has no place for."""
+    """Return what a picture of a filter a head and stream has no place for."""
     others = []
     if (rank := getattr(config, "conv_rank", 1)) > 1:
         others.append(f"{rank - 1} more of q and of k in each head (conv_rank={rank})")

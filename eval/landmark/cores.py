@@ -102,7 +102,7 @@ class Chooser(nn.Module):
 
 
 def add_choosers(model: nn.Module) -> list[Chooser]:
-    """Give every layer's attention a `Chooser` around its core, in the order of the layers."""
+    """Put a `Chooser` around every layer's core, and return them in the order of the layers."""
     found = []
     for module in model.modules():
         if isinstance(module, AttentionMixin):

@@ -132,7 +132,7 @@ def _needle_panel(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
 def _reaches(
     values: Sequence[float], points: Sequence[Mapping[str, Any]], factor: float = 1.0
 ) -> list[list[float]]:
-    """Give how far the points' ranges, times `factor`, reach below and above the values."""
+    """Return how far the points' ranges, times `factor`, reach below and above the values."""
     low, high = ([factor * point["range"][side] for point in points] for side in (0, 1))
     return [
         [value - x for value, x in zip(values, low, strict=True)],

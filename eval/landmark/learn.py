@@ -63,7 +63,7 @@ def learn(
     folder: Path,
     identity: dict[str, Any],
 ) -> str:
-    """Give the choosers learned selectors: those in `folder`, or new ones, which it then holds.
+    """Set the choosers' learned selectors: those in `folder`, or new ones, which it then holds.
 
     Args:
         names: of `eval.landmark.choices.LEARNED`.

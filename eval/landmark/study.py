@@ -246,12 +246,12 @@ def claim(out: Path, wanted: Settings) -> None:
 
 
 def entered() -> str:
-    """Give the line that enters the folder in which the commands run."""
+    """Return the line that enters the folder in which the commands run."""
     return shlex.join(["cd", str(ROOT)])
 
 
 def shown(stage: Stage) -> str:
-    """Give a stage's command as a person types it."""
+    """Return a stage's command as a person types it."""
     return shlex.join(["python", *stage.words])
 
 
@@ -282,7 +282,7 @@ def run(found: list[Stage], lock: Lock) -> None:
 
 
 def _is_done(stage: Stage) -> bool:
-    """Tell whether a stage's result is there, and of the model that is there now."""
+    """Return True if a stage's result is there, and of the model that is there now."""
     if stage.done is None or not is_result(stage.done):
         return False
     if stage.model is None:
@@ -295,7 +295,7 @@ def _is_done(stage: Stage) -> bool:
 
 
 def _say_end(heading: str, code: int) -> None:
-    """Say how a stage failed; for bad input it has said itself what must change."""
+    """Print how a stage failed; for bad input it has printed itself what must change."""
     if code == 2:
         return
     by_signal = code < 0 or code > 128

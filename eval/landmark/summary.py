@@ -170,7 +170,7 @@ def _check_numbers(series: str, rate: float, records: Sequence[Mapping[str, Any]
 def _needle_series(
     cells: Mapping[Path, Mapping[str, Any]],
 ) -> list[tuple[str, dict[float, list[Mapping[str, Any]]]]]:
-    """Give each model's name and, by learning rate, its seeds' records. Raises UserError."""
+    """Return each model's name and, by learning rate, its seeds' records. Raises UserError."""
     files: dict[tuple[str, float, int], Path] = {}
     groups: dict[str, dict[float, list[Mapping[str, Any]]]] = {}
     for path, record in cells.items():
@@ -188,7 +188,7 @@ def _needle_series(
 
 
 def _setting(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Give all that decides a cell but its rate and seed, with the mixer's defaults."""
+    """Return all that decides a cell but its rate and seed, with the mixer's defaults."""
     cell, mixer = record["cell"], record["mixer"]
     asked = {name: value for name, value in cell.items() if name not in _NOT_OF_MODEL}
     resolved = {name: record[name] for name in _OF_MIXER if name in record}
@@ -222,7 +222,7 @@ def _shown(value: Any) -> str:
 
 
 def _needles_by_length(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Give one model's means over its seeds, each of which counts once at a length."""
+    """Yield one model's means over its seeds, each of which counts once at a length."""
     from eval.recall.tasks import make_task
 
     by_length: dict[int, list[float]] = {}
@@ -243,7 +243,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def series_of(label: str) -> str:
-    """Give a model's name without the number of its seed."""
+    """Return a model's name without the number of its seed."""
     return _SEED.sub("", label)
 
 
@@ -320,7 +320,7 @@ def sweep_points(
 
 
 def _common_block(rows: Sequence[Mapping[str, Any]], block: int | None) -> int:
-    """Give the block size that is asked for, or the least that all models have.
+    """Return the block size that is asked for, or the least that all models have.
 
     Raises:
         UserError: there is none, or not all have it.
@@ -335,7 +335,7 @@ def _common_block(rows: Sequence[Mapping[str, Any]], block: int | None) -> int:
 
 
 def _common(rows: Sequence[Mapping[str, Any]], key: str) -> set[int]:
-    """Give the values of `key` that all models have."""
+    """Return the values of `key` that all models have."""
     of_models: dict[str, set[int]] = {}
     for row in rows:
         of_models.setdefault(row["label"], set()).add(row[key])

@@ -142,7 +142,7 @@ def _check(grid: Grid, lessons: tuple[str, int] | None) -> None:
 
 
 def _lesson_length(grid: Grid, config: Any) -> int:
-    """Give the tokens of the rows from which selectors are learned."""
+    """Return the tokens of the rows from which selectors are learned."""
     longest = max(grid.lengths)
     return min(getattr(config, "max_position_embeddings", longest), longest)
 

@@ -60,7 +60,7 @@ def length_figure(
 
 
 def has_error_bars(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether there are enough groups for a standard error to mean something."""
+    """Return True if there are enough groups for a standard error to mean something."""
     return all(row["standard_error"] is not None and row["groups"] >= MIN_GROUPS for row in rows)
 
 

@@ -120,7 +120,7 @@ class Attention(nn.Module):
         return self.out_proj(y.flatten(2))
 
     def _visible(self, x: Tensor, real: Tensor | None) -> Tensor | None:
-        """Tell what keys a row's queries read, [B or 1, 1, T, T] without memory of its own."""
+        """Return what keys a row's queries read, [B or 1, 1, T, T] without memory of its own."""
         if real is None and self.scores is None:
             return None
         time = x.shape[1]

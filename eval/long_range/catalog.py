@@ -39,7 +39,7 @@ _FILTERS = (("cat-v", "s"), ("cat-v", "las"), ("cat-v-box", "s"), ("l-cat-v", "l
 
 
 def _with(options: str, *pairs: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Give pairs with options."""
+    """Return pairs with options."""
     return tuple((f"{one}:{options}", f"{other}:{options}") for one, other in pairs)
 
 

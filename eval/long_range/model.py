@@ -159,7 +159,7 @@ class LongRangeModel(nn.Module):
         return self.head(self._pooled(inputs, lengths, losses))
 
     def hidden(self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None = None) -> Tensor:
-        """Give what the last layer makes of every position, [n, T, C]."""
+        """Return what the last layer makes of every position, [n, T, C]."""
         x = self.encoder(inputs)
         time = x.shape[1]
         if self.positions is not None:
@@ -193,7 +193,7 @@ def _positions(mixer: Mixer, length: int, width: int) -> Tensor | None:
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Give sines and cosines of positions (Vaswani et al., 2017, section 3.5), [T, C]."""
+    """Return sines and cosines of positions (Vaswani et al., 2017, section 3.5), [T, C]."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(length)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :width]

@@ -55,12 +55,12 @@ def check_same_data(rows: Rows, out: Path) -> None:
 
 
 def origins_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Give what a record says of where each split is from."""
+    """Return what a record says of where each split is from."""
     return {split: found["origin"] for split, found in record["data"].items()}
 
 
 def _origins(cell: Cell) -> dict[str, Any]:
-    """Give where each split is from today, as a record would say it."""
+    """Return where each split is from today, as a record would say it."""
     task = cell.make_task()
     found = {split: dict(task.load(split, cell.place).origin) for split in SPLITS}
     return json.loads(json.dumps(found))

@@ -147,7 +147,7 @@ def _steps(by_seed: dict[str, int | None]) -> str:
 
 
 def _rates(record: dict[str, Any]) -> list[str]:
-    """Say how rates were chosen, where they were."""
+    """Return how rates were chosen, where they were."""
     if not any(line["tried"] for line in record["lines"]):
         return []
     chosen = "The rate was chosen by validation rows with a seed that is not among the reported. "
@@ -176,7 +176,7 @@ def _differences(record: dict[str, Any]) -> list[str]:
 
 
 def _no_difference(lines: list[dict[str, Any]]) -> str:
-    """Say why a page has no differences: there are no two models, or one seed of them."""
+    """Return why a page has no differences: there are no two models, or one seed of them."""
     models = [line for line in lines if line["mixer"] != NEGATIVE]
     places = Counter((line["row"], line["column"], line["x"]) for line in models)
     if max(places.values(), default=0) < 2:

@@ -194,7 +194,7 @@ def plan(figure: str, scale: Scale, choice: Choice) -> list[Point]:
 
 
 def has_protocol(task: Task) -> bool:
-    """Tell whether the official pipeline of a task validates on its test split."""
+    """Return True if the official pipeline of a task validates on its test split."""
     return "protocol" in {field.name for field in fields(task)}
 
 
@@ -246,7 +246,7 @@ def _base(scale: Scale, choice: Choice, name: str) -> Cell:
 
 
 def fitted(mixer: str, task: str) -> str:
-    """Give a mixer the widths and bounds that the paper has for a task, where it is silent."""
+    """Make a mixer with the paper's widths and bounds for a task, where it names none."""
     name, given = parse_specification(mixer)
     recipe, preset = recipe_of(task), mixers.VARIANTS.get(name, {})
     own = {f.name: f.default for f in fields(Recipe) if f.name in ("width", "bound")}
@@ -260,7 +260,7 @@ def fitted(mixer: str, task: str) -> str:
 
 
 def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
-    """Give where a run with its record stands on the figure's axis."""
+    """Return where a run with its record stands on the figure's axis."""
     if run.across == "rows":
         return record["data"]["train"]["rows"]
     if run.across == "chunk":

@@ -37,7 +37,7 @@ class Recipe:
     feed_forward: bool = True
 
     def cell_options(self) -> dict[str, Any]:
-        """Give what is a cell's, by its names."""
+        """Return what is a cell's, by its names."""
         names = ("layers", "d_model", "norm", "norm_first", "lr", "batch_size", "epochs")
         names += ("weight_decay", "patience", "pool", "feed_forward")
         return {name: getattr(self, name) for name in names}
@@ -65,5 +65,5 @@ RECIPES = {
 
 
 def recipe_of(task: str) -> Recipe:
-    """Give a task's recipe by the task's name; one that the paper does not have, ListOps'."""
+    """Return a task's recipe by the task's name; one that the paper does not have, ListOps'."""
     return RECIPES.get(task, RECIPES["listops"])

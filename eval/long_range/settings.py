@@ -64,7 +64,7 @@ class Settings:
                 raise UserError(f"{name}={getattr(self, name)}: must be {' or '.join(choices)}")
 
     def key(self) -> dict[str, Any]:
-        """Give all that decides the result, as plain values."""
+        """Return all that decides the result, as plain values."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["place"]
         return values | code_of_mixer(self.mixer)

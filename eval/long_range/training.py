@@ -63,7 +63,7 @@ def build_model(cell: Settings, task: Task) -> LongRangeModel:
 
 
 def load(cell: Settings, task: Task, split: str) -> Examples:
-    """Give a split's rows, or those that the cell takes of them.
+    """Return a split's rows, or those that the cell takes of them.
 
     Raises:
         UserError: the split has fewer rows, or none; or its data is missing.
@@ -141,11 +141,11 @@ class Trial(BaseTrial):
             self.schedule.step(self.history[-1]["value"])
 
     def measure(self, split: str) -> dict[str, float]:
-        """Give the task's number for a split as `value`: accuracy, or R²."""
+        """Return the task's number for a split as `value`: accuracy, or R²."""
         return {"value": measure(self.model, self.examples[split], 2 * self.cell.batch_size)}
 
     def measure_exchanged(self) -> float | None:
-        """Give the accuracy on test rows with others' inputs; None where values are predicted."""
+        """Return the accuracy on test rows with others' inputs; None where values are predicted."""
         if not self.task.classes:
             return None
         return measure(self.model, self._exchanged("test"), 2 * self.cell.batch_size)
@@ -246,14 +246,14 @@ def run_cell(cell: Settings, device: str = "cpu", *, quiet: bool = False) -> dic
 
 
 def most_frequent(examples: Examples) -> float | None:
-    """Give the share of the most frequent class; None where values are predicted."""
+    """Return the share of the most frequent class; None where values are predicted."""
     if examples.labels is None:
         return None
     return float(np.bincount(examples.labels).max() / len(examples))
 
 
 def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
-    """Give the taps of each layer that has learned filters of values, [H][W], as it has them."""
+    """Return the taps of each layer that has learned filters of values, [H][W], as it has them."""
     from eval.long_range.attention import LearnedFilter
 
     return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]

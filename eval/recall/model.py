@@ -68,7 +68,7 @@ BLOCKS = {"layer": Block, "rms": RmsBlock}  # by the name that a mixer gives
 
 
 def embedding_dropout(mixer: Mixer, chosen: float | None) -> float:
-    """Give the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
+    """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
     return BLOCKS[mixer.block].embedding_dropout if chosen is None else chosen
 
 

@@ -190,7 +190,7 @@ def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_facts(runs: Sequence[Run]) -> dict[str, str]:
-    """Say what the runs were trained on, as far as it is known."""
+    """Return what the runs were trained on, as far as it is known."""
     facts = {}
     for name, manifest in {n: m for run in runs for n, m in run.manifests.items()}.items():
         train = manifest["splits"]["train"]

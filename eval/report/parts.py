@@ -29,12 +29,12 @@ def drawn(
 
 
 def model_words(run: Run) -> str:
-    """Say what the run's model is."""
+    """Return what the run's model is."""
     return run.config.architecture.words(run.config.model)
 
 
 def unlike(runs: Sequence[Run]) -> list[str]:
-    """Say why the runs' losses are no measure of their models; empty where they may be compared."""
+    """Return why the runs' losses do not measure their models; empty where they do."""
     data: dict[str | None, list[str]] = {}
     lengths: dict[int, list[str]] = {}
     scored: dict[int | None, list[str]] = {}

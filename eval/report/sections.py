@@ -86,7 +86,7 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
 
 
 def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
-    """Say what makes lines that are drawn together no measurements of the same; "" for none."""
+    """Return what makes lines that are drawn together no measurements of the same; "" for none."""
     cell = ("length", "method")
     warm = [row for row in rows if row["method"] not in ("none", "pi")]  # the scope does something
     differing = {

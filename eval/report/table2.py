@@ -170,7 +170,7 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
 
 
 def warnings(rows: Sequence[Row]) -> str:
-    """Say which rows were not measured on whole tasks, or not as the others; empty if none."""
+    """Return which rows were not measured on whole tasks, or not as the others; empty if none."""
     said = []
     if limits := _models_by(rows, "limit"):
         parts = [f"the first {n:,} rows ({', '.join(names)})" for n, names in limits.items()]

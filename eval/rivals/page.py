@@ -61,7 +61,7 @@ def page(summary: dict[str, Any]) -> str:
 
 
 def introduction(summary: dict[str, Any]) -> list[str]:
-    """Say what was trained, and how the rates were chosen."""
+    """Return what was trained, and how the rates were chosen."""
     reported, choosing = summary["training_tokens"], summary["tuning_tokens"]
     return [
         setting(summary),
@@ -197,7 +197,7 @@ def _recall_note(summary: dict[str, Any]) -> str:
 
 
 def _behind_counts(summary: dict[str, Any]) -> str:
-    """Say what the counts lose over all tokens, and which rows lose more, in all seeds or less.
+    """Return what the counts lose over all tokens, and which rows lose more, in all seeds or less.
 
     Without an interval: the counts have no seeds, and no difference from them was fixed beforehand.
     """
@@ -220,7 +220,7 @@ def _behind_counts(summary: dict[str, Any]) -> str:
 
 
 def conclusions(summary: dict[str, Any]) -> list[str]:
-    """Say what the differences carry, and what they do not."""
+    """Return what the differences carry, and what they do not."""
     pairs = [p for column in all_differences(summary).values() for p in column]
     for text in summary["held_out"].values():
         pairs += text["comparisons"]

@@ -283,7 +283,7 @@ def compared(
 
 
 def diverged_rows(study: Study) -> dict[str, dict[int, dict[str, Any]]]:
-    """Give rows without a loss for the runs that diverged: model -> seed -> row."""
+    """Return rows without a loss for the runs that diverged: model -> seed -> row."""
     found: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in study.models}
     for job in study.jobs():
         if result_path(job).is_file() and read_result(job)["diverged"]:

@@ -313,7 +313,7 @@ def last_line(log: Path) -> str:
 
 
 def diverged(run: Path) -> bool:
-    """Tell whether training ended because its last steps were not finite."""
+    """Return True if training ended because its last steps were not finite."""
     metrics = run / "metrics.jsonl"
     steps = [r for r in read_metrics(metrics) if "val_loss" not in r] if metrics.is_file() else []
     return bool(steps) and bool(steps[-1].get("skipped"))

@@ -45,7 +45,7 @@ def study_figure(summary: dict[str, Any]) -> Figure:
 
 
 def _scaled(summary: dict[str, Any]) -> tuple[tuple[str, ...], str] | None:
-    """Give the methods of the panel beside the one of positions as trained, and its title."""
+    """Return the methods of the panel beside the one of positions as trained, and its title."""
     read = {row["method"] for row in summary["rows"]}
     if read & {*SCALED}:
         return SCALED, "scaled to the length, as in CAT's Figure 1"
@@ -82,7 +82,7 @@ def _losses(axes: Axes, summary: dict[str, Any], models: list[dict[str, Any]]) -
 
 
 def seeded(summary: dict[str, Any], model: dict[str, Any]) -> str:
-    """Give a model's label, with how many seeds have a loss, where some but not all do."""
+    """Return a model's label, with how many seeds have a loss, where some but not all do."""
     losses = _values(summary, model["model"], summary["training_length"], NONE, "loss")
     seeds, asked = len(losses), len(summary["seeds"])
     return model["label"] if seeds in (0, asked) else f"{model['label']} ({seeds} of {asked} seeds)"
@@ -144,7 +144,7 @@ def lengths_panel(
 
 
 def panel_title(axes: Axes, text: str) -> None:
-    """Say above a panel what it shows."""
+    """Set a panel's title: what it shows."""
     axes.set_title(text, fontsize=9, color=MUTED, loc="left")
 
 

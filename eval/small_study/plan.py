@@ -202,7 +202,7 @@ class Study:
         return WITH_YARN if facts.get("position_embedding") == "rope" else NONE
 
     def columns(self) -> list[tuple[int, str]]:
-        """Give lengths at which losses are compared, each with how positions are read there."""
+        """Return lengths at which losses are compared, each with how positions are read there."""
         longest = max(self.lengths())
         beyond = self.asked.beyond if longest > self.trained_length else ()
         return [(self.trained_length, NONE), *((longest, method) for method in beyond)]
@@ -225,7 +225,7 @@ class Study:
         return max(found)
 
     def places(self) -> list[tuple[tuple[str, ...], int, str]]:
-        """Give what is compared on a text: models, length, and how positions are read there.
+        """Return what is compared on a text: models, length, and how positions are read there.
 
         The models are two, four of a difference of differences, or one, whose loss there is
         compared with its own at the trained length.
@@ -294,12 +294,12 @@ class Study:
 
 
 def tuning_seeds(count: int) -> range:
-    """Give the seeds of the runs that choose a rate."""
+    """Return the seeds of the runs that choose a rate."""
     return range(TUNING_SEED, TUNING_SEED + count)
 
 
 def deciding(config: RunConfig) -> dict[str, Any]:
-    """Give the values that decide a training's numbers: not where things lie, nor what is said."""
+    """Return the values that decide a training's numbers: no places, nothing that is printed."""
     values = config.model_dump(mode="json")
     values["data"].pop("path")
     for section in ("logging", "checkpoint"):

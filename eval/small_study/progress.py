@@ -50,17 +50,17 @@ class Estimate:
     taken_over: frozenset[Job] = frozenset()
 
     def of(self, job: Job) -> float:
-        """Give a run's seconds, as far as is known before it is begun."""
+        """Return a run's seconds, as far as is known before it is begun."""
         return self.seconds_of(job, job in self.taken_over)
 
     def seconds_of(self, job: Job, taken_over: bool) -> float:
-        """Give a run's seconds with and without its training."""
+        """Return a run's seconds with and without its training."""
         if job.rate is not None:
             return (self.starting if taken_over else self.training)[job.model]
         return (self.measuring if taken_over else self.seconds)[job.model]
 
     def text(self, jobs: Sequence[Job], parallel: int, more: Sequence[str] = ()) -> str:
-        """Say how long the jobs take.
+        """Return how long the jobs take.
 
         Args:
             more: the model of each further run that choosing rates might need.
@@ -123,7 +123,7 @@ def _work(config: RunConfig) -> float:
 
 
 def reading_cost(study: Study, config: RunConfig) -> float:
-    """Give a scored token's FLOPs, mean over the cells of a sweep, in those at the trained length.
+    """Return a scored token's FLOPs, mean over a sweep's cells, in those at the trained length.
 
     Long windows cost attention more. The cells of scaled positions stand evenly over the lengths
     beyond the trained one.

@@ -95,7 +95,7 @@ def _there(study: Study, job: Job, folder: Path) -> Job:
 
 
 def _is_trained(study: Study, job: Job, theirs: Job, at_its_rate: bool = False) -> bool:
-    """Tell whether another study's run is the job's training, to its last step.
+    """Return True if another study's run is the job's training, to its last step.
 
     Args:
         at_its_rate: whether the rate is known; otherwise any is as good.

@@ -59,13 +59,13 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def _scored(text: dict[str, Any]) -> str:
-    """Say what was scored of a text."""
+    """Return what was scored of a text."""
     documents = f"{text['documents']} documents, the same ones for every model and length"
     return f"{text['scored_tokens']:,} tokens of {documents}"
 
 
 def setting(summary: dict[str, Any]) -> str:
-    """Say what was trained and scored."""
+    """Return what was trained and scored."""
     models = [model for model in summary["models"] if model["seeds"]]
     sizes = sorted(model["parameters"] for model in models if model["parameters"])
     span = " to ".join(dict.fromkeys(short_count(size) for size in (sizes[:1] + sizes[-1:])))
@@ -84,7 +84,7 @@ def setting(summary: dict[str, Any]) -> str:
 
 
 def _mixed(summary: dict[str, Any]) -> str:
-    """Say by what code and where runs were trained, which this page may not be of."""
+    """Return by what code and where runs were trained, which this page may not be of."""
     found = summary["trained_with"]
     commits = [
         commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
@@ -253,7 +253,7 @@ def tuning_runs(summary: dict[str, Any]) -> str:
 
 
 def rates_note(summary: dict[str, Any]) -> str:
-    """Say what the choice of rates does to all other numbers."""
+    """Return what the choice of rates does to all other numbers."""
     return (
         f"Each is of {tuning_runs(summary)} on {short_count(summary['tuning_tokens'])} "
         "tokens, in bold that of the rate chosen. All other "
@@ -312,7 +312,7 @@ def scaled_lines(
 
 
 def rule(summary: dict[str, Any]) -> str:
-    """Say what the words mean, and what was not trained to its end."""
+    """Return what the words mean, and what was not trained to its end."""
     texts = (summary, *summary["held_out"].values())
     made = [pair["comparisons"] for text in texts for pair in text["comparisons"]]
     said = ""
@@ -349,5 +349,5 @@ def value(summary: dict[str, Any] | None, places: int) -> str:
 
 
 def _is_partial(summary: dict[str, Any] | None) -> bool:
-    """Tell whether seeds that were asked for are not in a mean."""
+    """Return True if seeds that were asked for are not in a mean."""
     return summary is not None and summary["n"] != summary["asked"]

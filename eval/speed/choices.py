@@ -41,7 +41,7 @@ class Model(NamedTuple):
 
 
 def models() -> dict[str, Model]:
-    """Give every variant of every family by name.
+    """Return every variant of every family by name.
 
     With them, of each family that a library has, the library's own class, and the plain model with
     its rotation compiled: convolutions have the rotation in their kernel.
@@ -67,7 +67,7 @@ def models() -> dict[str, Model]:
 
 
 def is_stock(name: str) -> bool:
-    """Tell whether one of `models` is the library's own class."""
+    """Return True if one of `models` is the library's own class."""
     return models()[name].stock == name
 
 

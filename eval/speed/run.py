@@ -15,7 +15,7 @@ from eval.speed.choices import SHAPES, SIZES, models
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Give the record of the benchmark that the command's options ask for.
+    """Return the record of the benchmark that the command's options ask for.
 
     Raises:
         UserError: the options, the device or a model is wrong.

@@ -103,7 +103,7 @@ def left_out(task: ConfigurableTask, rows: int, scored: int, limit: int | None) 
 
 
 def counted(values: Mapping[str, Any]) -> str:
-    """Say what was scored of a task and what was left out."""
+    """Return what was scored of a task and what was left out."""
     parts = [f"{values['n']} of {values['rows']} rows scored"]
     for reason, rows in values["left_out"].items():
         if rows:

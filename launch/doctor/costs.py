@@ -154,7 +154,7 @@ class Costs:
 
     @property
     def is_host_bound(self) -> bool:
-        """Tell whether the GPU waits for the host."""
+        """Return True if the GPU waits for the host."""
         return self.host_seconds > self.compute_seconds
 
     @property

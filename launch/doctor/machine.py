@@ -172,7 +172,7 @@ def attention() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Tell whether training's DeepSpeed imports; what its extensions would miss."""
+    """Yield whether training's DeepSpeed imports; what its extensions would miss."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -307,7 +307,7 @@ def _failure_of(code: str, **environment: str) -> str | None:
 
 
 def _output_of(*arguments: str) -> str | None:
-    """Give a program's output; None where it is absent or fails."""
+    """Return a program's output; None where it is absent or fails."""
     try:
         result = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -92,7 +92,7 @@ def run_recurrences(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
-    """Tell whether the output folder can be made."""
+    """Yield whether the output folder can be made."""
 
     folder, problem = Path(config.train.output_dir).absolute(), None
     try:
@@ -108,7 +108,7 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
-    """Tell whether all checkpoints have room that the run has at the same time."""
+    """Return whether all checkpoints have room that the run has at the same time."""
     from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, describe_kept
     from cat_lm.training.preflight.folder import saved_checkpoints
 

@@ -55,7 +55,7 @@ class SyntheticCorpus:
 
 
 def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """Tell whether nodes and global batch divide, and what a rank computes."""
+    """Yield whether nodes and global batch divide, and what a rank computes."""
     from cat_lm.training.preflight.rules import batch_advice
 
     ranks, per_node = asked.ranks, asked.gpus_per_node

@@ -31,7 +31,7 @@ _SAME = (
 
 
 def names(line: str) -> list[str]:
-    """Give the options of a line (what follows #SBATCH), as they are written but for short ones.
+    """Return the options of a line (what follows #SBATCH), as they are written but for short ones.
 
     Raises:
         ValueError: a quote is not closed.
@@ -48,13 +48,13 @@ def names(line: str) -> list[str]:
 
 
 def asks_for(line: str, options: Iterable[str]) -> bool:
-    """Tell whether a line gives one of the options: sbatch takes beginnings of names, too."""
+    """Return True if a line gives one of the options: sbatch takes beginnings of names, too."""
     given = names(line)
     return any(option.startswith(name) for option in options for name in given)
 
 
 def overriding(lines: Iterable[str]) -> list[str]:
-    """Give the variables of this environment that sbatch would prefer to what these lines ask for.
+    """Return the variables of this environment that sbatch would prefer to these lines.
 
     Those of options that the script rests on count even where no line has them, such as --error.
     """
@@ -64,7 +64,7 @@ def overriding(lines: Iterable[str]) -> list[str]:
 
 
 def lines_of(script: str) -> list[str]:
-    """Give what follows #SBATCH in a script's lines."""
+    """Return what follows #SBATCH in a script's lines."""
     return re.findall(r"^#SBATCH (.*)$", script, re.M)
 
 

@@ -75,7 +75,7 @@ def gpu_request(gpus: int, site: Site) -> str:
 
 
 def cores_of_a_gpu(options: Options, site: Site) -> int | None:
-    """Give --cpus-per-task of a GPU's rank; None where the site's own lines ask for cores."""
+    """Return --cpus-per-task of a GPU's rank; None where the site's own lines ask for cores."""
     asked = any(sbatch.asks_for(line, CORES_ASKED) for line in site.sbatch)
     if options.cpus_per_task is None and not asked:
         return CORES_OF_A_GPU
@@ -154,7 +154,7 @@ def python_of(options: Options, site: Site) -> str:
 def container_arguments(
     options: Options, places: Sequence[str], workdir: Path | str, exported: Sequence[str]
 ) -> list[str]:
-    """Give srun's arguments for the container, if there is one.
+    """Return srun's arguments for the container, if there is one.
 
     Args:
         places: folders that it sees.
@@ -178,7 +178,7 @@ def mounts(options: Options, needed: Sequence[str]) -> list[str]:
 
 
 def not_held(options: Options, needed: Sequence[str]) -> list[str]:
-    """Give the folders that lie in no mount asked for, nor in another folder before them."""
+    """Return the folders that lie in no mount asked for, nor in another folder before them."""
     inside = [Path(m.split(":")[1] if ":" in m else m) for m in _asked(options)]
     result = []
     for path in dict.fromkeys(needed):

@@ -96,7 +96,7 @@ def inputs_of(values: dict[str, Any]) -> list[str]:
 
 
 def cache_of(values: dict[str, Any]) -> str:
-    """Give the folder of copies and notes that cannot lie beside the data, `data.cache_dir`."""
+    """Return the folder of copies and notes that cannot lie beside the data, `data.cache_dir`."""
     return _absolute(values["data"]["cache_dir"] or DEFAULT_CACHE)
 
 
@@ -143,7 +143,7 @@ def _git_files(project: Path) -> tuple[str, list[str]] | None:
 
 
 def _is_code(name: str) -> bool:
-    """Tell whether an untracked file belongs to a run: it is in a part of ours, and not hidden."""
+    """Return True if an untracked file belongs to a run: in a part of ours, and not hidden."""
     return name.split("/")[0] in PARTS and not any(p.startswith(".") for p in name.split("/"))
 
 

@@ -40,7 +40,7 @@ class GatedDeltaNet(DeltaNet):
     def fields(
         self, section: GatedDeltaNetSection, vocab_size: int, context_length: int
     ) -> dict[str, Any]:
-        """Give the arguments of the configuration's class."""
+        """Return the arguments of the configuration's class."""
         fields = super().fields(section, vocab_size, context_length)
         return fields | {"head_dim": section.head_channels}
 

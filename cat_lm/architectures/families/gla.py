@@ -40,7 +40,7 @@ class Gla(LinearArchitecture):
     Section = GlaSection
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give no heads: four, which its keys are made for."""
+        """Return no numbers: the keys are made for four heads."""
         return {}
 
     def mixer_numbers(self, section: GlaSection) -> float:

@@ -91,12 +91,12 @@ class GPTNeoX(Transformer):
     def fields(
         self, section: GPTNeoXSection, vocab_size: int, context_length: int
     ) -> dict[str, Any]:
-        """Give the arguments of `CatConfig`."""
+        """Return the arguments of `CatConfig`."""
         fields = super().fields(section, vocab_size, context_length)
         return fields | {"intermediate_size": section.inner_size}
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Give the section's keys; `rope_parameters` holds the rotated part."""
+        """Return the section's keys; `rope_parameters` holds the rotated part."""
         part = config.rope_parameters["partial_rotary_factor"]
         return super().section_values(config) | {"rotary_pct": part}
 
@@ -107,7 +107,7 @@ class GPTNeoX(Transformer):
         check_settings(settings)
 
     def problems(self, section: GPTNeoXSection, context_length: int) -> list[str]:
-        """Say what does not go together, see `cat_lm.model.rules`."""
+        """Return what does not go together, see `cat_lm.model.rules`."""
         found = super().problems(section, context_length)
         return [*found, *rules.rotation_problems(section)]
 
@@ -142,7 +142,7 @@ class GPTNeoX(Transformer):
         return tensors + (2 if section.hidden_dropout > 0 else 0)
 
     def plain_name(self, name: str) -> str:
-        """Give the bias after the convolution back to the projection."""
+        """Return the bias after the convolution back to the projection."""
         return re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name)
 
 

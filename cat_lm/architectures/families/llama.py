@@ -89,12 +89,12 @@ class Llama(Transformer):
         return Classes(LlamaConfig, LlamaForCausalLM, LlamaModel)
 
     def fields(self, section: LlamaSection, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Give the arguments of `CatLlamaConfig`."""
+        """Return the arguments of `CatLlamaConfig`."""
         fields = super().fields(section, vocab_size, context_length)
         return fields | {"intermediate_size": section.inner_size}
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Give the section's keys, those of the heads as None where they say nothing."""
+        """Return the section's keys, those of the heads as None where they say nothing."""
         values = super().section_values(config)
         heads = values["num_attention_heads"]
         usual = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}
@@ -107,7 +107,7 @@ class Llama(Transformer):
         check_settings(settings)
 
     def problems(self, section: LlamaSection, context_length: int) -> list[str]:
-        """Say what does not go together, see `cat_lm.model.rules`."""
+        """Return what does not go together, see `cat_lm.model.rules`."""
         return [
             *super().problems(section, context_length),
             *rules.key_value_problems(section),
@@ -160,13 +160,13 @@ class Llama(Transformer):
         return super().words(section) + said
 
     def sizes(self, section: LlamaSection) -> dict[str, int]:
-        """Give what the base gives, and the heads of keys and values where they are shared."""
+        """Return what the base gives, and the heads of keys and values where they are shared."""
         shared = self.heads_of(section, "k")
         grouped = shared < section.num_attention_heads
         return super().sizes(section) | ({"key-value heads": shared} if grouped else {})
 
     def plain_name(self, name: str) -> str:
-        """Give the biases after the convolutions back to the projections."""
+        """Return the biases after the convolutions back to the projections."""
         return re.sub(r"\.convolution\.([qkv])_bias$", r".\1_proj.bias", name)
 
 

@@ -93,19 +93,19 @@ class StateSpace(Architecture):
         raise NotImplementedError
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Say what does not go together in a section."""
+        """Return what does not go together in a section."""
         windows = {"conv_kernel": section.conv_kernel}
         return [*step_problems(section), *tap_problems(windows, context_length)]
 
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
-        """Say whether channels, or parts shorter than filters, cannot be shared."""
+        """Return whether channels, or parts shorter than filters, cannot be shared."""
         return [
             *head_division_problems(parts, self._divided_counts(section)),
             *halo_problems(parts, context_length, {"conv_kernel": section.conv_kernel}),
         ]
 
     def _divided_counts(self, section: Any) -> dict[str, int]:
-        """Give what ranks share of a layer, by the key that decides it."""
+        """Return what ranks share of a layer, by the key that decides it."""
         raise NotImplementedError
 
     def _rates(self, section: Any) -> int:
@@ -148,7 +148,7 @@ class StateSpace(Architecture):
         return self.state_numbers(section) / EVERY / section.hidden_size
 
     def stream_in_fp32(self, section: Any) -> bool:
-        """Say whether `residual_in_fp32` is set."""
+        """Return whether `residual_in_fp32` is set."""
         return section.residual_in_fp32
 
     def forward_channels(self, section: Any) -> int:
@@ -169,13 +169,13 @@ class StateSpace(Architecture):
         return f"{section.state_size} numbers of state a channel, W={section.conv_kernel}"
 
     def facts(self, section: Any) -> dict[str, Any]:
-        """Give the state's size."""
+        """Return the state's size."""
         return {"state_size": section.state_size}
 
     def describe_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the short convolutions; as in the base."""
+        """Describe in one line what computes the short convolutions; as in the base."""
         from cat_lm.model.short_convolution import describe_backend
 
         channels = [self.convolved_channels(self.section(config))]
@@ -184,7 +184,7 @@ class StateSpace(Architecture):
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say in one line what computes the scan; as in the base."""
+        """Describe in one line what computes the scan; as in the base."""
         from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, describe_backend
 
         return describe_backend(SELECTIVE_SCAN, device, dtype, backend)
@@ -240,7 +240,7 @@ class Mamba(StateSpace):
         return Classes(MambaConfig, MambaForCausalLM, MambaModel)
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Give the section's keys, the rank as `auto` where it is the usual one."""
+        """Return the section's keys, the rank as `auto` where it is the usual one."""
         values = super().section_values(config)
         usual = values["time_step_rank"] == usual_rank(values["hidden_size"])
         return values | ({"time_step_rank": "auto"} if usual else {})

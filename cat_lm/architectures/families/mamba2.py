@@ -83,14 +83,14 @@ class Mamba2(StateSpace):
     def fields(
         self, section: Mamba2Section, vocab_size: int, context_length: int
     ) -> dict[str, Any]:
-        """Give the arguments of `CatMamba2Config`."""
+        """Return the arguments of `CatMamba2Config`."""
         return super().fields(section, vocab_size, context_length) | {
             "num_heads": section.heads,
             "time_step_limit": section.time_step_limit or _NO_LIMIT,
         }
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Give the section's keys, those that say nothing as None."""
+        """Return the section's keys, those that say nothing as None."""
         values = super().section_values(config)
         limit = tuple(config.time_step_limit)
         usual = values["expand"] * values["hidden_size"] == values["num_heads"] * values["head_dim"]
@@ -106,7 +106,7 @@ class Mamba2(StateSpace):
         check_settings(settings, self.config_class())
 
     def problems(self, section: Mamba2Section, context_length: int) -> list[str]:
-        """Say what does not go together in a section."""
+        """Return what does not go together in a section."""
         found = super().problems(section, context_length)
         return [*found, *state_head_problems(section, section.heads), *limit_problems(section)]
 
@@ -164,7 +164,7 @@ class Mamba2(StateSpace):
         return f"{section.heads} heads{groups}, {super().words(section)}"
 
     def sizes(self, section: Mamba2Section) -> dict[str, int]:
-        """Give what the base gives, and the heads."""
+        """Return what the base gives, and the heads."""
         return super().sizes(section) | {"heads": section.heads}
 
 

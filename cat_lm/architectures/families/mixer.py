@@ -87,7 +87,7 @@ class MixerArchitecture(Architecture):
     # Sections and configurations
 
     def fields(self, section: MixerSection, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Give the arguments of `CatMixerConfig`; all options, so that no default can change."""
+        """Return the arguments of `CatMixerConfig`; all options, so that no default can change."""
         return super().fields(section, vocab_size, context_length) | {
             "mixer_options": asdict(mixer_of(section).options),
             "intermediate_size": section.inner_size,
@@ -109,7 +109,7 @@ class MixerArchitecture(Architecture):
         return super().differences(*kept)
 
     def problems(self, section: MixerSection, context_length: int) -> list[str]:
-        """Say what of mixer and sizes does not go together."""
+        """Return what of mixer and sizes does not go together."""
         found = mixer_problems(section)
         rows = section.learned_positions
         if not found and rows is not None and rows < context_length:
@@ -119,11 +119,11 @@ class MixerArchitecture(Architecture):
         return found
 
     def isolates_documents(self, section: MixerSection) -> bool:
-        """Tell whether the mixer keeps documents apart."""
+        """Return True if the mixer keeps documents apart."""
         return "documents" in mixer_of(section).kind.supports
 
     def portable(self, section: MixerSection) -> MixerSection:
-        """Give the same model with this project's own operators."""
+        """Return the same model with this project's own operators."""
         if "operator" not in section.mixer_options:
             return section
         options = section.mixer_options | {"operator": "torch"}
@@ -204,7 +204,7 @@ class MixerArchitecture(Architecture):
         return mixer_of(section).label
 
     def facts(self, section: MixerSection) -> dict[str, Any]:
-        """Give the mixer."""
+        """Return the mixer."""
         return {"mixer": mixer_of(section).label}
 
     def variant(self, section: MixerSection) -> str:
@@ -212,11 +212,11 @@ class MixerArchitecture(Architecture):
         return section.mixer
 
     def variants(self) -> dict[str, str]:
-        """Give every mixer."""
+        """Return every mixer."""
         return {name: name for name in mixers.names()}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Give the mixer, with as many heads and as long tables as it takes."""
+        """Return the mixer, with as many heads and as long tables as it takes."""
         known = {field.name for field in dataclasses.fields(mixers.get(variant).Options)}
         sizes = {"heads": heads, "length": context_length}
         options = {key: value for key, value in sizes.items() if key in known}
@@ -226,7 +226,7 @@ class MixerArchitecture(Architecture):
         return keys
 
     def decodes(self, variant: str) -> bool:
-        """Tell whether the mixer has a decoding state."""
+        """Return True if the mixer has a decoding state."""
         return "state" in mixers.get(variant).supports
 
     def describe_backend(
@@ -240,7 +240,7 @@ class MixerArchitecture(Architecture):
     def describe_mixer_backend(
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
-        """Say nothing beside `describe_backend`; a mixer has its own option `operator`."""
+        """Return nothing beside `describe_backend`; a mixer has its own option `operator`."""
         if backend != "auto":
             raise ValueError("a mixer has an option for it: model.mixer_options={operator: …}")
         return ""

@@ -55,7 +55,7 @@ class Options(ConvolutionOptions):
 
     @property
     def mixes_maps(self) -> bool:
-        """Tell whether attention maps are mixed."""
+        """Return True if attention maps are mixed."""
         return self.conv_mixing == "maps"
 
 

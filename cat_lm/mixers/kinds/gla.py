@@ -41,7 +41,7 @@ class Options:
         check_positive(self, "expand_k", "expand_v")
 
     def sizes(self, width: int) -> tuple[int, int]:
-        """Give the channels of all keys and of all values."""
+        """Return the channels of all keys and of all values."""
         return int(width * self.expand_k), int(width * self.expand_v)
 
 

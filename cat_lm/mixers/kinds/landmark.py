@@ -64,7 +64,7 @@ class Options(cat.Options):
 
     @property
     def is_sharp(self) -> bool:
-        """Tell whether heads have a θ."""
+        """Return True if heads have a θ."""
         return landmark.is_sharp(self.landmark_filter)
 
 

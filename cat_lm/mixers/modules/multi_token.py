@@ -75,7 +75,7 @@ class MultiTokenAttention(NothingDecays):
 def _layout(
     q: Tensor, k: Tensor, real: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Say what each query sees, [B or 1, T, S], and where queries and keys stand, [B or 1, T or S].
+    """Return what queries see, [B or 1, T, S], and queries' and keys' places, [B or 1, T or S].
 
     Positions leave padding out, and queries' count from 0 in every document.
     """

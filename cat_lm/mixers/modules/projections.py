@@ -72,11 +72,11 @@ class Filters(NothingDecays, nn.ParameterDict):
 
     @property
     def of_channels(self) -> bool:
-        """Tell whether each channel has its own."""
+        """Return True if each channel has its own."""
         return "D" in kinds.get(self.conv_type).filter_axes
 
     def lists(self) -> dict[str, list[list[float]]]:
-        """Give each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
+        """Return each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
 
         Of filters as long as the row the first 64 taps.
         """

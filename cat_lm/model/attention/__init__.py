@@ -102,19 +102,19 @@ def names(kind: type[Entry]) -> tuple[str, ...]:
 
 
 def pattern(model: Any) -> Pattern:
-    """Give the pattern of a model, by its section or configuration."""
+    """Return the pattern of a model, by its section or configuration."""
     if mixes_maps(model):
         return PATTERNS.get("map_mixing")
     return _chosen(Pattern, model)
 
 
 def score_transform(model: Any) -> ScoreTransform | None:
-    """Give what a model does to its logits; None for nothing."""
+    """Return what a model does to its logits; None for nothing."""
     return None if model.score_transform == "none" else _chosen(ScoreTransform, model)
 
 
 def value_transform(model: Any) -> ValueTransform | None:
-    """Give what a model does to its values; None for nothing."""
+    """Return what a model does to its values; None for nothing."""
     return None if model.value_transform == "none" else _chosen(ValueTransform, model)
 
 
@@ -131,7 +131,7 @@ def check_names(model: Any) -> None:
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
-    """Say what does not go together in a model's attention, in lines that begin with the key.
+    """Return what does not go together in a model's attention, in lines that begin with the key.
 
     Args:
         model: a section or configuration whose names are known.
@@ -155,7 +155,7 @@ def problems(model: Any, implementation: str | None = None) -> list[str]:
 
 
 def implementation_problems(model: Any, implementation: str | None) -> list[str]:
-    """Say which parts of a model's attention `attn_implementation` cannot compute."""
+    """Return which parts of a model's attention `attn_implementation` cannot compute."""
     found = []
     for key, entry in (("attention", pattern(model)), ("score_transform", score_transform(model))):
         able = None if entry is None else entry.implementations
@@ -168,7 +168,7 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
 
 
 def usual_implementation(model: Any) -> str | None:
-    """Give what computes a model's attention where nothing is asked for; None for the usual one."""
+    """Return what computes a model's attention by default; None for the usual one."""
     chosen = (entry for entry in (pattern(model), score_transform(model)) if entry is not None)
     served = [set(able) for entry in chosen if (able := entry.implementations) is not None]
     able = set.intersection(*served) if served else {"sdpa"}
@@ -176,7 +176,7 @@ def usual_implementation(model: Any) -> str | None:
 
 
 def length_problems(model: Any, length: int) -> list[str]:
-    """Say which parts of a model's attention are not for rows of `length` tokens."""
+    """Return which parts of a model's attention are not for rows of `length` tokens."""
     entries = chosen_entries(model).values()
     return [problem for entry in entries for problem in entry.length_problems(model, length)]
 
@@ -195,7 +195,7 @@ def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> s
 
 
 def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the options that must be the same in a model whose weights are taken: by their keys.
+    """Return the options that must be the same in a model whose weights are taken: by their keys.
 
     Defaults are spelled out, and `free_options` left out.
     """
@@ -209,7 +209,7 @@ def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Tell whether what their pattern of attention learned means the same in our model."""
+    """Return True if what their pattern of attention learned means the same in our model."""
     key, options_key = _KEYS[Pattern]
     entry = PATTERNS.get(ours[key])
     return theirs[key] == ours[key] and entry.keeps_parameters(
@@ -218,7 +218,7 @@ def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool
 
 
 def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
-    """Give the pattern of a section or configuration and its transforms, by their classes."""
+    """Return the pattern of a section or configuration and its transforms, by their classes."""
     chosen = {
         Pattern: pattern(model),
         ScoreTransform: score_transform(model),
@@ -228,12 +228,12 @@ def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
 
 
 def keys_of(kind: type[Entry]) -> tuple[str, str]:
-    """Give the key that chooses an entry, and that of its options, by the entries' class."""
+    """Return the key that chooses an entry, and that of its options, by the entries' class."""
     return _KEYS[kind]
 
 
 def given_options(kind: type[Entry], model: Any) -> Any:
-    """Give the options of a section or configuration as they stand there."""
+    """Return the options of a section or configuration as they stand there."""
     return getattr(model, _KEYS[kind][1])
 
 
@@ -286,7 +286,7 @@ def _check_module(named: str, entry: Entry, config: Any, module: Any) -> None:
 
 
 def _option_problems(model: Any) -> list[str]:
-    """Say which options are wrong or say nothing."""
+    """Return which options are wrong or say nothing."""
     found = []
     entries = {
         Pattern: pattern(model),

@@ -50,24 +50,24 @@ class Entry:
     free_options: ClassVar[frozenset[str]] = frozenset()
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Give all options: those given, and the others' defaults."""
+        """Return all options: those given, and the others' defaults."""
         return dict(self.options) | dict(given or {})
 
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
     ) -> bool:
-        """Tell whether parameters learned with options of theirs mean the same with ours.
+        """Return True if parameters learned with options of theirs mean the same with ours.
 
         Others begin as they start. Of options that differ in `free_options` alone.
         """
         return True
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say what is wrong with the options or with the model, in lines that begin with a key."""
+        """Return what is wrong with the options or the model, in lines that begin with a key."""
         return []
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Say why rows of `length` tokens cannot be read, in lines that begin with a key."""
+        """Return why rows of `length` tokens cannot be read, in lines that begin with a key."""
         return []
 
     def parameters(self, model: Any) -> int:
@@ -91,11 +91,11 @@ class Entry:
         return 0
 
     def holds_state(self, model: Any) -> bool:
-        """Tell whether decoding needs more than keys and values."""
+        """Return True if decoding needs more than keys and values."""
         return False
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say why its module cannot compute some of the heads as it computes them among all.
+        """Return why its module cannot compute some of the heads as it computes them among all.
 
         For `train.sequence_parallel`; an entry that can says so. A module with something for each
         head has an attribute `sequence_group` (`cat_lm.model.sequence`), which is given to it.
@@ -126,7 +126,7 @@ class Pattern(Entry):
     longest: ClassVar[int | None] = None
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Say whether rows have more than `longest` tokens."""
+        """Return whether rows have more than `longest` tokens."""
         if self.longest is None or length <= self.longest:
             return []
         return [
@@ -142,7 +142,7 @@ class Pattern(Entry):
         return 2 * length * key_heads(model) * head_width(model) * itemsize
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Say what will compute it; "" where `attn_implementation` says it all."""
+        """Return what will compute it; "" where `attn_implementation` says it all."""
         return ""
 
     def cache_layers(self) -> tuple[type, type] | None:
@@ -211,11 +211,11 @@ class ScoreTransform(Entry):
         return model.num_attention_heads if is_mask else 0
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say nothing: its function gets the number of a head among all."""
+        """Return no problem: the function gets the number of a head among all."""
         return []
 
     def masks_documents(self, model: Any) -> bool:
-        """Tell whether sdpa computes logits for some queries at a time, whatever the row.
+        """Return True if sdpa computes logits for some queries at a time, whatever the row.
 
         It then keeps documents apart by their numbers, and no mask is made for them.
         """

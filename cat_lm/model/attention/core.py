@@ -72,7 +72,7 @@ class AttentionMixin:
     sequence_group: SequenceGroup | None = None
 
     def _add_parts(self, config: AttentionSettings) -> None:
-        """Give the module what lies between its projections, and the temperature."""
+        """Add what lies between the module's projections, and the temperature."""
         self.scaling /= logit_temperature(config)
         self.qk_norm = None if config.qk_norm == "none" else QueryKeyNorm(config)
         score = attention.score_transform(config)
@@ -195,7 +195,7 @@ class AttentionMixin:
         return context.arguments["position_ids"], F.pad(known, (0, keys - known.shape[1]))
 
     def _scales(self, query: Tensor, context: SequenceContext) -> bool:
-        """Tell whether scaled queries and keys have the scores; else they are computed."""
+        """Return True if scaled queries and keys have the scores; else they are computed."""
         if self.score_form != "separable" or context.arguments.get("by_rows"):
             return False
         return self.score_transform.separates(

@@ -55,7 +55,7 @@ def document_attention(
 
 
 def _obstacle(config: AttentionSettings, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why torch's kernel cannot serve a model; None if it can."""
+    """Return why torch's kernel cannot serve a model; None if it can."""
     if obstacle := why_no_kernel(device, dtype, query_width(config)):
         return obstacle
     # What goes with the package of that name goes with the kernel.

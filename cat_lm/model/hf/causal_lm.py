@@ -309,7 +309,7 @@ class CausalLanguageModel:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Give the cache the layers' states, which drafted tokens can be taken back from.
+        """Add the layers' states to the cache, from which drafted tokens can be taken back.
 
         Raises:
             ValueError: the model is to draft, and its state cannot go back.

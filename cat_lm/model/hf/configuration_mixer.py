@@ -83,7 +83,7 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
 
     @property
     def keeps_state(self) -> bool:
-        """Tell whether the mixer has a decoding state."""
+        """Return True if the mixer has a decoding state."""
         return "state" in mixer_of(self).kind.supports
 
 

@@ -15,7 +15,7 @@ from cat_lm.ops.long_filter import api as long_filter
 def describe_backend(
     config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
 ) -> str:
-    """Say what will compute the convolutions of a model, and why, in one line.
+    """Return what will compute the convolutions of a model, and why, in one line.
 
     Args:
         config: the model's.

@@ -74,7 +74,7 @@ class MambaMixer(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give what the parameters start from, by name; the other projections' start is usual."""
+        """Return what the parameters start from, by name; the other projections' start is usual."""
         inner, states = self.A_log.shape
         bound = self.config.time_step_rank**-0.5
         return {

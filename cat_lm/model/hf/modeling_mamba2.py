@@ -37,7 +37,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give what the weight starts from."""
+        """Return what the weight starts from."""
         return {"weight": torch.ones_like(self.weight)}
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=config.use_bias)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give what the parameters start from, by name; the first projection's start is usual."""
+        """Return what the parameters start from, by name; the first projection's start is usual."""
         heads = self.config.num_heads
         return {
             "A_log": torch.arange(1.0, heads + 1).log(),
@@ -115,7 +115,7 @@ class Mamba2Mixer(nn.Module):
         return found.to(x.dtype)
 
     def _for_own_heads(self, x: Tensor) -> Tensor:
-        """Give B or C [B, T, G N] for each of this rank's heads: [B, T, H, N], at least in fp32."""
+        """Return B or C [B, T, G N] for this rank's heads: [B, T, H, N], in fp32 at least."""
         count, heads = self.config.n_groups, self.config.num_heads
         each, group = heads // count, self.sequence_group
         own = slice(0, heads) if group is None else group.span(heads)

@@ -59,7 +59,7 @@ class MixerLayer(GradientCheckpointingLayer):
         self._mark_as_built(setting)
 
     def _mark_as_built(self, setting: Setting) -> None:
-        """Say of each part of the mixer that keeps what its constructor gave where it stands."""
+        """Mark each part of the mixer that keeps what its constructor drew with its place."""
         # On the meta device the constructors ran for names and shapes alone.
         lacks, kept = any(p.is_meta for p in self.mixer.parameters()), kept_parts(self.mixer)
         for name, module in self.mixer.named_modules():
@@ -113,7 +113,7 @@ class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
             self._draw(module, setting, name)
 
     def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
-        """Give what a checkpoint lacks of a part of a mixer the values that a new one has."""
+        """Set what a checkpoint lacks of a part of a mixer to the values that a new one has."""
         fresh = mixer_of(self.config).build(setting).get_submodule(name)
         for key, value in fresh.named_parameters(recurse=False):
             init.copy_(module.get_parameter(key), value)
@@ -153,7 +153,7 @@ class CatMixerModel(RecurrentBody, MixerPreTrainedModel):
         return self.norm(hidden_states)
 
     def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Give the padding that the mixer minds. Raises ValueError where it cannot do its part."""
+        """Return the padding that the mixer reads. Raises ValueError where it cannot read it."""
         name = self.config.mixer
         if documents is not None and "documents" not in self.supports:
             raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")

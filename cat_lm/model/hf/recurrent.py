@@ -94,7 +94,7 @@ class RecurrentBody:
         raise NotImplementedError
 
     def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Give the padding that the layers mind. Raises ValueError where they cannot do it."""
+        """Return the padding that the layers mind. Raises ValueError where they cannot do it."""
         return padding
 
     @merge_with_config_defaults
@@ -150,7 +150,7 @@ class RecurrentCausalLM(CausalLanguageModel):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Give generation the cache of states; none to layers that keep none."""
+        """Set the cache of states for generation; layers without a state have none."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: the states of mixers have none")

@@ -239,7 +239,7 @@ class AttentionSettings(KnownKeys):
 
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:
-        """Give the patterns for the files of models with or without convolutions."""
+        """Return the patterns for the files of models with or without convolutions."""
         return cls.library_names | (cls.convolved_names if convolved else {})
 
     @property
@@ -249,7 +249,7 @@ class AttentionSettings(KnownKeys):
         return width or self.hidden_size // self.num_attention_heads
 
     def stream_heads(self, stream: str) -> int:
-        """Give the number of heads of a stream, which for keys and values may be fewer."""
+        """Return the number of heads of a stream, which for keys and values may be fewer."""
         shared = getattr(self, "num_key_value_heads", None)
         return self.num_attention_heads if stream == "q" or shared is None else shared
 
@@ -262,12 +262,12 @@ class AttentionSettings(KnownKeys):
 
     @property
     def has_long_filters(self) -> bool:
-        """Tell whether filters are as long as the text, and kept as a state when decoding."""
+        """Return True if filters are as long as the text, and kept as a state when decoding."""
         return has_long_filters(self)
 
     @property
     def mixes_maps(self) -> bool:
-        """Tell whether the values' filters mix attention maps."""
+        """Return True if the values' filters mix attention maps."""
         return mixes_maps(self)
 
     @property
@@ -278,7 +278,7 @@ class AttentionSettings(KnownKeys):
 
     @property
     def needs_layer_state(self) -> bool:
-        """Tell whether a cache must hold more than keys and values."""
+        """Return True if a cache must hold more than keys and values."""
         if self.embedding_streams and (self.has_long_filters or self.conv_window > 1):
             return True
         if canon_places(self) and self.canon_window > 1:
@@ -288,22 +288,22 @@ class AttentionSettings(KnownKeys):
 
     @property
     def reads_positions(self) -> bool:
-        """Tell whether attention reads positions of queries and keys, not their order alone."""
+        """Return True if attention reads positions of queries and keys, not their order alone."""
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
     def cache_layers(self) -> tuple[type, type] | None:
-        """Give the classes of cache layers that the pattern of attention brings, if it does."""
+        """Return the classes of cache layers that the pattern of attention brings, if it does."""
         return attention.pattern(self).cache_layers()
 
     @property
     def masks_keys(self) -> bool:
-        """Tell whether the pattern of attention takes padding and documents, and no mask."""
+        """Return True if the pattern of attention takes padding and documents, and no mask."""
         return attention.pattern(self).masks_keys
 
     @property
     def reads_padding(self) -> bool:
-        """Tell whether anything but a mask must know padding."""
+        """Return True if anything but a mask must know padding."""
         convolves = bool(self.convolved_streams or canon_places(self))
         convolves = convolves or self.value_transform != "none"
         return convolves or self.reads_positions or self.masks_keys

@@ -10,7 +10,7 @@ HEAD_MIXINGS = ("none", "before", "after", "both")  # around the softmax
 
 
 def option_problems(query_window: Any, key_window: Any, head_mixing: Any) -> list[str]:
-    """Say which options are wrong, in lines that begin with the name."""
+    """Return which options are wrong, in lines that begin with the name."""
     found = []
     for name, value in (("query_window", query_window), ("key_window", key_window)):
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -24,7 +24,7 @@ def option_problems(query_window: Any, key_window: Any, head_mixing: Any) -> lis
 
 
 def length_problem(name: str, length: int) -> str | None:
-    """Say whether a row has more tokens than the exact form is for."""
+    """Return whether a row has more tokens than the exact form is for."""
     if length <= LONGEST:
         return None
     return f"{name}: reads rows of at most {LONGEST} tokens, not of {length}"

@@ -98,7 +98,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """Say what runs."""
+    """Return what runs."""
     return f"plain torch, lag by lag ({window} passes)"
 
 

@@ -15,7 +15,7 @@ from cat_lm.ops.runtime.operators import is_differentiated
 
 
 def can_step(conv_type: str, inputs: Tensor, window: int, backend: str = "auto") -> bool:
-    """Tell whether `convolve_step` serves for inputs [B, 1, H, …, D] of a model."""
+    """Return True if `convolve_step` serves for inputs [B, 1, H, …, D] of a model."""
     if torch.compiler.is_compiling() or is_differentiated(inputs) or window < 2:
         return False
     choice = choose_backend(

@@ -72,7 +72,7 @@ def load() -> ctypes._CFuncPtr | None:
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether there is a kernel for tensors of a device and dtype; it may be built now."""
+    """Return True if there is a kernel for tensors of a device and dtype; it may be built now."""
     return torch.device(device).type == "cpu" and dtype in DTYPES and load() is not None
 
 

@@ -90,5 +90,5 @@ def attend_blocks(
 
 
 def _is_stacked(x: Tensor) -> bool:
-    """Tell whether several models compute as one, of whom each has chosen other blocks."""
+    """Return True if several models compute as one, of whom each has chosen other blocks."""
     return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x)

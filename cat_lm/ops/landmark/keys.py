@@ -20,7 +20,7 @@ from cat_lm.ops.landmark.layout import BlockLayout
 
 
 def block_weights(name: str, block: int) -> Tensor:
-    """Give F of `box` or `exponential`, [1, b], lag 0 first, in double precision."""
+    """Return F of `box` or `exponential`, [1, b], lag 0 first, in double precision."""
     if name == "box":
         return torch.full((1, block), 1 / block, dtype=torch.float64)
     weights = torch.exp(-torch.arange(block, dtype=torch.float64) / block)
@@ -30,7 +30,7 @@ def block_weights(name: str, block: int) -> Tensor:
 def initial_parameters(
     filter_name: str, block: int, key_heads: int, heads: int, width: int, sharp: bool
 ) -> dict[str, Tensor]:
-    """Give a layer's parameters as they start: the filter as the box, and θ = ln(D) / 2.
+    """Return a layer's parameters as they start: the filter as the box, and θ = ln(D) / 2.
 
     Args:
         key_heads, heads: of keys, which have filters, and of queries, which have θ.

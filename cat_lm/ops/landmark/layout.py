@@ -71,7 +71,7 @@ class BlockLayout:
         return found.scatter(1, slots.flatten(1), places.expand_as(slots).flatten(1))[:, :keys]
 
     def of_queries(self, part: slice) -> BlockLayout:
-        """Give the layout of some of the queries."""
+        """Return the layout of some of the queries."""
         return replace(
             self,
             slots=self.slots[part],
@@ -155,7 +155,7 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def interior_padding(padding_mask: Tensor, documents: Tensor | None) -> Tensor:
-    """Tell where padding stands before a token, after tokens of its document. [B, T] bool."""
+    """Return where padding stands before a token, after tokens of its document. [B, T] bool."""
     seen = padding_mask.cumsum(dim=1)
     if documents is not None:
         starts = document_starts(documents)

@@ -21,7 +21,7 @@ DENSE = ("dense", *TAUGHT)
 def value_problems(
     options: dict[str, Any], filters: Sequence[str] = FILTERS, where: str = ""
 ) -> list[str]:
-    """Say which options have values that none can have, in lines that begin with the name.
+    """Return which options have values that none can have, in lines that begin with the name.
 
     Args:
         filters: those that there are.
@@ -42,5 +42,5 @@ def value_problems(
 
 
 def is_sharp(filter_name: str, state: int = 0) -> bool:
-    """Tell whether there is a parameter θ of each head of queries, of filters with N states."""
+    """Return True if there is a parameter θ of each head of queries, of filters with N states."""
     return filter_name == "learned" or state > 0

@@ -18,7 +18,7 @@ def for_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def local_keys(layout: BlockLayout, keys: int, local: int) -> Tensor:
-    """Tell the keys near each query: its own block's up to itself, and those of local − 1 before.
+    """Return the keys near each query: its block's up to itself, and those of local − 1 before.
 
     A padding token sees itself alone, so that no query has nothing to attend to. [R, 1, T, S] bool.
     """
@@ -41,7 +41,7 @@ def chosen_blocks(selected: Tensor, blocks: int) -> Tensor:
 
 
 def _keys_of_chosen(chosen: Tensor, layout: BlockLayout, keys: int) -> Tensor:
-    """Tell the keys of chosen blocks: a mask [B, G, T, n] to [B, G, T, S]."""
+    """Return the keys of chosen blocks: a mask [B, G, T, n] to [B, G, T, S]."""
     index = layout.key_blocks(keys)[:, None, None].expand(*chosen.shape[:3], keys)
     return F.pad(chosen, (0, 1)).gather(3, index)
 
@@ -92,5 +92,5 @@ def attend_by_masks(
 
 
 def precise(scores: Tensor) -> torch.dtype:
-    """Give the dtype of a softmax: at least fp32."""
+    """Return the dtype of a softmax: at least fp32."""
     return torch.promote_types(scores.dtype, torch.float32)

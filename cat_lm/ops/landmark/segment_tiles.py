@@ -32,12 +32,12 @@ class Tiles:
 
 
 def sides(*sizes: int) -> list[int]:
-    """Give the sides of matrices that hold these sizes: powers of 2, of a product at least 16."""
+    """Return the sides of matrices that hold these sizes: powers of 2, of a product at least 16."""
     return [max(16, 1 << (size - 1).bit_length()) for size in sizes]
 
 
 def segments_of(selected: Tensor, layout: BlockLayout, local: int) -> tuple[Tensor, Tensor]:
-    """Give each query's segments, the chosen ones first, the query's own block last.
+    """Return each query's segments, the chosen ones first, the query's own block last.
 
     Args:
         selected: places of blocks [B, G, T, m].

@@ -30,7 +30,7 @@ MOST = {torch.float32: 64 * 64, torch.bfloat16: 128 * 128, torch.float16: 128 * 
 
 
 def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) -> str | None:
-    """Say why the kernel cannot serve; None where it can."""
+    """Return why the kernel cannot serve; None where it can."""
     if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not INTERPRETED:

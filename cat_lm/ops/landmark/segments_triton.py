@@ -199,7 +199,7 @@ def backward(
     block: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of queries, keys and values, of that of the output [B, H, T, D].
+    """Return the gradients of queries, keys and values, of that of the output [B, H, T, D].
 
     Args:
         weights, logs, deltas: fp32 [B, H, T, M]; see `cat_lm.ops.landmark.segments`.

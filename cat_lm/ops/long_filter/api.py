@@ -156,7 +156,7 @@ def continued(
 def state_after(
     x: Tensor, modes: Modes, lengths: Tensor, initial_state: Tensor | None = None
 ) -> Tensor:
-    """Give the state [B, H, K, D] after the first `lengths` [B] tokens of every row of x.
+    """Return the state [B, H, K, D] after the first `lengths` [B] tokens of every row of x.
 
     For rows that end in padding, whose state must not decay further.
     """

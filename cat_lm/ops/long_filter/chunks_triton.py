@@ -164,7 +164,7 @@ def backward_kernel(
 
 
 def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
-    """Say why these kernels cannot serve; None where they can."""
+    """Return why these kernels cannot serve; None where they can."""
     if device.type != "cuda" and not INTERPRETED:
         return f"it computes cuda tensors, not {device.type} tensors"
     if dtype == torch.float64:
@@ -173,7 +173,7 @@ def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
 
 
 def options(length: int, state: int, width: int, hip: bool) -> dict[str, int | str]:
-    """Give what a kernel is compiled for; `hip` for AMD's GPUs."""
+    """Return what a kernel is compiled for; `hip` for AMD's GPUs."""
     found = {"BLOCK": length, "STATE": state, "COLUMNS": min(width, COLUMNS)}
     found = {name: max(_LEAST, next_power_of_2(size)) for name, size in found.items()}
     found["PRECISION"] = "ieee" if hip else "tf32x3"

@@ -199,7 +199,7 @@ def _ssm(fixed: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
 def problems(
     name: str, state: int, conv_type: str, keys: tuple[str, str] = ("conv_filter", "conv_state")
 ) -> list[str]:
-    """Say what of the name of a filter, its N and the kind of convolution contradicts the others.
+    """Return what of a filter's name, its N and the kind of convolution contradicts the others.
 
     Args:
         keys: what the first two are called.

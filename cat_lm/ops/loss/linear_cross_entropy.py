@@ -122,7 +122,7 @@ def _through_the_kernel(
 
 
 def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]:
-    """Say of how many positions the kernel's path has logits at a time, and a row's numbers.
+    """Describe of how many positions the kernel's path has logits at a time, and a row's numbers.
 
     Args:
         tokens: N, the positions of a batch.

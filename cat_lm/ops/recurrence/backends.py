@@ -74,7 +74,7 @@ def choose_backend(
 def describe_backend(
     recurrence: Recurrence, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
 ) -> str:
-    """Say in one line what computes a recurrence, and why; as `choose_backend`."""
+    """Describe in one line what computes a recurrence, and why; as `choose_backend`."""
     choice = choose_backend(recurrence, device, dtype, backend)
     sums = "products in bf16, sums in fp32" if choice.name == "fla" else "in fp32"
     return f"{recurrence.title}: {choice.name}, {choice.reason}; {sums}"
@@ -88,7 +88,7 @@ def _has_fla() -> bool:
 def _why_not(
     recurrence: Recurrence, backend: str, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Say why a backend cannot serve; None where it can."""
+    """Return why a backend cannot serve; None where it can."""
     if backend not in recurrence.backends:
         return f"{recurrence.title} has {', '.join(recurrence.backends)}"
     if backend == "torch":

@@ -146,7 +146,7 @@ def _load_own(path: Path) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Say where libraries are kept: `$XDG_CACHE_HOME/cat_lm`, by default `~/.cache/cat_lm`."""
+    """Return where libraries are kept: `$XDG_CACHE_HOME/cat_lm`, by default `~/.cache/cat_lm`."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
 

@@ -12,7 +12,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Tell whether kernels run in Triton's interpreter: decided when they were decorated."""
+    """Return True if kernels run in Triton's interpreter: decided when they were decorated."""
     if not INSTALLED:
         return False
     import triton

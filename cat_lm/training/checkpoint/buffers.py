@@ -32,18 +32,18 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give all buffers; one that several modules hold has several names."""
+    """Return all buffers; one that several modules hold has several names."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give those that belong to the model's state, which is saved."""
+    """Return those that belong to the model's state, which is saved."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in named(model).items() if name in saved}
 
 
 def make_fillable(model: nn.Module) -> None:
-    """Give each number of a buffer a place of its own, which `Tensor.expand` does not."""
+    """Make buffers contiguous: after `Tensor.expand` numbers share their places."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -51,7 +51,7 @@ def make_fillable(model: nn.Module) -> None:
 
 
 def wrong_type(stored: str, buffer: torch.Tensor) -> str | None:
-    """Say what a stored type must be for a buffer; None where it can be. Floats may differ."""
+    """Return what a stored type must be for a buffer; None where it can be. Floats may differ."""
     found = TYPES.get(stored)
     if found == buffer.dtype:
         return None
@@ -62,7 +62,7 @@ def wrong_type(stored: str, buffer: torch.Tensor) -> str | None:
 
 @torch.no_grad()
 def share(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank the first one's buffers (a collective)."""
+    """Broadcast the first rank's buffers (a collective)."""
     make_fillable(model)
     if ranks.world_size == 1:
         return

@@ -146,7 +146,7 @@ Say = Callable[[str], object]
 
 
 def silent(line: str) -> None:
-    """Say nothing."""
+    """Do nothing with a line."""
 
 
 def step_of(folder: Path) -> int:
@@ -155,7 +155,7 @@ def step_of(folder: Path) -> int:
 
 
 def lies_in(step_folder: Path, folder: Path) -> bool:
-    """Tell whether a step folder is one of a `checkpoints` folder's, by name or behind a link."""
+    """Return True if a step folder is one of a `checkpoints` folder's, by name or behind a link."""
     return folder.resolve() in (step_folder.parent.resolve(), step_folder.resolve().parent)
 
 
@@ -173,7 +173,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether the marker is there and every file has the size it lists; reads no file.
+    """Return True if the marker is there and every file has the size it lists; reads no file.
 
     What cannot be looked at now is not known to be complete.
     """
@@ -189,7 +189,7 @@ def without_folder(error: UserError, folder: Path) -> str:
 
 
 def _absent(folder: Path, name: str, error: OSError) -> str:
-    """Say that a file is not there. Raises `Unreadable` where it may be."""
+    """Return the words for a file that is not there. Raises `Unreadable` where it may be."""
     refuse_unreadable(folder / name, error)
     return f"{name}: {describe_os_error(error)}"
 
@@ -214,7 +214,7 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(?:saving|deleting)")
 
 
 def describe_left(folder: Path) -> str:
-    """Say which complete checkpoint a run can go on from."""
+    """Return which complete checkpoint a run can go on from."""
     names = [path.name for path in complete_checkpoints(folder)]
     if not names:
         return f"newest complete one: none is in {folder}"

@@ -39,7 +39,7 @@ def shapes(engine: Engine) -> dict[str, torch.Size]:
 
 
 def fragments(engine: Engine) -> list[Fragment]:
-    """Give the fragments of this rank's optimizer, in the order of the model's parameters."""
+    """Return the fragments of this rank's optimizer, in the order of the model's parameters."""
     stage = engine.config.train.zero_stage
     find = _whole if stage == 0 else _partition if stage == 3 else _linked
     found = (find(engine, name, p) for name, p in engine.model.named_parameters())

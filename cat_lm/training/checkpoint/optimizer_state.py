@@ -84,7 +84,7 @@ def fill_weights(engine: Engine, weights: Mapping[str, torch.Tensor] | None) -> 
 
 
 def optimizer_step(engine: Engine) -> int:
-    """Tell how many steps the optimizer has taken, which its bias correction depends on.
+    """Return how many steps the optimizer has taken, which its bias correction depends on.
 
     Raises:
         RuntimeError: not the same number for all parameters, which the files cannot express.

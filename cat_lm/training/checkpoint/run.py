@@ -99,7 +99,7 @@ class Checkpoints:
         return step_of(self._current) if is_own else 0
 
     def describe_left(self) -> str:
-        """Say which complete checkpoint a run can go on from."""
+        """Return which complete checkpoint a run can go on from."""
         return files.describe_left(self.folder)
 
     def to_resume(self) -> Path | None:
@@ -273,7 +273,7 @@ class Checkpoints:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether a step folder is a checkpoint. Raises `Unreadable` where it may be one."""
+    """Return True if a step folder is a checkpoint. Raises `Unreadable` where it may be one."""
     try:
         read_marker(folder)
     except Unreadable:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def say_to_stderr(line: str) -> None:
-    """Say a line where commands say what is no result."""
+    """Print a line on stderr, where commands print what is no result."""
     print(line, file=sys.stderr)
 
 
@@ -146,7 +146,7 @@ class Verifier:
         self._stopped = threading.Event()
 
     def look(self, folder: Path) -> str | None:
-        """Say what is wrong with marker, sizes and small files, or None."""
+        """Return what is wrong with marker, sizes and small files, or None."""
         ranks = self._ranks
 
         def marker() -> dict[str, StoredFile] | str:
@@ -185,7 +185,7 @@ class Verifier:
         pool.shutdown(wait=False)
 
     def read(self, folder: Path) -> str | None:
-        """Say what is wrong with a folder, or None; waits where `begin` has begun, reads else."""
+        """Return what is wrong with a folder, or None; wait where `begin` has begun, else read."""
         if self._begun is None or self._begun[0] != folder:
             if problem := self.look(folder):
                 return problem

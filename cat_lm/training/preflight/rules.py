@@ -54,7 +54,7 @@ class PreflightReport:
         return f"preflight:{text}"
 
     def lines(self) -> list[str]:
-        """Give the lines for the log."""
+        """Return the lines for the log."""
         warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
         return [f"preflight: {line}" for line in (*self.notes, *warnings)]
 

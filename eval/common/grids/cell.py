@@ -26,7 +26,7 @@ class AnyCell(Protocol):
     shape: ClassVar[type[Versioned]]
 
     def key(self) -> dict[str, Any]:
-        """Give all that decides the result and names its file."""
+        """Return all that decides the result and names its file."""
 
     @property
     def all_steps(self) -> int:
@@ -62,10 +62,10 @@ class AnyCell(Protocol):
         """Train and test cells of one kind as one; each with its record when it has stopped."""
 
     def derived(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Give what follows from a record and is written with it."""
+        """Return what follows from a record and is written with it."""
 
     def score(self, record: dict[str, Any]) -> float:
-        """Give what a rate is chosen by, more being better; never of a test."""
+        """Return what a rate is chosen by, more being better; never of a test."""
 
     def told(self, record: dict[str, Any]) -> str:
-        """Say the result in a few words."""
+        """Describe the result in a few words."""

@@ -9,7 +9,7 @@ from cat_lm.ops.convolution import kinds
 
 
 def code_of_mixer(specification: str) -> dict[str, str]:
-    """Give what a key has besides where a mixer or its convolution is a plugin's; {} where not."""
+    """Return what a key also has where a mixer or its convolution is a plugin's; else {}."""
     name, options = parse_specification(specification)
     entries: list[object] = [mixers.get(name)] if name in mixers.names() else []
     if (conv_type := options.get("conv_type")) in kinds.names():

@@ -64,7 +64,7 @@ def seconds_on_gpu(step: Callable[[int], object], rows: int, device: str) -> tup
 
 
 def few_rows(rows: int) -> tuple[int, int]:
-    """Give the rows of the two steps that are timed on a CPU for steps of `rows`."""
+    """Return the rows of the two steps that are timed on a CPU for steps of `rows`."""
     many = max(1, min(rows, max(4, rows // _FEW)))
     return max(1, many // 4), many
 
@@ -79,7 +79,7 @@ def seconds_on_cpu(step: Callable[[int], object], rows: int) -> tuple[float, flo
 
 
 def of_few_rows(seconds: Callable[[int], float], rows: int) -> tuple[float, float]:
-    """Give the seconds of a step of `rows`, and of a row, by what steps of few rows take."""
+    """Return the seconds of a step of `rows`, and of a row, by what steps of few rows take."""
     few, many = few_rows(rows)
     if few == many:
         step = seconds(many)

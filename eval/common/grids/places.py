@@ -43,5 +43,5 @@ class Place:
     seeds: int
 
     def at(self, rate: float, seed: int) -> Run:
-        """Give its run at a rate, with a seed."""
+        """Return its run at a rate, with a seed."""
         return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))

@@ -112,7 +112,7 @@ def told_diverged(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def training(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Say when, where and at which commits runs were trained, which the last call may not have."""
+    """Return when, where and at which commits runs were trained, perhaps by earlier calls."""
     found = [record["provenance"] for record in records]
     dates = sorted(each["date"] for each in found)
     return {
@@ -143,7 +143,7 @@ def told_rate(line: dict[str, Any]) -> str:
 
 
 def told_edges(lines: Sequence[dict[str, Any]]) -> str:
-    """Say of how many lines the rate lies on an edge; nothing where it is none."""
+    """Describe of how many lines the rate lies on an edge; nothing where it is none."""
     edges = sum(line["lr_on_edge"] for line in lines)
     if not edges:
         return ""

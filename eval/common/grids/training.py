@@ -105,13 +105,13 @@ class BaseTrial(ABC):
         return self.stop_above is not None and value > self.stop_above
 
     def restore(self) -> None:
-        """Gives the model the parameters of the chosen point."""
+        """Load the parameters of the chosen point into the model."""
         if self._best:
             self.model.load_state_dict(self._best)
 
 
 def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
-    """Give what layers' own losses add to the task's: their mean, weighed as in language models."""
+    """Return what layers' own losses add to the task's: their mean, weighted as in training."""
     return USUAL_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 

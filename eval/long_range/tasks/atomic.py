@@ -89,7 +89,7 @@ class Running(AtomicTask):
         return numbers[:, None], self.values(numbers)
 
     def values(self, numbers: np.ndarray) -> np.ndarray:
-        """Give what is to be predicted of numbers [T]."""
+        """Return what is to be predicted of numbers [T]."""
         raise NotImplementedError
 
 

@@ -74,11 +74,11 @@ class Examples:
         raise NotImplementedError
 
     def lengths(self) -> np.ndarray:
-        """Give the lengths of all rows, as in `Batch`."""
+        """Return the lengths of all rows, as in `Batch`."""
         raise NotImplementedError
 
     def subset(self, count: int, seed: int) -> Examples:
-        """Give `count` rows drawn without replacement; a larger count holds the smaller ones.
+        """Return `count` rows drawn without replacement; a larger count holds the smaller ones.
 
         Raises:
             ValueError: there are fewer rows.
@@ -195,7 +195,7 @@ class Task:
         return f"{split}: {rows:,} rows{beside}"
 
     def load(self, split: str, place: Place | None = None) -> Examples:
-        """Give the rows of a split; what takes long to make is made once, in `place.cache`.
+        """Return the rows of a split; what takes long to make is made once, in `place.cache`.
 
         Raises:
             UserError: official files are missing, truncated or others; the line names the file,
@@ -213,5 +213,5 @@ class Task:
         return "\n".join(" ".join(f"{value:.4g}" for value in line) for line in lines)
 
     def describe(self) -> dict[str, Any]:
-        """Give all that decides the rows, as plain values: the name, the version, the options."""
+        """Return all that decides the rows, as plain values: the name, the version, the options."""
         return {"task": self.name, "version": self.version, **asdict(self)}

@@ -25,7 +25,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def place_of(arguments: argparse.Namespace, workers: int, *tasks: Task) -> Place:
-    """Give the place that the options of `add_place` name.
+    """Return the place that the options of `add_place` name.
 
     Raises:
         UserError: --data, which none of these tasks reads.
@@ -90,7 +90,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _counted(task: Task, split: str, examples: Examples) -> str:
-    """Say in a line what a split has, and how many rows the paper's data has."""
+    """Describe in a line what a split has, and how many rows the paper's data has."""
     lengths = examples.lengths()
     parts = [task.counted(split, len(examples))]
     if len(examples):

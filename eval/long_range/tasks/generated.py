@@ -50,11 +50,11 @@ class GeneratedTask(Task):
 
     @property
     def rows(self) -> dict[str, int]:
-        """Give the rows of each split, in the order in which they are made."""
+        """Return the rows of each split, in the order in which they are made."""
         return {split: getattr(self, split) for split in reversed(SPLITS)}
 
     def generator(self) -> dict[str, object]:
-        """Give all that decides a generated row, without how many there are."""
+        """Return all that decides a generated row, without how many there are."""
         described = dataclasses.asdict(self)
         left_out = (*SPLITS, "source")
         kept = {name: value for name, value in described.items() if name not in left_out}

@@ -31,7 +31,7 @@ class Pinned(NamedTuple):
         return {"hub": self.name, "revision": self.revision}
 
     def rows(self, split: str) -> Any:
-        """Give a split as a `datasets.Dataset`. Raises UserError where it cannot be had."""
+        """Return a split as a `datasets.Dataset`. Raises UserError where it cannot be had."""
         import datasets
 
         return self._ask(
@@ -39,7 +39,7 @@ class Pinned(NamedTuple):
         )
 
     def images(self, split: str, column: str, mode: str) -> tuple[Iterator[np.ndarray], list[int]]:
-        """Give a split's images, each [height, width(, 3)] uint8 in Pillow's `mode`, and labels."""
+        """Yield a split's images, [height, width(, 3)] uint8 in Pillow's `mode`, and labels."""
         import datasets
         from PIL import Image
 
@@ -52,7 +52,7 @@ class Pinned(NamedTuple):
         return pictures, list(rows["label"])
 
     def file(self, path: str) -> Path:
-        """Give one of its files, downloaded once. Raises UserError where it cannot be had."""
+        """Return one of its files, downloaded once. Raises UserError where it cannot be had."""
         from huggingface_hub import hf_hub_download
 
         return Path(

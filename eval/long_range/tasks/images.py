@@ -69,7 +69,7 @@ def picture(inputs: np.ndarray, darkest: float, brightest: float) -> str:
 
 
 def pixel_reader(kind: str, mean: float, deviation: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Give what reads [n, T] bytes as ids [n, T] or as reals [n, T, 1]."""
+    """Return what reads [n, T] bytes as ids [n, T] or as reals [n, T, 1]."""
     if kind == "ids":
         return lambda pixels: pixels.astype(np.int64)
     return lambda pixels: ((pixels - np.float32(mean)) / np.float32(deviation))[:, :, None]
@@ -130,7 +130,7 @@ class SequentialMnist(_Images):
         return picture(inputs[:, 0], 0, 1)
 
     def positions(self) -> np.ndarray:
-        """Give the order [T] in which pixels are read."""
+        """Return the order [T] in which pixels are read."""
         return np.arange(self.length)
 
 

@@ -136,7 +136,7 @@ class ReviewFolder:
             yield from files
 
     def key(self) -> dict[str, Any]:
-        """Tell these files from changed ones, without reading them."""
+        """Return what tells these files from changed ones, without reading them."""
         digest = hashlib.sha256()
         for path in self._all():
             state = path.stat()

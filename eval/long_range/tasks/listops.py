@@ -116,7 +116,7 @@ class ListOps(GeneratedTask):
         return self.generator()
 
     def _unique(self, work: Work) -> Iterator[bytes]:
-        """Give different rows without end: the answer, then a byte for each id less one."""
+        """Yield different rows without end: the answer, then a byte for each id less one."""
         seen: set[bytes] = set()
         total, first = sum(self.rows.values()), 0
         while True:

@@ -47,7 +47,7 @@ class Files:
     paths: dict[str, Path]
 
     def key(self) -> dict[str, Any]:
-        """Tell these files from changed ones, without reading them."""
+        """Return what tells these files from changed ones, without reading them."""
         found = {kind: (path, path.stat()) for kind, path in self.paths.items()}
         stamps = {k: [p.name, s.st_size, s.st_mtime_ns] for k, (p, s) in found.items()}
         return {"files": stamps}

@@ -103,7 +103,7 @@ class ImageFolder:
             layout.refuse(base / "metadata", "has no list (NUMBER.npy)")
 
     def key(self) -> dict[str, Any]:
-        """Tell these files from changed ones by their lists, without reading the images."""
+        """Return what tells these files from changed ones: their lists, without the images."""
         stamps = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in self._lists}
         return {"folder": str(self._base.resolve()), "lists": stamps}
 

@@ -67,7 +67,7 @@ class Work:
 def stored(
     place: Place, name: str, key: Mapping[str, Any], make: Callable[[Work], Mapping[str, Any]]
 ) -> Stored:
-    """Give arrays from the cache; made and kept where they are not there yet.
+    """Return arrays from the cache; made and kept where they are not there yet.
 
     Args:
         name: begins the folder's name.
@@ -136,7 +136,7 @@ def _read(folder: Path) -> Stored:
 def in_parts(
     work: Work, make: Callable[[Any], np.ndarray], pieces: Mapping[str, Any], what: str
 ) -> Iterator[np.ndarray]:
-    """Give the arrays of pieces in their order, each made once and kept until all is done.
+    """Yield the arrays of pieces in their order, each made once and kept until all is done.
 
     Args:
         make: a function of a module, of a piece's value alone: other processes import it.

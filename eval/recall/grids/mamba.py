@@ -54,13 +54,13 @@ class PlateauCell(Cell):
     """A cell whose rate is chosen by when it finds the task."""
 
     def score(self, record: dict[str, Any]) -> float:
-        """Give −log2 of the steps; without them, below all that have some, the accuracy."""
+        """Return −log2 of the steps; without them, below all that have some, the accuracy."""
         step = found_at(record)
         return super().score(record) - 100 if step is None else -math.log2(step)
 
 
 def found_at(record: dict[str, Any]) -> int | None:
-    """Give the step at which validation rows were first seen above FOUND, if they ever were."""
+    """Return the step at which validation rows were first seen above FOUND, if they ever were."""
     return next((p["step"] for p in record["history"] if p["accuracy"] > FOUND), None)
 
 
@@ -136,7 +136,7 @@ def _cell_of(scale: Scale, length: int, mixer: str, **how: float) -> PlateauCell
 
 
 def every_run(places: Sequence[Place]) -> list[Run]:
-    """Give each place's runs at every rate and seed, in a column for each rate."""
+    """Return each place's runs at every rate and seed, in a column for each rate."""
     return [
         replace(place.at(rate, seed), column=f"{rate:g}")
         for place in places
@@ -192,7 +192,7 @@ def study(
 
 
 def summary(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Give each run's accuracy, the steps it took, its curve, and when it left the plateau."""
+    """Return each run's accuracy, the steps it took, its curve, and when it left the plateau."""
     lines = []
     for run, record in rows:
         curve = [(point["step"], point["accuracy"]) for point in record["history"]]
@@ -269,7 +269,7 @@ def _chosen(
 
 
 def _control(run: Run, record: dict[str, Any]) -> dict[str, Any]:
-    """Say whether a control did as it must."""
+    """Return the words for a control: whether it did as it must."""
     step = found_at(record)
     return {
         "row": run.row,
@@ -300,7 +300,7 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def _controls(record: dict[str, Any]) -> list[str]:
-    """Say first which controls did not do as they must."""
+    """Return first which controls did not do as they must."""
     told = [
         f"{x['row']}, {x['mixer']}: {_when(x['found_at_step'])} (accuracy {x['accuracy']:.3f}), "
         f"{'as it must' if x['passed'] else 'and must not: nothing here is to be believed'}"

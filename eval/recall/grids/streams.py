@@ -135,7 +135,7 @@ SCALES = {
 
 
 def specification(mixer: str, conv_type: str, line: Line) -> str:
-    """Give a mixer's options; without filters their kind and window are nothing, and left out."""
+    """Return a mixer's options; without filters their kind and window are nothing, and left out."""
     options = [mixer, f"streams={line.streams}"]
     if line.streams != "none":
         options += [f"window={line.window}", f"conv_type={conv_type}", "init=identity"]
@@ -175,7 +175,7 @@ def plan(
 
 
 def _chosen(option: str, known: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    """Give those that are named, in their own order; none named: all. Raises UserError."""
+    """Return those that are named, in their own order; none named: all. Raises UserError."""
     for name in names:
         if name not in known:
             raise UserError(f"{option} {name!r}: choose among {'; '.join(known)}")
@@ -384,5 +384,5 @@ def _document_error(plus: Sequence[Spot], minus: Sequence[Spot], found: Found) -
 
 
 def _tokens(records: Mapping[int, dict[str, Any]]) -> list[int]:
-    """Give the tokens of the scored documents, which are every model's; or nothing."""
+    """Return the tokens of the scored documents, which are every model's; or nothing."""
     return next(iter(records.values())).get("documents", {}).get("tokens", [])

@@ -129,7 +129,7 @@ def heads(
 
 
 def verdict(head: dict[str, Any]) -> str:
-    """Tell whether the rule holds for a head of which it speaks; nothing for others."""
+    """Return whether the rule holds for a head of which it speaks; nothing for others."""
     if "key_is_one_more" not in head:
         return ""
     return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]

@@ -93,7 +93,7 @@ class SingleQueryRecall(Task):
         return {"shared": shared, "unshared": ~shared}
 
     def one_token(self, examples: Examples) -> dict[str, float]:
-        """Give `one_token_ceiling`, the accuracy of the best answers that see the last token alone.
+        """Return `one_token_ceiling`, the accuracy of the best answers by the last token alone.
 
         Those are what most often follows it where it may end a key: each pair's, or, in the free
         layout, anywhere that a copy may end. Nothing for N = 1, where one token is all.

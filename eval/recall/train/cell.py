@@ -83,7 +83,7 @@ class Cell:
         return make_task(name, self.seq_len, options)
 
     def tests(self) -> dict[str, Task]:
-        """Give the tasks that a trained model is tested on, by the tests' names.
+        """Return the tasks that a trained model is tested on, by the tests' names.
 
         Raises:
             UserError: a task cannot be as long, or the mixer takes no rows of that length.

@@ -83,7 +83,7 @@ def check_documents(name: str, there: int, count: int, choosing: int = 0) -> Non
 
 
 def over_documents(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
-    """Give the mean loss a token of documents' sums, and its standard error over documents.
+    """Return the mean loss a token of documents' sums, and its standard error over documents.
 
     Returns:
         `loss`, `standard_error` (none for one document), `tokens_scored`.

@@ -76,7 +76,7 @@ class Stack:
             model.train(mode)
 
     def backward(self, losses: Tensor) -> None:
-        """Gives every model the gradients of its own loss, of losses [S]."""
+        """Compute every model's gradients of its own loss, of losses [S]."""
         for stacked in self.parameters.values():
             stacked.grad = None
         losses.sum().backward()

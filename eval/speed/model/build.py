@@ -100,7 +100,7 @@ def model_config(size: ModelSize, name: str, positions: int) -> PreTrainedConfig
 
 
 def check_logits(built: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str) -> dict[str, float]:
-    """Give models the weights of their family's stock; the largest differences of their logits.
+    """Load the stock model's weights into models, and return the largest differences of logits.
 
     With identity filters every model is what stock is.
 

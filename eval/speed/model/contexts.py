@@ -270,7 +270,7 @@ def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def context_lines(record: Mapping[str, Any]) -> list[str]:
-    """Give the lines of a record's table."""
+    """Return the lines of a record's table."""
     first = record["contexts"][0]["case"]
     options = ", ".join(f"{name} {value}" for name, value in first["landmark"].items())
     lines = [

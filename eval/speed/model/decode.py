@@ -90,7 +90,7 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
 
 
 def shortest_prompt(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
-    """Give the row of the same model after the shortest prompt, the first of equal ones."""
+    """Return the row of the same model after the shortest prompt, the first of equal ones."""
     own = (each for each in rows if each["name"] == row["name"])
     return min(own, key=lambda each: each["case"]["prompt_tokens"])
 

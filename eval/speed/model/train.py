@@ -117,7 +117,7 @@ def train_speed(
 def _row(
     case: TrainCase, name: str, timings: Mapping[str, Timing], parameters: int, peak: float | None
 ) -> dict[str, Any]:
-    """Give a model's speed; `peak` in FLOP/s, if it is known."""
+    """Return a model's speed; `peak` in FLOP/s, if it is known."""
     timing = timings[name]
     config = model_config(case.size, name, case.context_length)
     flops = flops_per_token(config, parameters, case.context_length) * case.tokens
@@ -204,7 +204,7 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
 def training_step(
     case: TrainCase, name: str, model: nn.Module, ranks: Ranks | None
 ) -> Callable[[], None]:
-    """Give the call that is timed: loss and gradients; on `ranks`, all that a run's step does."""
+    """Return the call that is timed: loss and gradients; on `ranks`, all that a run's step does."""
     if ranks is not None:
         return run_step(case, name, model, ranks)
     ids = random_ids(case.size, case.batch_size, case.context_length)

@@ -46,7 +46,7 @@ def ranks_of(device: str) -> Iterator[Ranks]:
 
 
 def run_values(size: ModelSize, name: str, context_length: int, batch_size: int) -> dict[str, Any]:
-    """Give the configuration of a run of one of `choices.models`, of no data and no folder."""
+    """Return the configuration of a run of one of `choices.models`, of no data and no folder."""
     return {
         "model": size.section(name, context_length).model_dump(),
         "data": {"path": "random", "context_length": context_length},
@@ -98,7 +98,7 @@ class _LibraryModel(nn.Module):
     def forward(
         self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: float, **_: Any
     ) -> Any:
-        """Give the output with the loss: the sum over `shift_labels` [B, T] by the number."""
+        """Return the output with the loss: the sum over `shift_labels` [B, T] by the number."""
         return self.model(
             input_ids=input_ids,
             labels=shift_labels,

@@ -204,7 +204,7 @@ def _check(
 
 
 def row_problem(task: ConfigurableTask, row: Mapping[str, Any]) -> str | None:
-    """Say why a row cannot be scored as the task's definition reads it, else None."""
+    """Return why a row cannot be scored as the task's definition reads it, else None."""
     try:
         gold = task.doc_to_target(row)
         choices = None if task.config.doc_to_choice is None else task.doc_to_choice(row)

@@ -60,7 +60,7 @@ class SoftmaxCore(nn.Module):
 
 
 def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | None:
-    """Tell which keys each query may see, [B, 1, T, S] bool; None if all of them.
+    """Return which keys each query may see, [B, 1, T, S] bool; None if all of them.
 
     Args:
         attention_mask: as for transformers' `eager`, `sdpa` or `flex_attention`.

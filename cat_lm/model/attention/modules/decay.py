@@ -36,11 +36,11 @@ class DecayScores(ScoreModule):
         self.gap = -math.expm1(-bound) if spacing == "slow" else 1 - bound
 
     def rates(self, head: Tensor, dtype: torch.dtype) -> Tensor:
-        """Give α of heads by their numbers."""
+        """Return α of heads by their numbers."""
         return -torch.log1p(head.to(dtype) * (-self.gap / (self.heads - 1)))
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Tell where factors serve: not in eager, nor for one query, whose logits are few.
+        """Return where factors serve: not in eager, nor for one query, whose logits are few.
 
         Raises:
             ValueError: flash attention, which has nothing else, for too many queries.

@@ -75,7 +75,7 @@ class LandmarkCore(NothingDecays):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give the parameters as they start, θ = ln(D) / 2.
+        """Return the parameters as they start, θ = ln(D) / 2.
 
         The filter starts as the box, one that is as long as the text as the fixed exponential one.
         """
@@ -93,7 +93,7 @@ class LandmarkCore(NothingDecays):
         return values
 
     def weights(self, device: torch.device) -> Tensor:
-        """Give the filter [1 or heads of keys, b], lag 0 first."""
+        """Return the filter [1 or heads of keys, b], lag 0 first."""
         if self.filter_name == "learned":
             # A copy, because an engine may take the parameter away after this forward.
             return own_heads(self.sequence_group, self.filter).clone()
@@ -213,7 +213,7 @@ class LandmarkCore(NothingDecays):
 
 
 def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
-    """Say how a model with landmark attention computes while it is trained.
+    """Set how a model with landmark attention computes while it is trained.
 
     Args:
         way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the

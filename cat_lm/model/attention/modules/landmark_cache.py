@@ -135,7 +135,7 @@ class LandmarkMixin(LayerStateMixin):
             self.landmarks[:, :, : old.shape[2]] = old
 
     def _landmark_room(self, count: int, block: int) -> int:
-        """Give the number of landmarks to make room for, at least `count`."""
+        """Return the number of landmarks to make room for, at least `count`."""
         return max(count, 0 if self.landmarks is None else 2 * self.landmarks.shape[2])
 
     def reset(self) -> None:

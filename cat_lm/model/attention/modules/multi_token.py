@@ -30,7 +30,7 @@ class MultiTokenCore(NothingDecays):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Give the parameters as they start: as softmax attention."""
+        """Return the parameters as they start: as softmax attention."""
         return identity_start(self.heads, **self.options)
 
     def forward(

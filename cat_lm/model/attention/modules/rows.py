@@ -63,7 +63,7 @@ def attend_by_rows(
 def _visible(
     mask: Tensor | None, documents: Tensor | None, start: int | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Tell which keys the queries of a part may see, [B or 1, 1, n, m] bool; None for all.
+    """Return which keys the queries of a part may see, [B or 1, 1, n, m] bool; None for all.
 
     Args:
         mask: of these queries.

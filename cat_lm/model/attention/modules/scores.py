@@ -35,14 +35,14 @@ class ScoreModule(nn.Module):
         return torch.arange(count, device=query.device) + self.first_head(count)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Give what the function reads, such as a number for each head [H].
+        """Return what the function reads, such as a number for each head [H].
 
         By default the module's parameters, in the order in which it got them.
         """
         return tuple(self.parameters(recurse=False))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Give `tensors`, none of which is a parameter itself.
+        """Return `tensors`, none of which is a parameter itself.
 
         An engine may take parameters away after this forward.
         """
@@ -68,11 +68,11 @@ class ScoreModule(nn.Module):
 
     @staticmethod
     def factors(position: Tensor, head: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the factors of a query and of a key at a position, broadcast as in `score`."""
+        """Return the factors of a query and of a key at a position, broadcast as in `score`."""
         raise NotImplementedError
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Tell whether so many new queries of a row are scaled by factors, not scored.
+        """Return True if so many new queries of a row are scaled by factors, not scored.
 
         Args:
             dtype: in which q·k is computed.
@@ -90,7 +90,7 @@ class ScoreModule(nn.Module):
         dtype: torch.dtype,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Give the factors of queries [B or 1, H, T] and of keys [B or 1, H, S].
+        """Return the factors of queries [B or 1, H, T] and of keys [B or 1, H, S].
 
         Args:
             query_positions, key_positions: [B or 1, 1, T] and [B or 1, 1, S].
@@ -174,7 +174,7 @@ def attend_with_scores(
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """Give maps over the last dimension, in fp32 or fp64."""
+    """Return maps over the last dimension, in fp32 or fp64."""
     return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 

@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Say why torch's kernel cannot serve heads of `width` channels; None if it can.
+    """Return why torch's kernel cannot serve heads of `width` channels; None if it can.
 
     A GPU of another machine, for which a run is planned here, is taken to have it.
     """
@@ -32,7 +32,7 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str |
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:
-    """Tell what linear layers make of x: its dtype, or autocast's."""
+    """Return what linear layers make of x: its dtype, or autocast's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -29,7 +29,7 @@ class Chunk(Pattern):
     options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say whether the size is none."""
+        """Return whether the size is none."""
         size = options["size"]
         if isinstance(size, bool) or not isinstance(size, int):
             return [f"attention_options.size={short(size)}: must be a whole number"]
@@ -37,7 +37,7 @@ class Chunk(Pattern):
         return [f"attention_options.size={size}: {problem}"] if problem else []
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Say whether a chunk is longer than a row."""
+        """Return whether a chunk is longer than a row."""
         size = chunk_size(model)
         if size <= length:
             return []
@@ -76,7 +76,7 @@ class Chunk(Pattern):
         return super().mask(config, **inputs)
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say nothing: no head knows of another."""
+        """Return no problem: no head knows of another."""
         return []
 
     def build(self, config: Any) -> nn.Module:

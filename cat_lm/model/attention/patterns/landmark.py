@@ -58,7 +58,7 @@ class Landmark(Pattern):
         return before == now
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say what is wrong with the options, and which say nothing with the others."""
+        """Return what is wrong with the options, and which say nothing with the others."""
         found = value_problems(options, filter_names(), "attention_options.")
         found = found or _state_problems(options["filter"], options["filter_state"])
         if found:
@@ -119,7 +119,7 @@ class Landmark(Pattern):
         return (landmarks + 2 * read) * key_heads(model) * head_width(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
-        """Tell that decoding keeps landmarks."""
+        """Return True: decoding keeps landmarks."""
         return True
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
@@ -170,7 +170,7 @@ class Landmark(Pattern):
         return model.num_attention_heads * kept
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say whether heads choose their blocks together."""
+        """Return whether heads choose their blocks together."""
         share = self.resolved(model.attention_options)["share"]
         if share == "head":
             return []
@@ -184,7 +184,7 @@ class Landmark(Pattern):
 
 
 def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Give what the landmarks' parameters depend on."""
+    """Return what the landmarks' parameters depend on."""
     name, state = options["filter"], options["filter_state"]
     return name, state, options["block"], is_sharp(name, state)
 
@@ -204,7 +204,7 @@ def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: i
 
 
 def _state_problems(name: str, state: Any) -> list[str]:
-    """Say what is wrong with N, or with a filter that needs it."""
+    """Return what is wrong with N, or with a filter that needs it."""
     said = f"attention_options.filter_state={short(state)}"
     if isinstance(state, bool) or not isinstance(state, int):
         return [f"{said}: must be a whole number"]

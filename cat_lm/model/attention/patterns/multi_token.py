@@ -37,7 +37,7 @@ class MultiToken(Pattern):
     options: ClassVar[Mapping[str, Any]] = DEFAULTS
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say which options are wrong."""
+        """Return which options are wrong."""
         return [f"attention_options.{problem}" for problem in option_problems(**options)]
 
     def parameters(self, model: Any) -> int:
@@ -62,7 +62,7 @@ class MultiToken(Pattern):
         return self._past(model) * attention_channels(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
-        """Tell whether a score reads earlier queries."""
+        """Return True if a score reads earlier queries."""
         return self._past(model) > 0
 
     def reads_neighbours(self, model: Any) -> bool:

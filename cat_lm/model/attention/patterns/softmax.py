@@ -27,7 +27,7 @@ class Softmax(Pattern):
         return 6 * (1 + rank) * context_length * attention_channels(model)
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say nothing: no head knows of another."""
+        """Return no problem: no head knows of another."""
         return []
 
     def build(self, config: Any) -> nn.Module:

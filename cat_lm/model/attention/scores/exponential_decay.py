@@ -34,7 +34,7 @@ class ExponentialDecay(ScoreTransform):
     options: ClassVar[dict[str, Any]] = {"spacing": "slow", "bound": 1e-3}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say which options are wrong, and where no head would decay."""
+        """Return which options are wrong, and where no head would decay."""
         spacing, bound = options["spacing"], options["bound"]
         found = []
         if spacing not in SPACINGS:
@@ -54,7 +54,7 @@ class ExponentialDecay(ScoreTransform):
         return found
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Say whether flash attention, which knows factors alone, is asked for more than they can.
+        """Return whether flash attention, which has factors alone, is asked for more than those do.
 
         Half precision is taken for bf16, whose numbers reach as far as those of fp32.
         """
@@ -68,12 +68,12 @@ class ExponentialDecay(ScoreTransform):
         ]
 
     def is_beyond(self, model: Any, length: int) -> bool:
-        """Tell whether over `length` tokens a head decays by more than factors can say."""
+        """Return True if over `length` tokens a head decays by more than factors can say."""
         length = min(length, chunk_size(model) or length)
         return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
 
     def masks_documents(self, model: Any) -> bool:
-        """Tell that rows of the longest length are computed by some queries at a time."""
+        """Return True if rows of the longest length are computed by some queries at a time."""
         return self.is_beyond(model, model.max_position_embeddings)
 
     def flops(self, model: Any, context_length: int) -> float:

@@ -31,7 +31,7 @@ class Smoothing(ValueTransform):
     options: ClassVar[dict[str, Any]] = {"width": 5, "mode": "causal"}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Say which options are wrong, or would let tokens see later ones."""
+        """Return which options are wrong, or would let tokens see later ones."""
         width, mode, found = options["width"], options["mode"], []
         if isinstance(width, bool) or not isinstance(width, int):
             found.append(f"value_options.width={short(width)}: must be a whole number")
@@ -49,7 +49,7 @@ class Smoothing(ValueTransform):
         return found
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Say whether the box is longer than a row."""
+        """Return whether the box is longer than a row."""
         width = self._width(model)
         if width <= length:
             return []
@@ -63,7 +63,7 @@ class Smoothing(ValueTransform):
         return 4 * self._width(model) * _value_channels(model)
 
     def taps(self, model: Any) -> int:
-        """Give P."""
+        """Return P."""
         return self._width(model)
 
     def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
@@ -71,11 +71,11 @@ class Smoothing(ValueTransform):
         return (self._width(model) - 1) * _value_channels(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
-        """Tell that decoding reads earlier values as they were."""
+        """Return True: decoding reads earlier values as they were."""
         return True
 
     def division_problems(self, model: Any) -> list[str]:
-        """Say nothing: every head has the same box."""
+        """Return no problem: every head has the same box."""
         return []
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:

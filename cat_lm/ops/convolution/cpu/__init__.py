@@ -46,7 +46,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """Say what runs and why. Builds the kernel if it was not yet."""
+    """Return what runs and why. Builds the kernel if it was not yet."""
     built = library()
     if built.handle is not None:
         return f"C++ kernel ({built.reason})"

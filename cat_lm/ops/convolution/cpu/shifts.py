@@ -45,7 +45,7 @@ def filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None
 
 
 def _seen(values: Tensor, lag: int, positions: Tensor | None) -> Tensor:
-    """Give what pairs of tokens `lag` apart exchange, [B, T−lag, H, D]: 0 across documents."""
+    """Return what pairs of tokens `lag` apart exchange, [B, T−lag, H, D]: 0 across documents."""
     if positions is None or lag == 0:
         return values
     return torch.where((positions[:, lag:] >= lag)[:, :, None, None], values, 0.0)

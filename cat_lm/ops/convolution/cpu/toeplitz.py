@@ -103,7 +103,7 @@ def blocks_of(y: Tensor, block: int) -> Tensor:
 
 
 def windows_of(x: Tensor, block: int, window: int) -> Tensor:
-    """Give what each block can see: [B, T, H, D] to [B, H, N, K, D]."""
+    """Return what each block can see: [B, T, H, D] to [B, H, N, K, D]."""
     missing = -x.shape[1] % block
     padded = F.pad(x, (0, 0, 0, 0, window - 1, missing))
     return padded.unfold(1, block + window - 1, block).permute(0, 2, 1, 4, 3)

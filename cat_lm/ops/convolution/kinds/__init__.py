@@ -46,7 +46,7 @@ class Kind:
 
     @property
     def mixes_heads(self) -> bool:
-        """Tell whether a head's output depends on other heads."""
+        """Return True if a head's output depends on other heads."""
         return "I" in self.filter_axes
 
     @property
@@ -54,7 +54,7 @@ class Kind:
         return self.filter_axes.index("W")
 
     def filter_shape(self, heads: int, head_dim: int, window: int) -> tuple[int, ...]:
-        """Give the shape of one stream's filters."""
+        """Return the shape of one stream's filters."""
         sizes = {"W": window, "H": heads, "I": heads, "D": head_dim}
         return tuple(sizes[axis] for axis in self.filter_axes)
 
@@ -143,15 +143,15 @@ KERNEL_NUMBERS = {HEAD.name: 0, DEPTHWISE.name: 1, MULTIHEAD.name: 2}
 
 
 def takes_activation(name: str) -> bool:
-    """Tell whether `conv_activation` may follow convolutions of a kind, or of "none"."""
+    """Return True if `conv_activation` may follow convolutions of a kind, or of "none"."""
     return name in KINDS and get(name).takes_activation
 
 
 def takes_long_filters(name: str) -> bool:
-    """Tell whether filters of a kind, or of "none", may be long."""
+    """Return True if filters of a kind, or of "none", may be long."""
     return name in KINDS and get(name).takes_long_filters
 
 
 def mixes_heads(name: str) -> bool:
-    """Tell whether convolutions of a kind, or of "none", mix heads."""
+    """Return True if convolutions of a kind, or of "none", mix heads."""
     return name in KINDS and get(name).mixes_heads

@@ -94,7 +94,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """Say how the kernels compute a convolution."""
+    """Return how the kernels compute a convolution."""
     interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "
     return interpreter + KERNELS[conv_type].describe(dtype, window)
 
