@@ -322,7 +322,7 @@ class Trainer:
             )
 
     def has_changed(self) -> bool:
-        """Whether a step since the newest checkpoint was not skipped: else both are the same."""
+        """Return True if a step since the newest checkpoint was not skipped."""
         return self.skipped_in_a_row < self.step - (self.checkpoints.newest_step or 0)
 
     def check_last_step(self) -> None:
@@ -335,7 +335,7 @@ class Trainer:
             )
 
     def is_validation_due(self) -> bool:
-        """Whether the held-out loss after this step is wanted."""
+        """Return True if the held-out loss after this step is wanted."""
         every, last_step = self.config.validation.every_steps, self.config.total_steps
         return self.step > 0 and (self.step % every == 0 or self.step == last_step)
 

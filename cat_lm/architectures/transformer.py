@@ -180,7 +180,7 @@ class Transformer(Architecture):
     # Sections and configurations
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """As in the base; bases and parts of the rotation stand in `rope_parameters` there.
+        """Return it as the base does; bases and parts of the rotation are in `rope_parameters`.
 
         What computes attention is the usual choice for it: a configuration does not say.
         """

@@ -116,7 +116,7 @@ class PackedWindows:
         return batch if document_ids is None else {**batch, "document_ids": document_ids}
 
     def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Of all pieces in these windows: their row, start, length and flags."""
+        """Return the row, start, length and flags of all pieces in these windows."""
         numbers = np.asarray(numbers)
         ends = np.asarray(self._ends[numbers])
         first = np.where(numbers > 0, self._ends[numbers - 1], 0)

@@ -107,7 +107,7 @@ class MixtureOrder:
         return numbers
 
     def _draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each position of a block, the source and which of its draws it is."""
+        """Return each position's source in a block, and which of its draws it is."""
         held = self._block
         if held is None or held[0] != block:
             held = self._block = (block, *self._make_block(block))

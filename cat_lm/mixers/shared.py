@@ -132,12 +132,12 @@ class ConvolutionOptions:
 
     @property
     def convolved(self) -> int:
-        """How many streams have filters."""
+        """Return how many streams have filters."""
         return len(self.streams or "")
 
     @property
     def activated(self) -> int:
-        """How many streams an activation follows."""
+        """Return how many streams an activation follows."""
         return len(STREAMS) if self.activation != "none" else 0
 
     def filter_flops(self, width: int) -> float:

@@ -241,7 +241,7 @@ class StateStaticLayer(LayerStateMixin, StaticLayer):
 
 
 def _at_fixed_address(state: Tensor) -> Tensor:
-    """As transformers marks keys and values: CUDA graphs rely on the address."""
+    """Mark a tensor as transformers marks keys and values: CUDA graphs rely on the address."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(state)
     return state

@@ -70,7 +70,7 @@ class CanonLayer(nn.Module):
         return self._whole(read, Reading(None, documents, None, None))[:, before:]
 
     def _whole(self, hidden_states: Tensor, reading: Reading) -> Tensor:
-        """As `forward`, with all that the filters read."""
+        """Compute `forward` with all that the filters read."""
         padding_mask, document_ids, positions, state = reading
         if padding_mask is not None:
             hidden_states = hidden_states.masked_fill(~padding_mask[:, :, None], 0.0)

@@ -160,22 +160,22 @@ def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: A
 
 
 def to_heads(group: SequenceGroup | None, *streams: Tensor) -> tuple[Tensor, ...]:
-    """As `SequenceGroup.to_heads`; without a group the streams as they are."""
+    """Return `SequenceGroup.to_heads`; without a group the streams as they are."""
     return streams if group is None else group.to_heads(*streams)
 
 
 def to_tokens(group: SequenceGroup | None, x: Tensor) -> Tensor:
-    """As `SequenceGroup.to_tokens`; without a group x as it is."""
+    """Return `SequenceGroup.to_tokens`; without a group x as it is."""
     return x if group is None else group.to_tokens(x)
 
 
 def to_sequence(group: SequenceGroup | None, x: Tensor) -> Tensor:
-    """As `SequenceGroup.to_sequence`; without a group x as it is."""
+    """Return `SequenceGroup.to_sequence`; without a group x as it is."""
     return x if group is None else group.to_sequence(x)
 
 
 def own_heads(group: SequenceGroup | None, x: Tensor, dim: int = 0) -> Tensor:
-    """As `SequenceGroup.own`; without a group x as it is."""
+    """Return `SequenceGroup.own`; without a group x as it is."""
     return x if group is None else group.own(x, dim)
 
 

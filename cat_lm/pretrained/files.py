@@ -47,7 +47,7 @@ def _check_plain(name: str) -> str:
 
 
 class WeightIndex(Record):
-    """Say which file holds which tensor, for weights in several files."""
+    """The file of each tensor, for weights in several files."""
 
     metadata: dict[str, Any]
     weight_map: dict[str, Annotated[InsideName, AfterValidator(_check_plain)]]

@@ -108,7 +108,7 @@ class Ranks:
         return result
 
     def on_rank_zero(self, action: Callable[[], Any]) -> Any:
-        """As `on_all_ranks`, but only the first rank acts; the others get None."""
+        """Act on the first rank only, as `on_all_ranks` does; the others get None."""
         return self.on_all_ranks(action if self.is_first else lambda: None)
 
     def describe(self) -> str:

@@ -52,7 +52,7 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
 
 
 def trained_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
-    """As `model_config`, of the model as a step computes it."""
+    """Return `model_config` of the model as a step computes it."""
     section = config.as_trained(config.model)
     return model_config(config.model_copy(update={"model": section}), vocab_size)
 

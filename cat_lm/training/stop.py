@@ -50,7 +50,7 @@ class StopSignal:
             os.write(2, f"{name} received: a checkpoint follows after this step\n".encode())
 
     def request(self) -> None:
-        """As TERM does, but from within: the ranks stop after this step."""
+        """Stop the ranks after this step, as TERM does from outside."""
         self._exit_code = self._exit_code or REQUEUE_EXIT_CODE
 
     def votes(self) -> tuple[int, ...]:

@@ -238,7 +238,7 @@ class _Growing:
             self._pieces = ["".join(self._pieces)[:SHOWN]]
 
     def ended(self, piece: str) -> Record | Malformed:
-        """What there is with the last piece; the next document begins."""
+        """Return what there is with the last piece; the next document begins."""
         if not self._size and len(piece) <= MAX_DOCUMENT:
             return piece, {}  # nearly all, where documents are small
         self.add(piece)

@@ -268,7 +268,7 @@ def _leads_up(target: Path, way: Sequence[Path]) -> bool:
 
 
 def matches(pattern: str) -> Iterator[Path]:
-    """What a glob matches; ** goes through folders as `_below` does.
+    """Yield what a glob matches; ** goes through folders as `_below` does.
 
     The library's goes forty times through a link to a folder above, and past what it cannot list.
     """

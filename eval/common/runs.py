@@ -81,7 +81,7 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether the last validation's loss is not finite, whatever earlier ones were."""
+        """Return True if the last validation's loss is not finite, whatever earlier ones were."""
         return bool(self.final) and not _finite(self.final["val_loss"])
 
 

@@ -72,7 +72,7 @@ def _means(of_row: Rows) -> dict[str, float]:
 
 
 def _guessed(record: dict[str, Any]) -> float:
-    """What a model that knows nothing of a row reaches at most."""
+    """Return what a model that knows nothing of a row reaches at most."""
     share = record["data"]["test"]["most_frequent"]
     return share + _margin(record, share)
 

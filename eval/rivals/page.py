@@ -93,7 +93,7 @@ def tables(summary: dict[str, Any]) -> list[tuple[str, Table, str]]:
 
 
 def main_lines(summary: dict[str, Any]) -> Table:
-    """What each row is, costs and reaches."""
+    """Return what each row is, costs and reaches."""
     trained = summary["training_length"]
     longest = max(int(n) for n in summary["models"][0]["state_bytes"])
     head = ["row", "parameters", "FLOPs a token", "tokens/s", "rate", f"loss at {trained:,}"]
@@ -128,7 +128,7 @@ def main_lines(summary: dict[str, Any]) -> Table:
 
 
 def held_out_lines(summary: dict[str, Any], text: dict[str, Any]) -> Table:
-    """What each row reaches on a further text."""
+    """Return what each row reaches on a further text."""
     trained = summary["training_length"]
     longest = max((cell["length"] for cell in text["cells"]), default=trained)
     cells = {(c["model"], c["length"], c["method"]): c for c in text["cells"]}

@@ -44,7 +44,7 @@ def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
 
 
 def costs(study: Comparison, model: str, vocabulary: int) -> dict[str, Any]:
-    """What a row costs: FLOPs of a token in training, bytes of its state in decoding."""
+    """Return what a row costs: FLOPs of a token in training, bytes of its state in decoding."""
     config = study.config(Job(model, 0, study.out))
     section = config.model.model_copy(update={"vocab_size": vocabulary})
     architecture, trained = config.architecture, config.data.context_length

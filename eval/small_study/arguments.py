@@ -189,7 +189,7 @@ def chosen_models(arguments: argparse.Namespace, asked: Question, which: str) ->
 
 
 def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a `Study` is given by `add_options`. Raises UserError where it makes no sense."""
+    """Return what a `Study` is given by `add_options`. Raises UserError where it makes no sense."""
     choosing = set(tuning_seeds(arguments.tuning_seeds) if arguments.rates else ())
     for seed in choosing.intersection(arguments.seeds):
         raise UserError(f"--seeds {seed}: chooses the rates, and is not reported")

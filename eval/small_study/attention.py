@@ -112,7 +112,7 @@ def attention_statistics(model: PreTrainedModel, rows: Tensor) -> dict[str, Any]
 def _entropy_and_largest(
     query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: Any
 ) -> tuple[float, float]:
-    """What `SoftmaxCore` is given, as `attention_statistics` says it of one layer."""
+    """Return what `SoftmaxCore` is given, as `attention_statistics` says it of one layer."""
     import torch
     from transformers.models.llama.modeling_llama import repeat_kv
 

@@ -101,7 +101,7 @@ def _trained_with(study: Study, jobs: Sequence[Job]) -> dict[str, list[Any]]:
 
 
 def _attention(study: Study, jobs: Sequence[Job]) -> dict[str, list[dict[str, Any]]]:
-    """How sharply each model attends, and the question's differences of it, paired by seed.
+    """Return how sharply each model attends, and the question's differences of it, paired by seed.
 
     These intervals are corrected for one another: they are a table of their own.
     """
@@ -135,7 +135,7 @@ def _attention(study: Study, jobs: Sequence[Job]) -> dict[str, list[dict[str, An
 
 
 def _text(study: Study, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
-    """What was measured on one of the study's texts."""
+    """Return what was measured on one of the study's texts."""
     swept = {job: _sweep(job, name) for job in jobs}
     if len({row["tokens_sha256"] for rows in swept.values() for row in rows}) > 1:
         raise UserError(f"--out {study.out}: the runs were scored on different tokens")

@@ -186,7 +186,7 @@ def _label(labels: dict[str, str], name: str) -> str:
 
 
 def _attention_table(summary: dict[str, Any]) -> str:
-    """How sharply the models attend, where the question asks."""
+    """Return how sharply the models attend, where the question asks."""
     if not summary.get("attention"):
         return ""
     labels = {model["model"]: model["label"] for model in summary["models"]}

@@ -234,7 +234,7 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
 
 
 def compute_seconds(run: Run, cluster: Cluster, gpus: int) -> float:
-    """Of a step."""
+    """Return the seconds of a step at the peak rate."""
     work = _computed_again(run.config) * run.flops_per_token * run.config.tokens_per_step
     return work / (gpus * cluster.flops)
 

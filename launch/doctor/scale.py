@@ -168,7 +168,7 @@ def run_of(config: RunConfig) -> Run:
 
 
 def memory(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """What a rank keeps of the model, and the memory of a step."""
+    """Yield what a rank keeps of the model, and the memory of a step."""
     from cat_lm.training.estimate import memory_per_rank
     from launch.doctor.run_config import vocabulary
 
@@ -231,7 +231,7 @@ def checkpoints(config: RunConfig, asked: Scale) -> Iterator[Finding]:
 
 
 def costs(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """What a step and the whole run take of the device that was asked for."""
+    """Yield what a step and the whole run take of the device that was asked for."""
     if asked.device is None:
         return
     try:

@@ -112,7 +112,7 @@ def check_inputs(parsed: argparse.Namespace) -> None:
 
 
 def _place(path: str) -> str:
-    """What a container needs of a path: of a glob the folder before its first wildcard."""
+    """Return what a container needs of a path: of a glob the folder before its first wildcard."""
     if os.path.exists(path):
         return path
     pieces = itertools.takewhile(lambda piece: not glob.has_magic(piece), Path(path).parts)

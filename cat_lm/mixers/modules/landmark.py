@@ -49,7 +49,7 @@ class LandmarkMixer(NothingDecays):
 
     @property
     def adds_losses(self) -> bool:
-        """Whether training has a loss of the layer's own."""
+        """Return True if training has a loss of the layer's own."""
         return self.options.training in TAUGHT
 
     def forward(

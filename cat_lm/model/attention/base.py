@@ -202,7 +202,7 @@ class ScoreTransform(Entry):
 
     @property
     def implementations(self) -> tuple[str, ...] | None:
-        """What can compute a transform of this form."""
+        """Return what can compute a transform of this form."""
         return self.FORMS[self.form]
 
     def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:

@@ -37,7 +37,7 @@ _OTHER_MASK = (
 
 @dataclass
 class SequenceLayout:
-    """Say how the rows of a batch are read.
+    """The way in which the rows of a batch are read.
 
     position_ids: [B or 1, T].
     attention_mask: what the attention function of transformers takes: None, [B, 1, T, S], a

@@ -122,7 +122,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         document_ids: Tensor | None,
         document_positions: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """As `_project`, of what is projected, [B, T, H·3·D]."""
+        """Return what `_project` does, of what is projected, [B, T, H·3·D]."""
         if self.convolution is None:
             width = self.config.head_width
             # Before heads and time change places: the backward pass joins the three as they lie.

@@ -49,7 +49,7 @@ def mix(
 
 
 class RecurrentPreTrained(AsksForStarts):
-    """Say what transformers may do, and initialise.
+    """Declare what transformers may do, and initialise.
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
     from 1. A module whose parameters, or whose parts', start otherwise gives them by name in

@@ -13,7 +13,7 @@ from cat_lm.ops.runtime.documents import document_starts
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Say where the blocks of b tokens lie among S keys, and where T queries stand.
+    """The places of the blocks of b tokens among S keys, and of T queries.
 
     Tokens are counted from 0 in every document, padding left out; block c of a document holds its
     tokens c b … (c + 1) b − 1. Only complete blocks are listed. R is 1 where all rows are alike,

@@ -63,7 +63,7 @@ def next_long_landmarks(
 
 
 def _own_states(blocks: Tensor, modes: Modes) -> Tensor:
-    """What blocks [B, H, n, b, D] themselves make of a state, [B, H, n, K, D]."""
+    """Return what blocks [B, H, n, b, D] themselves make of a state, [B, H, n, K, D]."""
     lags = torch.arange(blocks.shape[3] - 1, -1, -1, device=blocks.device)
     cosines, sines = powers(modes, lags)
     weights = cosines if sines is None else torch.cat([cosines, sines], dim=1)

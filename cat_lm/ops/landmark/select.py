@@ -16,7 +16,7 @@ QUERY_CHUNK = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """Say how a query's blocks are chosen.
+    """The choice of a query's blocks.
 
     Attributes:
         top_k: how many blocks beside those near the query.

@@ -74,7 +74,7 @@ class Checkpoints:
 
     @property
     def _alone(self) -> bool:
-        """Whether the lock, which the first rank has, keeps other processes out."""
+        """Return True if the lock, which the first rank has, keeps other processes out."""
         return self._lock is not None and self._lock.error is None
 
     def close(self) -> None:

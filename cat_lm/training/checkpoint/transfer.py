@@ -197,7 +197,7 @@ _FREE_KEYS = ("model.attn_implementation",)
 
 @dataclass(frozen=True)
 class Restored:
-    """Say where a run goes on, and what of its settings is new, as lines for the log."""
+    """The place where a run goes on, and what of its settings is new, as lines for the log."""
 
     folder: Path
     state: RunState

@@ -156,7 +156,7 @@ def versions(on_gpu: bool) -> dict[str, str]:
 
 
 def fp32_products() -> str:
-    """How a GPU multiplies fp32: exactly, or in TF32, which has ten bits where fp32 has 23.
+    """Return how a GPU multiplies fp32: exactly, or in TF32, which has ten bits where fp32 has 23.
 
     Images of NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which nobody sees.
     """
@@ -165,7 +165,7 @@ def fp32_products() -> str:
 
 @functools.cache
 def code_hash() -> str:
-    """Of the package's sources as they are on this node: equal commits may have been edited."""
+    """Hash the package's sources on this node: equal commits may have been edited."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):

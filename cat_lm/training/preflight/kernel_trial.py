@@ -38,7 +38,7 @@ def why_no_kernel(device: torch.device) -> str | None:
 
 
 def what_is_missing() -> str | None:
-    """What Triton needs on this node beside itself, and what to do; None where all is there."""
+    """Return what Triton still needs on this node, and what to do; None where all is there."""
     named = os.environ.get("CC")
     if named is not None and shutil.which(named) is None:
         return (

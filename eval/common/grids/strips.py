@@ -54,7 +54,7 @@ def strip(
 
 
 def _range(values: Sequence[float], ceilings: Sequence[float]) -> tuple[float, float]:
-    """What the panel shows: finite numbers, of R² none far below 0, and no room above 1."""
+    """Return what the panel shows: finite numbers, of R² none far below 0, and no room above 1."""
     finite = [x for x in (*values, *ceilings) if math.isfinite(x)]
     shown = [x for x in finite if x > -1.0] or finite or [0.0, 1.0]
     wide = max(max(shown) - min(shown), _LEAST)

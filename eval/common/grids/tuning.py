@@ -134,7 +134,7 @@ def _choice(place: Place, out: Path) -> Choice | None:
 
 
 def _later(place: Place, out: Path) -> list[Run]:
-    """What comes after the trials; as costly ones where that is not known yet."""
+    """Return what comes after the trials; as costly ones where that is not known yet."""
     choice = _choice(place, out)
     if choice is not None:
         return [*_beyond(place, out), *_reported(place, choice.rate)]

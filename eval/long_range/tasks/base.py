@@ -175,17 +175,17 @@ class Task:
 
     @property
     def reads_files(self) -> bool:
-        """Whether rows come from files or the Hub, so that a place may have others."""
+        """Return True if rows come from files or the Hub, so that a place may have others."""
         return True
 
     @property
     def needs_folder(self) -> bool:
-        """Whether rows come from files alone, which the Hub does not have."""
+        """Return True if rows come from files alone, which the Hub does not have."""
         return False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of results must know: sentences for their page."""
+        """Return what a reader of results must know: sentences for their page."""
         return ()
 
     def counted(self, split: str, rows: int) -> str:

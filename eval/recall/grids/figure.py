@@ -165,7 +165,7 @@ def generated_tests(run: Run, record: dict[str, Any]) -> dict[int, dict[str, flo
 
 
 def points(name: str = "accuracy", of: Any = tests) -> Points:
-    """What a picture shows of a run: where -> one number of the test there, if it has it."""
+    """Return what a picture shows of a run: where -> one number of the test there, if it has it."""
 
     def found(run: Run, record: dict[str, Any]) -> dict[int, float]:
         return {x: test[name] for x, test in of(run, record).items() if name in test}

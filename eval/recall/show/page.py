@@ -52,7 +52,7 @@ def _model(control: dict[str, Any]) -> str:
 
 
 def generated(record: dict[str, Any]) -> bool:
-    """Whether models were also tested with their own answers fed back."""
+    """Return True if models were also tested with their own answers fed back."""
     return any("free_running_accuracy" in line["also"] for line in record["lines"])
 
 

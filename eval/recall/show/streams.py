@@ -76,7 +76,7 @@ def tables(lines: Sequence[dict[str, Any]], contrasts: Sequence[dict[str, Any]])
 
 
 def _contrasts(of_row: Sequence[dict[str, Any]]) -> list[str]:
-    """What else was to be compared, by its name and mixer; intervals as those above."""
+    """Return what else was to be compared, by its name and mixer; intervals as those above."""
     text = []
     for across in (False, True):
         found = [x for x in of_row if x["mixer"].startswith(BETWEEN) == across]

@@ -73,7 +73,7 @@ class Claim:
 
     @property
     def stands(self) -> bool:
-        """Whether the claim holds and its check refuses every control."""
+        """Return True if the claim holds and its check refuses every control."""
         return self.holds and all(control.fails for control in self.controls)
 
     def text(self) -> str:

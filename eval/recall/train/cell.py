@@ -183,7 +183,7 @@ class Cell:
         return {"delays": delays(record["filters"])}
 
     def score(self, record: dict[str, Any]) -> float:
-        """What a rate is chosen by: validation rows."""
+        """Return what a rate is chosen by: validation rows."""
         return record["validation"]["accuracy"]
 
     def told(self, record: dict[str, Any]) -> str:

@@ -108,7 +108,7 @@ class LanguageCell:
         return {"delays": delays(record["filters"])}
 
     def score(self, record: dict[str, Any]) -> float:
-        """What a rate is chosen by: the loss on documents that are not reported."""
+        """Return what a rate is chosen by: the loss on documents that are not reported."""
         return -record["validation"]["loss"]
 
     def told(self, record: dict[str, Any]) -> str:

@@ -193,7 +193,7 @@ def _attend(core: LandmarkCore, layer: LandmarkDynamicLayer, *streams: Tensor) -
 def _layer_steps(
     core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase
 ) -> dict[str, Callable[[], Any]]:
-    """What takes one token into the cache and attends with it, by name."""
+    """Return what takes one token into the cache and attends with it, by name."""
     query, key, value = _drawn(core, layer, case)
     batch, shared, _, width = key.shape
     grouped = query.view(batch, shared, -1, width)  # the heads that share keys, together
@@ -214,7 +214,7 @@ def _layer_steps(
 def _model_steps(
     dense: nn.Module, sparse: nn.Module, cache: Cache, case: ContextCase
 ) -> dict[str, Callable[[], Any]]:
-    """What decodes one token by the whole model, by name."""
+    """Return what decodes one token by the whole model, by name."""
     ids = random_ids(case.size, case.batch_size, 1)
 
     def step(model: nn.Module, implementation: str) -> Callable[[], Any]:

@@ -193,7 +193,7 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
         return self._views
 
     def _has_room(self, total: int) -> bool:
-        """Whether keys and values still are the buffers' beginning, which can take more."""
+        """Return True if keys and values still are the buffers' beginning, which can take more."""
         if self._views is None or self._buffers[0].shape[2] < total:
             return False
         return self.keys is self._views[0] and self.values is self._views[1]

@@ -60,7 +60,7 @@ class Tile:
         return x.shape[0] * cdiv(x.shape[1], self.block)
 
     def tiles_per_program(self, x: Tensor, most: int, streams: int = 1) -> int:
-        """So many that about PROGRAMS programs share the work, each at least 1 and at most `most`.
+        """Return how many each program takes, 1 to `most`, so that about PROGRAMS share it.
 
         A program that has several tiles builds its Toeplitz matrix once, and loads the next tile
         while it works on one.
@@ -130,7 +130,7 @@ def _tile(
 
 
 def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
-    """Whether rotated channels are turned by a kernel of their own, before and after the others.
+    """Return True if a kernel of its own rotates channels, before or after the others.
 
     So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel of
     packed streams with partners and such a halo gave other numbers in every run, and read where
@@ -148,7 +148,7 @@ def rotated(cos: Tensor | None) -> int:
 
 
 def angle_options(cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
-    """What kernels are told of angles [B or 1, T, R]: where, how far a row's are, R, alignment."""
+    """Return kernels' arguments for angles [B or 1, T, R]: tensors, row stride, R, alignment."""
     half = rotated(cos) // 2
     if half == 0:
         return {"cos_ptr": None, "sin_ptr": None, "cos_stride_b": 0, "ROTARY": 0, "ALIGNMENT": 1}

@@ -85,7 +85,7 @@ def rotate_kernel(
 
 
 def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
-    """What `rotate_kernel` is compiled for."""
+    """Return what `rotate_kernel` is compiled for."""
     half = next_power_of_2(rotary // 2)
     passed = 0 if in_place or width == rotary else min(64, 2 * half)
     return {"ROTARY": rotary, "ROWS": max(1, ELEMENTS // half), "HALF": half, "PASSED": passed}
