@@ -74,7 +74,6 @@ def main() -> None:
     # What is wrong is known at once where there is one rank; several find it out together, below.
     if launcher.world_size() == 1:
         check_output(config.train.output_dir, "train.output_dir")
-        check_replaceable(Path(config.train.output_dir) / "config.yaml")
         open_data(config)
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)
@@ -109,6 +108,8 @@ class Trainer:
             make_deterministic()
         precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
         self.config = config = config.with_precision(precision)
+        folder = Path(config.train.output_dir)
+        ranks.on_rank_zero(lambda: check_replaceable(folder / "config.yaml"))
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
         checked = preflight.check(config, ranks, watchdog.progress)
         watchdog.progress("the preflight")
@@ -116,7 +117,6 @@ class Trainer:
         self.corpus, held_out, self.loader = open_data(config, look=False)
 
         # The run's folder, and the checkpoint to go on from.
-        folder = Path(config.train.output_dir)
         self.log = ranks.on_rank_zero(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
         start_from = self.checkpoints.to_resume()

@@ -26,7 +26,7 @@ from cat_lm.config.sections import (
     TrainSection,
     ValidationSection,
 )
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.fields import entry_of
 from cat_lm.core.files import write_text
 from cat_lm.core.readers import parse_yaml, read_text
@@ -199,12 +199,16 @@ def check_replaceable(path: Path | str) -> None:
 
 
 def _is_dumped(path: Path) -> bool:
-    """Return True if a file is what a program writes of its own values: no comment, no choice."""
+    """Return True if a file is what a run writes of its sections: no comment, no other order."""
     try:
         text = read_text(path)
-        return yaml.safe_dump(parse_yaml(text, str(path)), sort_keys=False) == text
-    except UserError:
+        values = parse_yaml(text, str(path))
+    except UserError as error:
+        if is_temporary(error):
+            raise
         return False
+    is_run = isinstance(values, dict) and len(values.keys() & RunConfig.model_fields.keys()) > 0
+    return is_run and yaml.safe_dump(values, sort_keys=False) == text
 
 
 def changed_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +14,13 @@ from cat_lm.core.files import give_usual_mode, sync_directory
 from cat_lm.core.locks import Busy, hold
 from cat_lm.core.paths import output_problem
 from cat_lm.core.readers import clipped, resolve
-from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
+from cat_lm.core.temporary import (
+    left_beside,
+    make_temporary,
+    maker_is_gone,
+    own_name,
+    remove_temporary,
+)
 
 
 def check_output(out: Path | str, flag: str = "--out") -> None:
@@ -93,16 +100,15 @@ def _nothing(folder: Path) -> Collection[str]:
 
 @contextmanager
 def atomic_folder(
-    out: Path, listing: Callable[[Path], Collection[str]] = _nothing
+    out: Path, listing: Callable[[Path], Collection[str]] = _nothing, flag: str = "OUT"
 ) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `out` when the block ends without an error.
 
-    It grows in a temporary folder beside `out`, whose name depends on `out` alone, so that the next
-    attempt clears what a killed one has left. An `out` that is there is replaced where its own
-    record lists all that is in it.
+    An `out` that is there is replaced where its own record lists all that is in it.
 
     Args:
         listing: the relative paths that a folder's record says were written by its command.
+        flag: names the option in messages.
 
     Raises:
         UserError: `out` holds anything else; another command is writing to it; or it cannot be
@@ -111,55 +117,88 @@ def atomic_folder(
     from safetensors import SafetensorError
 
     place = resolve(out)  # of a link, the folder that it points to is replaced
-    holder = place.parent / f".{place.name}.tmp"
-    new, old = holder / "new", holder / "old"
+    named = f"{flag} {out}"
     try:
-        with _claimed(holder, out):
+        with _claimed(place, listing, named):
+            holder = own_name(place, "tmp")
+            new, old = holder / "new", holder / "old"
+            _check_listed(place, listing, named)
+            make_temporary(holder)
             try:
-                _restore(old, place)
-                _check_listed(place, listing, out)
-                empty_temporary(holder)
                 new.mkdir()
                 yield new
                 _publish(new)
-                _check_listed(place, listing, out)
-                if place.exists():
-                    shutil.copymode(place, new)
-                    os.replace(place, old)
-                os.replace(new, place)
-                sync_directory(place.parent)
-            finally:
-                _restore(old, place)
+                _replace(place, new, old, listing, named)
+            except BaseException:
+                with contextlib.suppress(UserError):
+                    remove_temporary(holder)
+                raise
+            # The result is there; what cannot be tidied now goes with the next attempt.
+            with contextlib.suppress(UserError):
                 remove_temporary(holder)
     except OSError as error:
-        text = f"OUT {out}: cannot be written: {describe_os_error(error)}"
+        text = f"{named}: cannot be written: {describe_os_error(error)}"
         raise file_error(text, error) from error
     except SafetensorError as error:  # which is no OSError, not even for a full disk
-        raise UserError(f"OUT {out}: cannot be written: {error}") from error
+        raise UserError(f"{named}: cannot be written: {error}") from error
 
 
 @contextmanager
-def _claimed(holder: Path, out: Path) -> Iterator[None]:
-    """Make a temporary folder and hold it. Raises UserError while another command writes to it."""
+def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> Iterator[None]:
+    """Hold the lock of a place, and clear what killed commands left beside it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path = place.with_name(f".{place.name}.writing")
     try:
-        make_temporary(holder)
-        # Network file systems may have no locks for folders: there, the work goes on.
-        lock = hold(holder, wait=False)
-    except UserError as error:
-        raise UserError(f"OUT {out}: {error}") from None
+        lock = hold(path, wait=False)
     except Busy:
-        raise UserError(f"OUT {out}: another command is writing to it") from None
+        raise UserError(f"{named}: another command is writing to it") from None
     with lock:
-        yield
+        try:
+            for left in left_beside(place, "tmp"):
+                # Where the file system has no locks, another command may be at work.
+                if lock.error is None or maker_is_gone(left):
+                    _clear(left, place, listing, named)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _restore(old: Path, place: Path) -> None:
-    """Put an earlier result back where a kill or an error came between the two renames."""
-    if old.exists() and not place.exists():
-        os.replace(old, place)
+def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
+    """Remove what a killed command left, after an earlier result in it is back in its place.
+
+    Raises:
+        UserError: the place holds something else; the earlier result then stays where it is.
+    """
+    old = left / "old"
+    if old.is_dir():
+        if place.is_dir() and not any(place.iterdir()):
+            place.rmdir()
+        if not place.exists():
+            os.replace(old, place)
+        # A result that is there is the newer one: the kill came after the second rename.
+        _check_listed(place, listing, named)
+    remove_temporary(left)
 
 
-def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], out: Path) -> None:
+def _replace(
+    place: Path, new: Path, old: Path, listing: Callable[[Path], Collection[str]], named: str
+) -> None:
+    """Rename the earlier result away and the new one into its place; or leave all as it was."""
+    try:
+        if place.exists():
+            shutil.copymode(place, new)
+            os.replace(place, old)
+        # Once more: a file may have come meanwhile.
+        _check_listed(old, listing, named)
+        os.replace(new, place)
+    except BaseException:
+        if old.exists() and not place.exists():
+            os.replace(old, place)
+        raise
+    sync_directory(place.parent)
+
+
+def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
     """Refuse to replace a folder that holds what its own record does not list."""
     if not place.exists():
         return
@@ -167,18 +206,19 @@ def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], out: 
     if found and (others := sorted(found - set(listing(place)))):
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise UserError(
-            f"OUT {out}: holds {others[0]}{more}, which is not of an earlier result; move it away "
-            "or give another folder"
+            f"{named}: holds {others[0]}{more}, which is not of an earlier result; move it away"
         )
 
 
 def files_below(folder: Path) -> set[str]:
-    """List all files and links by their relative names."""
+    """List all files, links and empty folders by their relative names; those of folders end in /"""
     found = set()
     for parent, folders, files in os.walk(folder):
         inner = Path(parent).relative_to(folder)
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         found |= {str(inner / name) for name in (*files, *links)}
+        if not folders and not files and inner != Path():
+            found.add(f"{inner}/")
     return found
 
 
@@ -187,7 +227,8 @@ def _publish(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_symlink():
             continue
-        give_usual_mode(path)
+        if path.is_dir() or path.stat().st_nlink == 1:  # A hard link is somebody's file, too.
+            give_usual_mode(path)
         if path.is_dir():
             sync_directory(path)
         else:

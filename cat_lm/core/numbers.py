@@ -7,6 +7,7 @@ anyone has trained, and near enough that a check at a bound still takes no time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from decimal import Decimal, InvalidOperation
@@ -29,6 +30,8 @@ class Range(NamedTuple):
             return None
         if is_nothing and self.low == 0:
             return f"must be 0 or from {SMALLEST:g} to {_shown(self.high)}"
+        if is_nothing:
+            return f"must be 0, or {SMALLEST:g} or more in magnitude"
         return f"must be from {_shown(self.low)} to {_shown(self.high)}"
 
     def at_least(self, low: float) -> Range:
@@ -71,6 +74,14 @@ def parse_count(text: str) -> int | float:
     return int(count)
 
 
+def parse_number(text: str) -> float:
+    """Return the number that a text gives. Raises ValueError for another text."""
+    if len(text) <= _MOST_CHARACTERS:
+        with contextlib.suppress(ValueError):
+            return float(text)
+    raise ValueError("must be a number")
+
+
 def check_whole(value: Any, allowed: Range) -> Any:
     """Return a whole number of a range, from a number or from a text as `parse_count` reads it.
 
@@ -100,12 +111,7 @@ def check_number(
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     if isinstance(value, str):  # In YAML 1.1, 3e-4 is text: a number would be 3.0e-4.
-        try:
-            value = float(value) if len(value) <= _MOST_CHARACTERS else None
-        except ValueError:
-            value = None
-        if value is None:
-            raise ValueError("must be a number")
+        value = parse_number(value)
     if not isinstance(value, int | float):
         return value
     if above is not None and not value > above:

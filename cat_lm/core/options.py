@@ -19,8 +19,8 @@ from cat_lm.core.readers import clipped
 
 T = TypeVar("T")
 _NUMBERS = (
-    (int, numbers.check_whole, numbers.OPTION),
-    (float, numbers.check_number, numbers.OPTION_NUMBER),
+    (int, numbers.parse_count, numbers.OPTION),
+    (float, numbers.parse_number, numbers.OPTION_NUMBER),
 )
 
 
@@ -101,12 +101,16 @@ def _value(where: str, given: Any, kind: Any) -> Any:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise UserError(f"{where}={text!r}: must be true or false")
-    for kind, check, allowed in _NUMBERS:
+    for kind, parse, allowed in _NUMBERS:
         if kind in kinds:
             try:
-                return check(text, allowed)
+                number = parse(text)
             except ValueError as error:
                 problem = str(error)
+                continue
+            if problem := allowed.problem(number):
+                raise UserError(f"{where}={clipped(text)}: {problem}")
+            return number
     if str in kinds:
         return text
     raise UserError(f"{where}={clipped(text)}: {problem}")

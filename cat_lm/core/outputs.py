@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cat_lm.core import __version__
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.readers import InsideName, Versioned, read_json, read_object
 
@@ -38,10 +38,8 @@ def write_listing(folder: Path) -> None:
 
 def read_listing(folder: Path) -> list[str]:
     """Read what `write_listing` wrote, itself last; nothing where there is no such list."""
-    try:
-        return [*read_json(folder / LISTING, Listing).files, LISTING]
-    except UserError:
-        return []
+    names = _listed(folder / LISTING)
+    return [*names, LISTING] if names else []
 
 
 def named(stem: str, *suffixes: str) -> list[str]:
@@ -107,7 +105,9 @@ def is_result(path: Path, command: str = "") -> bool:
         return False
     try:
         values = read_object(path)
-    except UserError:
+    except UserError as error:
+        if is_temporary(error):
+            raise
         return False
     made = values.get("provenance", values)
     is_ours = isinstance(made, dict) and {"command", "versions"} <= made.keys()
@@ -117,7 +117,9 @@ def is_result(path: Path, command: str = "") -> bool:
 def _listed(listing: Path) -> list[str]:
     try:
         return read_json(listing, Listing).files
-    except UserError:
+    except UserError as error:
+        if is_temporary(error):
+            raise
         return []
 
 

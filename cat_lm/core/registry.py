@@ -44,6 +44,7 @@ class Registry(Generic[T]):
         check: raises ValueError for an entry that is wrong in another way.
         others: names that the key can also have, such as none.
         first: those of the package's names that stand before the others, which are in order.
+        entries: this project's, where they have no files of their own.
     """
 
     def __init__(
@@ -58,12 +59,16 @@ class Registry(Generic[T]):
         check: Callable[[T], None] = lambda entry: None,
         others: tuple[str, ...] = (),
         first: tuple[str, ...] = (),
+        entries: Iterable[T] = (),
     ) -> None:
         self.key, self.base, self.others = key, base, others
         self._required, self._check = (tuple(words), tuple(methods)), check
         modules = _modules(package, separator) if package else {}
         self._modules = {name: modules[name] for name in first} | modules
         self._entries: dict[str, T] = {}
+        for entry in entries:
+            self.register(entry)
+        self._own = (*self._modules, *self._entries)
 
     def register(self, entry: T) -> None:
         """Add an entry.
@@ -84,13 +89,12 @@ class Registry(Generic[T]):
 
     def own_names(self) -> tuple[str, ...]:
         """List this project's entries, without asking plugins."""
-        registered = (name for name, entry in self._entries.items() if plugins.is_own(entry))
-        return tuple(dict.fromkeys((*self._modules, *registered)))
+        return self._own
 
     def names(self) -> tuple[str, ...]:
         """List all entries, this project's first. Raises UserError for a broken plugin."""
         plugins.load()
-        return tuple(dict.fromkeys((*self._modules, *self._entries)))
+        return tuple(dict.fromkeys((*self._own, *self._entries)))
 
     def get(self, name: str, what: str = "") -> T:
         """Return an entry.
@@ -101,7 +105,7 @@ class Registry(Generic[T]):
         Raises:
             UnknownName: no entry has this name.
         """
-        # Plugins are loaded for unknown names alone: a compiled model looks its kinds up.
+        # No plugin is loaded for an entry of ours: a compiled model looks its kinds up.
         if not isinstance(name, str) or name not in self._entries:
             self._find(name, what)
         return self._entries[name]
@@ -117,16 +121,15 @@ class Registry(Generic[T]):
 
     def _find(self, name: Any, what: str) -> None:
         """Import the file of a name, or plugins. Raises UnknownName."""
-        if name not in self:
+        if isinstance(name, str) and name in self._modules:
+            module = importlib.import_module(self._modules[name])
+            if name not in self._entries:
+                self._add(module.ENTRY, is_taken=False)
+            if name not in self._entries:
+                raise ValueError(f"{module.__name__}: its entry must be named {name!r}")
+        elif name not in self:
             problem = one_of(name, (*self.others, *self.names()))
             raise UnknownName(f"{what or self.key}={clipped(repr(name))}: {problem}")
-        if name in self._entries:  # A plugin had it.
-            return
-        module = importlib.import_module(self._modules[name])
-        if name not in self._entries:
-            self._add(module.ENTRY, is_taken=False)
-        if name not in self._entries:
-            raise ValueError(f"{module.__name__}: its entry must be named {name!r}")
 
 
 def one_of(name: object, known: Iterable[str]) -> str:

@@ -8,9 +8,7 @@ written to), 12 bytes a piece and 8 bytes a window; reading any window costs the
 
 from __future__ import annotations
 
-import glob
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,7 +23,14 @@ from cat_lm.core.files import sync_directory, write_json
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.core.locks import hold_patiently
 from cat_lm.core.readers import Record, read_json
-from cat_lm.core.temporary import empty_temporary, is_marked, make_temporary, remove_temporary
+from cat_lm.core.temporary import (
+    empty_temporary,
+    left_beside,
+    make_temporary,
+    maker_is_gone,
+    own_name,
+    remove_temporary,
+)
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
@@ -227,9 +232,11 @@ def _make(
     cache_dir: Path,
     progress: Callable[[str], object],
 ) -> None:
-    begin = f".{folder.name}.{socket.gethostname()}"
-    _remove_dead(folder.parent, begin)
-    temporary = folder.with_name(f"{begin}.{os.getpid()}.tmp")
+    for left in left_beside(folder, "tmp"):
+        if maker_is_gone(left):
+            with suppress(UserError):  # Another process that starts now may be removing it, too.
+                remove_temporary(left)
+    temporary = own_name(folder, "tmp")
     make_temporary(temporary)
     try:
         empty_temporary(temporary)  # what a process of this number left that was killed
@@ -252,28 +259,6 @@ def _make(
         sync_directory(folder.parent)
     finally:
         remove_temporary(temporary)
-
-
-def _is_alive(pid: int) -> bool:
-    """Return True if a process of this number may run on this host."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-def _remove_dead(place: Path, begin: str) -> None:
-    """Remove the folders of plans that killed processes of this host left."""
-    for left in place.glob(f"{glob.escape(begin)}.*.tmp"):
-        number = left.name.removeprefix(f"{begin}.").removesuffix(".tmp")
-        is_dead = number.isdecimal() and not _is_alive(int(number))
-        if is_dead:
-            with suppress(UserError):  # another process that starts now may be removing it, too
-                if is_marked(left):
-                    remove_temporary(left)
 
 
 def plan_files(data: Path) -> list[str]:

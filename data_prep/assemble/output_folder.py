@@ -5,8 +5,8 @@
 unfinished.json   written first, removed last: the arguments, and the files that may be here
 manifest.json     written when everything else is in place: the data are complete
 
-The parts and all that a restart needs to know lie in the work folder (`data_prep.work`). What is
-not listed in one of the two files is somebody else's: it stays, and is not written over.
+The parts and all that a restart needs to know lie in `data_prep.encode.work_folder`. What is not
+listed in one of the two files is somebody else's: it stays, and is not written over.
 """
 
 from __future__ import annotations

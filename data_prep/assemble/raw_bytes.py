@@ -36,7 +36,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     if _is_complete(out, source):
         print(f"{out}: already complete with these arguments, nothing to do")
         return
-    with atomic_folder(out) as made:
+    with atomic_folder(out, flag="--out") as made:
         manifest = _make(made, file, source)
     print_counts(manifest)
     if (end := sum(source["splits"].values())) < source["file_bytes"]:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sync_directory, write_json
 from cat_lm.core.readers import Versioned, read_json
-from cat_lm.core.temporary import is_marked, make_temporary, remove_temporary
+from cat_lm.core.temporary import is_ours, make_temporary, remove_temporary
 from cat_lm.data.manifest import listed_shards
 from cat_lm.data.packing import PACKING, plan_files
 from cat_lm.data.verified import NOTE
@@ -90,9 +90,7 @@ def claim(folder: Path, names: Iterable[str]) -> None:
 
 def is_making(path: Path) -> bool:
     """Return True if a path is the folder in which files grow, or one whose making a kill ended."""
-    if path.name != MAKING or path.is_symlink() or not path.is_dir():
-        return False
-    return is_marked(path) or not any(path.iterdir())
+    return path.name == MAKING and is_ours(path)
 
 
 def remove_making(folder: Path) -> None:

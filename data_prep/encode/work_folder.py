@@ -52,8 +52,9 @@ class WorkFolder:
         try:
             make_temporary(self.path)
         except OSError as error:
+            flag = "--scratch" if self.scratch else "--out"
             raise UserError(
-                f"--scratch {self.path.parent}: cannot be written ({error.strerror})"
+                f"{flag} {self.path.parent}: cannot be written ({error.strerror})"
             ) from None
 
     def is_ours(self) -> bool:

@@ -62,7 +62,7 @@ def adopt(arguments: argparse.Namespace) -> None:
         *(_open_pair(text, "validation") for text in arguments.validation),
     ]
     _check_pairs(pairs)
-    with atomic_folder(out) as made:
+    with atomic_folder(out, flag="--out") as made:
         manifest = _make(made, pairs, arguments)
     print_counts(manifest)
     print(f"{out}: complete")

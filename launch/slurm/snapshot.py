@@ -31,7 +31,7 @@ MOST_BYTES = 256 * 2**20
 
 def _own_files(copy: Path) -> list[str]:
     """List the files of a copy of the code, with what Python compiled of them."""
-    compiled = (str(path.relative_to(copy)) for path in copy.rglob("__pycache__/*.pyc"))
+    compiled = (str(path.relative_to(copy)) for path in copy.rglob("__pycache__/*.pyc*"))
     return [*read_listing(copy), *compiled]
 
 
@@ -49,7 +49,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     own = (folder.run, folder.slurm)
     files = [n for n in files if not any((project / n).is_relative_to(place) for place in own)]
     _check_size(project, files)
-    with atomic_folder(folder.code, _own_files) as copy:
+    with atomic_folder(folder.code, _own_files, "the copy of the code") as copy:
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, copy / name, follow_symlinks=True)

@@ -271,10 +271,11 @@ def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
     dead, alive = (left[0].with_name(f"{begin}{n}.tmp") for n in (ended.pid, os.getppid()))
     left[0].rename(dead)
     make_temporary(alive)
-    (dead.parent / f"{begin}mine.tmp").mkdir()
+    mine = dead.with_name(f"{begin}{ended.pid}0.tmp")
+    mine.mkdir()
+    (mine / "notes").touch()
     PackedWindows(corpus, T)
-    assert not dead.exists() and is_marked(alive)
-    assert (dead.parent / f"{begin}mine.tmp").is_dir()
+    assert not dead.exists() and is_marked(alive) and (mine / "notes").exists()
 
 
 def test_processes_that_start_together_make_one_plan(corpus):

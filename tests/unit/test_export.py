@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.temporary import make_temporary
+from cat_lm.core.temporary import make_temporary, own_name
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from tests.commands import python
@@ -157,7 +157,7 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkey
 
 def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    half = tmp_path / ".out.tmp/new"
+    half = own_name(out, "tmp") / "new"
     make_temporary(half.parent)
     half.mkdir()
     (half / "model.safetensors.part").write_bytes(b"half")
@@ -169,8 +169,8 @@ def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
 def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, monkeypatch):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
-    make_temporary(tmp_path / ".out.tmp")
-    out.rename(tmp_path / ".out.tmp/old")
+    make_temporary(left := own_name(out, "tmp"))
+    out.rename(left / "old")
     monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
     with pytest.raises(UserError, match="read back is not the one written"):
         export(tiny_model(257, seed=2), tokenizer_folder, out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import threading
 import time
 
@@ -15,6 +17,7 @@ from cat_lm.core import cli, outputs, readers, temporary
 from cat_lm.core.checksums import checksums
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.locks import Lock
 from cat_lm.core.numbers import Range
 
 
@@ -203,9 +206,30 @@ def test_a_temporary_folder_is_ours_alone(tmp_path):
     temporary.remove_temporary(folder)
     temporary.remove_temporary(folder)
     assert not folder.exists()
-    folder.mkdir()  # a kill came between the making and the mark
-    temporary.remove_temporary(folder)
-    assert not folder.exists()
+    for torn in (None, "", "{"):  # a kill, or a full disk, came between the making and the mark
+        for action in (temporary.make_temporary, temporary.remove_temporary):
+            folder.mkdir(exist_ok=True)
+            if torn is not None:
+                (folder / temporary.MARK).write_text(torn)
+            action(folder)
+        assert not folder.exists()
+
+
+def test_only_a_process_of_this_host_that_has_ended_is_gone(tmp_path):
+    mine = temporary.own_name(tmp_path / "out", "tmp")
+    assert mine.parent == tmp_path and not temporary.maker_is_gone(mine)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = mine.with_name(mine.name.replace(f"-{os.getpid()}.", f"-{ended.pid}."))
+    assert temporary.maker_is_gone(gone)
+    elsewhere = gone.with_name(gone.name.replace(socket.gethostname(), "n001"))
+    assert not temporary.maker_is_gone(elsewhere)
+    for folder in (mine, gone, elsewhere, tmp_path / ".out.notes-1.tmp"):
+        temporary.make_temporary(folder)
+    (tmp_path / ".out.mine-2.tmp").mkdir()
+    (tmp_path / ".out.mine-2.tmp/thesis").touch()
+    found = temporary.left_beside(tmp_path / "out", "tmp")
+    assert set(found) == {mine, gone, elsewhere, tmp_path / ".out.notes-1.tmp"}
 
 
 def test_marks_and_listings_of_another_version_are_not_ours(tmp_path):
@@ -235,17 +259,20 @@ def write(out, **files):
         (folder / "record").write_text(" ".join(files))
 
 
-@pytest.mark.parametrize("name", ["notes", "results/mine", "link"])
+@pytest.mark.parametrize("name", ["notes", "results/mine", "link", "mine/deep/"])
 def test_a_folder_is_replaced_only_where_its_record_lists_all(tmp_path, name):
     out = tmp_path / "model"
     write(out, weights="1", extra="1")
     write(out, weights="2")
     assert sorted(os.listdir(out)) == ["record", "weights"] and os.listdir(tmp_path) == ["model"]
-    (out / name).parent.mkdir(exist_ok=True)
-    (out / name).symlink_to("nowhere")
+    if name.endswith("/"):
+        (out / name).mkdir(parents=True)
+    else:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).symlink_to("nowhere")
     with pytest.raises(UserError, match=f"holds {name}, which is not of an earlier result; move"):
         write(out, weights="3")
-    assert (out / "weights").read_text() == "2" and (out / name).is_symlink()
+    assert (out / "weights").read_text() == "2" and os.path.lexists(out / name)
     assert os.listdir(tmp_path) == ["model"]
 
 
@@ -266,16 +293,16 @@ def test_an_error_or_a_kill_amid_a_replacement_loses_nothing(tmp_path, monkeypat
     out, real, calls = tmp_path / "model", os.replace, iter(range(10))
     write(out, weights="1")
 
-    def replace(*paths):
-        real(*paths)
-        if next(calls) == at:
+    def replace(source, target):
+        real(source, target)
+        if out in (source, target) and next(calls) == at:
             raise error
 
     is_kill = isinstance(error, KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
         if is_kill:  # Nothing is tidied after a kill.
-            patch.setattr("cat_lm.core.folders._restore", lambda *_: None)
+            patch.setattr("cat_lm.core.folders._replace", renamed_only)
             patch.setattr("cat_lm.core.folders.remove_temporary", lambda *_: None)
         with pytest.raises(KeyboardInterrupt if is_kill else UserError):
             write(out, weights="2")
@@ -286,20 +313,58 @@ def test_an_error_or_a_kill_amid_a_replacement_loses_nothing(tmp_path, monkeypat
     assert (out / "weights").read_text() == ("1", "2")[at] and os.listdir(tmp_path) == ["model"]
 
 
+def renamed_only(place, new, old, *_):
+    os.replace(place, old)
+    os.replace(new, place)
+
+
+@pytest.mark.parametrize("files", [(), ("note.txt",)])
+def test_an_earlier_result_is_kept_where_its_place_was_made_again(tmp_path, files):
+    """A kill came between the renames, and then somebody made the folder."""
+    out = tmp_path / "model"
+    write(out, weights="1")
+    left = temporary.own_name(out, "tmp")
+    temporary.make_temporary(left)
+    out.rename(left / "old")
+    out.mkdir()
+    for name in files:
+        (out / name).write_text("mine")
+    with pytest.raises((UserError, ZeroDivisionError)) as error, atomic_folder(out, listing):
+        raise ZeroDivisionError
+    if files:
+        assert "holds note.txt, which is not of an earlier result" in str(error.value)
+    kept = left / "old" if files else out
+    assert (kept / "weights").read_text() == "1"
+
+
+def test_two_writers_without_locks_lose_no_result(tmp_path, monkeypatch):
+    no_lock = Lock(-1, OSError("no locks here"))
+    monkeypatch.setattr("cat_lm.core.folders.hold", lambda *_, **__: no_lock)
+    out = tmp_path / "model"
+    write(out, weights="1")
+    with atomic_folder(out, listing) as first:
+        monkeypatch.setattr(os, "getpid", lambda: os.getppid())
+        write(out, weights="2")
+        (first / "weights").write_text("3")
+        (first / "record").write_text("weights")
+    assert (out / "weights").read_text() == "3" and os.listdir(tmp_path) == ["model"]
+
+
+def test_hard_links_keep_their_permissions(tmp_path):
+    source = tmp_path / "source"
+    source.write_text("data")
+    source.chmod(0o440)
+    with atomic_folder(tmp_path / "out") as folder:
+        os.link(source, folder / "linked")
+    assert source.stat().st_mode & 0o777 == 0o440
+
+
 def test_replacing_keeps_permissions(tmp_path):
     out = tmp_path / "model"
     write(out, weights="1")
     out.chmod(0o2770)
     write(out, weights="2")
     assert out.stat().st_mode & 0o7777 == 0o2770
-
-
-def test_a_foreign_folder_where_temporary_files_go(tmp_path):
-    (tmp_path / ".model.tmp").mkdir()
-    (tmp_path / ".model.tmp" / "thesis").write_text("kept")
-    with pytest.raises(UserError, match="was not made by this program"):
-        write(tmp_path / "model", weights="1")
-    assert (tmp_path / ".model.tmp" / "thesis").read_text() == "kept"
 
 
 def test_checksums_of_many_files(tmp_path):

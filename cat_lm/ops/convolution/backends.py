@@ -51,13 +51,17 @@ def _check(backend: Backend) -> None:
         raise ValueError(f"backend {backend.name!r}: has kernels for unknown kinds {unknown}")
 
 
-BACKENDS: Registry[Backend] = Registry("backend", Backend, check=_check, others=("auto",))
-for _backend in (
-    Backend("reference", reference.convolve, reference.why_not, reference.describe),
-    Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
-    Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS, True),
-):
-    BACKENDS.register(_backend)
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    Backend,
+    check=_check,
+    others=("auto",),
+    entries=(
+        Backend("reference", reference.convolve, reference.why_not, reference.describe),
+        Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
+        Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS, True),
+    ),
+)
 
 
 class BackendChoice(NamedTuple):

@@ -221,33 +221,33 @@ def problems(
     return [f"{keys[1]}={state}: {problem} ({named})"] if problem else []
 
 
+_EXPONENTIAL = LongFilter(
+    "exponential",
+    "a sum of decays",
+    fixed=lambda state: state,
+    products=lambda state: 2 * state + 1,
+    problem=lambda state: "",
+    start=_start_exponential,
+    paced=_paced_exponential,
+    modes=_exponential,
+    usual_state=1,
+)
+_SSM = LongFilter(
+    "ssm",
+    "a state-space model (S4D)",
+    fixed=lambda state: state + 1,
+    products=lambda state: 3 * state + 1,
+    problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
+    start=_start_ssm,
+    paced=_paced_ssm,
+    modes=_ssm,
+    usual_state=16,
+)
 FILTERS: Registry[LongFilter] = Registry(
-    "conv_filter", LongFilter, words=("name", "meaning"), others=(TAPS,)
+    "conv_filter",
+    LongFilter,
+    words=("name", "meaning"),
+    others=(TAPS,),
+    entries=(_EXPONENTIAL, _SSM),
 )
 get, names, register = FILTERS.get, FILTERS.names, FILTERS.register
-register(
-    LongFilter(
-        "exponential",
-        "a sum of decays",
-        fixed=lambda state: state,
-        products=lambda state: 2 * state + 1,
-        problem=lambda state: "",
-        start=_start_exponential,
-        paced=_paced_exponential,
-        modes=_exponential,
-        usual_state=1,
-    )
-)
-register(
-    LongFilter(
-        "ssm",
-        "a state-space model (S4D)",
-        fixed=lambda state: state + 1,
-        products=lambda state: 3 * state + 1,
-        problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
-        start=_start_ssm,
-        paced=_paced_ssm,
-        modes=_ssm,
-        usual_state=16,
-    )
-)

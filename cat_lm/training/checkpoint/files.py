@@ -19,7 +19,7 @@ from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import files_below
 from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
-from cat_lm.core.temporary import make_temporary, remove_temporary
+from cat_lm.core.temporary import make_temporary, maker_is_gone, own_name, remove_temporary
 
 MARKER = "complete.json"
 STATE = "state.json"
@@ -188,7 +188,7 @@ def without_folder(error: UserError, folder: Path) -> str:
     return str(error).removeprefix(f"{folder}/")
 
 
-def _absent(folder: Path, name: str, error: OSError) -> str:
+def describe_absent(folder: Path, name: str, error: OSError) -> str:
     """Return the words for a file that is not there. Raises `Unreadable` where it may be."""
     refuse_unreadable(folder / name, error)
     return f"{name}: {describe_os_error(error)}"
@@ -200,7 +200,7 @@ def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
         try:
             found = (folder / name).stat()
         except OSError as error:
-            return _absent(folder, name, error)
+            return describe_absent(folder, name, error)
         if not stat.S_ISREG(found.st_mode):
             return f"{name}: is no file"
         if found.st_size != file.bytes:
@@ -210,7 +210,7 @@ def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
 
 # Holds the name of the newest complete checkpoint, for people and other tools.
 LATEST = "latest"
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(?:saving|deleting)")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\..+\.(?:saving|deleting)")
 
 
 def describe_left(folder: Path) -> str:
@@ -221,10 +221,15 @@ def describe_left(folder: Path) -> str:
     return f"newest complete one: {names[-1]}, of {len(names)} in {folder}"
 
 
-def clear_leftovers(folder: Path, say: Say) -> None:
-    """Remove the unfinished saves and prunes that killed processes left; a lock must be held."""
+def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
+    """Remove the unfinished saves and prunes that killed processes left.
+
+    Args:
+        alone: whether a lock keeps other processes out of the folder; without one, only what a
+            process of this host left goes, when the process has ended.
+    """
     for path in sorted(folder.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
+        if _LEFTOVER.fullmatch(path.name) and (alone or maker_is_gone(path)):
             try:
                 remove_temporary(path)
             except UserError as error:
@@ -268,7 +273,7 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
     """Delete the complete checkpoints that the rule does not keep; never `current`."""
     for path in _superfluous(folder, rule, current):
         # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
-        doomed = folder / f".{path.name}.deleting"
+        doomed = own_name(path, "deleting")
         try:
             if others := files_below(path) - {*read_marker(path), MARKER}:
                 say(f"{path}: holds {min(others)}, which its marker does not list; it stays")

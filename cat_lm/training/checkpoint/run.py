@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
 from cat_lm.core.locks import Busy, Lock, hold
-from cat_lm.core.temporary import remove_temporary
+from cat_lm.core.temporary import own_name, remove_temporary
 from cat_lm.training.checkpoint import files, transfer
 from cat_lm.training.checkpoint.files import (
     Say,
@@ -125,9 +125,7 @@ class Checkpoints:
         return start
 
     def _tidy(self) -> None:
-        # Without a lock another process may still be writing.
-        if self._alone:
-            files.clear_leftovers(self.folder, self._say)
+        files.clear_leftovers(self.folder, self._say, self._alone)
 
     def _newest(self, found: list[Path], damage: Callable[[Path], str | None]) -> Path:
         """Take the newest whole one, and remember those before it."""
@@ -254,7 +252,8 @@ class Checkpoints:
         from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
-        temporary = self.folder / f".{final.name}.saving"
+        # Of the first rank, so that no other run, where there are no locks, has the same folder.
+        temporary = ranks.broadcast(own_name(final, "saving"))
         new = temporary / final.name
         try:
             ranks.on_rank_zero(lambda: transfer.prepare(new))

@@ -183,8 +183,11 @@ def publish(
         put_aside(final, "of this step, but no part of this run's past", say)
     os.rename(new, final)
     sync_directory(final.parent)
-    remove_temporary(new.parent)
     write_text(final.parent / LATEST, final.name + "\n")
+    try:
+        remove_temporary(new.parent)
+    except UserError as error:
+        say(f"{error}; it stays")
 
 
 # A run that changes one of these is another run. Others (rates, lengths, micro-batches) may change

@@ -18,7 +18,7 @@ from cat_lm.training.checkpoint.files import (
     Say,
     StoredFile,
     Unreadable,
-    _absent,
+    describe_absent,
     read_marker,
     step_folders,
     without_folder,
@@ -118,7 +118,7 @@ def wrong_file(
         found = checksums([folder / name for name in files], ALGORITHM, reading)
     except OSError as error:
         name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
-        return _absent(folder, name, error)
+        return describe_absent(folder, name, error)
     for name, file in files.items():
         if found[folder / name] != file.checksum:
             return f"{name}: its checksum differs from the one in {MARKER}"

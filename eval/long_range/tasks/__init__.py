@@ -15,13 +15,14 @@ from eval.long_range.tasks.retrieval import Retrieval
 
 __all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Exchanged", "Place", "Task", "make_task"]
 
-TASKS: Registry[NamedTask] = Registry("task", NamedTask)
-for _task in (
+_TASKS = (
     *(ListOps, Imdb, Retrieval, Cifar10, Pathfinder),
     *(SequentialMnist, PermutedMnist),
     *(Select, CumSum, CumMax),
-):
-    TASKS.register(NamedTask(_task.name, _task))
+)
+TASKS: Registry[NamedTask] = Registry(
+    "task", NamedTask, entries=(NamedTask(task.name, task) for task in _TASKS)
+)
 
 
 def make_task(text: str) -> Task:

@@ -14,8 +14,7 @@ from eval.recall.tasks.single_query import SingleQueryRecall
 
 __all__ = ["TASKS", "Examples", "Task", "generate", "make_task"]
 
-TASKS: Registry[NamedTask] = Registry("--task", NamedTask)
-for _task in (
+_TASKS = (
     NamedTask("ar", SingleQueryRecall, {"ngram": 1}),
     NamedTask("nar", SingleQueryRecall, defaults={"ngram": 2}),
     NamedTask("mqar", MultiQueryRecall, {"ngram": 1, "pool": None}),
@@ -23,8 +22,8 @@ for _task in (
     NamedTask("hard-mqnar", MultiQueryRecall, defaults={"ngram": 2, "pool": "auto"}),
     NamedTask("needle", NeedleRecall),
     NamedTask("selective-copy", SelectiveCopying),
-):
-    TASKS.register(_task)
+)
+TASKS: Registry[NamedTask] = Registry("--task", NamedTask, entries=_TASKS)
 
 
 def make_task(name: str, seq_len: int, options: Mapping[str, str] | None = None) -> Task:

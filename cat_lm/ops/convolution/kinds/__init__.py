@@ -130,11 +130,14 @@ def _check(kind: Kind) -> None:
 
 
 KINDS: Registry[Kind] = Registry(
-    "conv_type", Kind, words=("name", "meaning"), check=_check, others=("none",)
+    "conv_type",
+    Kind,
+    words=("name", "meaning"),
+    check=_check,
+    others=("none",),
+    entries=(HEAD, DEPTHWISE, MULTIHEAD),
 )
 get, names, register = KINDS.get, KINDS.names, KINDS.register
-for _kind in (HEAD, DEPTHWISE, MULTIHEAD):
-    register(_kind)
 
 
 BUILT_IN = KINDS.own_names()
