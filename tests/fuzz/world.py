@@ -38,7 +38,8 @@ def build_world(folder: Path, run: Run, with_harness: bool) -> None:
     run(*prepare, "--path", "text/a.txt", *separated, *trained)
     run("torch", "train", "config.yaml")
     run("torch", "cat_lm.export", "run", "run/model")
-    run("torch", "cat_lm.export", "run", "model")
+    for out in ("model", "exported"):
+        run("torch", "cat_lm.export", "run", out)
     (folder / "model/precious.txt").write_text("a user's own notes\n")
     sweep = ("--lengths", "16,32", "--max-tokens", "200", "--out", "run/eval")
     run("torch", "eval.length_sweep", "run", "--data", "data", *sweep)
