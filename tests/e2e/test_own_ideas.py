@@ -175,11 +175,11 @@ NAMED = {
     "scores": ("score_transform", "log_distance", "must be one of none"),
     "pattern": ("attention", "forgetting", "must be one of softmax, chunk"),
     "mixer": ("mixer", "leaky", "attention, based, cat"),
-    "family": ("architecture", "ngram", "gpt_neox, llama, mixer"),
+    "family": ("architecture", "ngram", "gpt_neox, llama, delta_net"),
 }
 # What is said of its export.
 EXPORTED = {
-    "convolution": "conv_type='neighbour' is not supported; choose one of none, head, depthwise",
+    "convolution": "conv_type='neighbour': must be one of none, head, depthwise",
     "scores": "score_transform='log_distance': must be one of none",
     "pattern": "attention='forgetting': must be one of softmax, chunk",
     "mixer": "mixer='leaky': must be one of attention, based, cat",
@@ -291,7 +291,7 @@ HALVES = {
     "a transform without a form": (
         "scores",
         ('form = "additive"', 'form = "additiv"'),
-        "score_transform='log_distance': form='additiv' must be one of additive, elementwise",
+        "score_transform 'log_distance': form='additiv' must be one of additive, elementwise",
     ),
     "filters without lags": (
         "convolution",

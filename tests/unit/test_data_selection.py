@@ -295,7 +295,7 @@ def test_amounts_and_limits():
         *(15 * 10**9, 15 * 10**9, 1_500_000, 500_000_000, 7)
     ]
     for text in ("0", "-1", "0.5", "1.5", "x", "", "nan", "1e-3", "M"):
-        with pytest.raises(UserError, match="give a whole number of at least 1"):
+        with pytest.raises(UserError, match=r"must be (from 1 to|a whole number)"):
             amount("--tokens", text)
     for text in ("1e16", "1e30", "9" * 5000):
         with pytest.raises(UserError, match=r"^--tokens .*(must be from 0 to|at least 1)"):

@@ -255,7 +255,7 @@ class TestReport:
         ("module", "options", "message"),
         [
             ("eval.samples", ("--count", 0), "--count: '0' must be from 1"),
-            ("eval.samples", ("--prompt-tokens", "1e9"), "'1e9' must be a whole number"),
+            ("eval.samples", ("--prompt-tokens", "1.5"), "'1.5' must be a whole number"),
             ("eval.samples", ("--max-new-tokens", 10**30), "--max-new-tokens: '1000"),
             ("eval.samples", ("--seed", -1), "--seed: '-1' must be from 0"),
             ("eval.samples", ("--data", ""), "--data: '' is no path"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.plugins import is_own
-from cat_lm.core.readers import short
+from cat_lm.core.readers import clipped, short
 from cat_lm.core.registry import Registry, mishap, module_problem
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
@@ -127,7 +127,7 @@ def check_names(model: Any) -> None:
     for kind, (key, _) in _KEYS.items():
         name = getattr(model, key)
         if problem := REGISTRIES[kind].problem(name):
-            raise ValueError(f"{key}={short(name)}: {problem}")
+            raise ValueError(f"{key}={clipped(repr(name))}: {problem}")
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
