@@ -279,8 +279,10 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
                 say(f"{path}: holds {min(others)}, which its marker does not list; it stays")
                 continue
             make_temporary(doomed)
-            os.rename(path, doomed / path.name)
-            remove_temporary(doomed)
+            try:
+                os.rename(path, doomed / path.name)
+            finally:
+                remove_temporary(doomed)
         except UserError as error:
             say(f"{path}: cannot be deleted ({error})")
         except OSError as error:
