@@ -130,7 +130,7 @@ WRONG = [
     (DECAY | {"score_options": {"bound": True}}, "score_options.bound=true: must be a number betw"),
     (
         DECAY | {"score_options": {"spacing": "fast"}},
-        "score_options.spacing='fast': must be one of",
+        'score_options.spacing="fast": must be one of',
     ),
     (DECAY | {"num_attention_heads": 1}, "needs num_attention_heads of at least 2"),
     (DECAY | {"attention": "landmark"}, "cannot be combined with landmark attention"),
