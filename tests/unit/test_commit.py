@@ -14,7 +14,7 @@ from cat_lm.core import commit as module
 
 def checkout_at(folder: Path) -> Path:
     """Make a repository of one commit, with a file in it."""
-    (folder / "cat_lm").mkdir(parents=True)
+    (folder / "cat_lm/core").mkdir(parents=True)
     (folder / "cat_lm/core/commit.py").write_text("one")
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
     for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "one")):
@@ -28,7 +28,7 @@ def runs_in(monkeypatch, tmp_path):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
 
     def there(folder: Path) -> str | None:
-        (folder / "cat_lm").mkdir(parents=True, exist_ok=True)
+        (folder / "cat_lm/core").mkdir(parents=True, exist_ok=True)
         monkeypatch.setattr(module, "__file__", str(folder / "cat_lm/core/commit.py"))
         return module.commit()
 

@@ -559,7 +559,7 @@ def test_keys_of_other_programs_mean_the_same_or_are_refused():
 
 @every_case
 def test_keys_of_other_families_are_refused_and_own_ones_known(case):
-    from cat_lm.config import _unknown_keys
+    from cat_lm.config.loading import _unknown_keys
 
     keys = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
     assert _unknown_keys({"model": keys}) == []

@@ -136,7 +136,7 @@ def test_the_row_of_padding_is_trained():
             r"rope_parameters.rope_theta=7.0: give it as rope_theta, which is 5.0",
         ),
         ({"temperature_scope": "rotary", "position_embedding": "none"}, "nothing is rotated"),
-        ({"conv_type": "heads"}, "conv_type='heads' is not supported"),
+        ({"conv_type": "heads"}, "conv_type='heads': must be one of none, head"),
     ],
     ids=str,
 )

@@ -239,7 +239,7 @@ def test_the_librarys_model_stays_its_own_where_a_package_takes_its_type(
 # Errors
 
 WRONG = [
-    ("mamba", "num_heads=2", "unknown key (it is one of model.architecture=mamba2"),
+    ("mamba", "num_heads=2", "unknown key (it is one of model.architecture=delta_net"),
     ("mamba", "num_attention_heads=2", "num_attention_heads: unknown key"),
     ("mamba", "state_size=0", "model.state_size=0: must be from 1"),
     ("mamba", "time_step_rank=some", "time_step_rank='some': must be auto, or a whole number"),

@@ -203,7 +203,7 @@ def test_a_table_of_positions_covers_a_training_sequence(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mixer": "dog"}, "mixer 'dog': choose one of"),
+        ({"mixer": "dog"}, "mixer='dog': must be one of"),
         ({"mixer_options": {"heads": 5}}, "mixer_options: mixer gla:heads=5"),
         ({"mixer_options": {"window": 5}}, "unknown option 'window'"),
         ({"hidden_size": 0}, "hidden_size=0: must be from 1"),

@@ -100,7 +100,7 @@ def test_the_backend_is_the_one_asked_for(variant, streams):
     model.set_conv_backend("triton")  # which does not serve tensors on a CPU
     with pytest.raises(ValueError, match="triton"):
         model(ids)
-    with pytest.raises(ValueError, match="must be one of auto reference, cpu, triton"):
+    with pytest.raises(ValueError, match="must be one of auto, reference, cpu, triton"):
         model.set_conv_backend("cuda")
 
 

@@ -97,7 +97,7 @@ def test_a_page_shows_their_first_taps(tmp_path):
         (SSM | {"conv_norm": "l1"}, "conv_norm=l1: is for taps"),
         (SSM | {"conv_type": "none"}, "needs conv_type=head, not conv_type=none"),
         (SSM | {"conv_type": "multihead"}, "needs conv_type=head, not conv_type=multihead"),
-        (SSM | {"conv_filter": "fft"}, "conv_filter='fft' is not supported; choose one of taps"),
+        (SSM | {"conv_filter": "fft"}, "conv_filter='fft': must be one of taps"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(fields, message):

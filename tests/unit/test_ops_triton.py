@@ -28,13 +28,12 @@ def test_sizes_are_tritons():
 
 def test_says_why_it_cannot_serve(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    shape = (21, 16, 64)
     if backend.INSTALLED:
-        assert "need a GPU" in backend.why_not("head", cpu, torch.float32, *shape)
-        assert "float64" in backend.why_not("head", gpu, torch.float64, *shape)
-        assert backend.why_not("head", gpu, torch.bfloat16, *shape) is None
+        assert "need a GPU" in backend.why_not(cpu, torch.float32)
+        assert "float64" in backend.why_not(gpu, torch.float64)
+        assert backend.why_not(gpu, torch.bfloat16) is None
     monkeypatch.setattr(backend, "INSTALLED", False)
-    assert backend.why_not("head", gpu, torch.float32, *shape) == "triton is not installed"
+    assert backend.why_not(gpu, torch.float32) == "triton is not installed"
 
 
 @needs_triton

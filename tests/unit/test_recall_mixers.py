@@ -127,13 +127,13 @@ def test_learned_filters_are_listed_by_layer_and_stream():
 @pytest.mark.parametrize(
     "specification,words",
     [
-        ("dog", "choose one of attention"),
+        ("dog", "must be one of attention"),
         ("cat:stream=k", "did you mean streams"),
         ("cat:streams=kk", "streams='kk'"),
         ("cat:init", "'init' must be key=value"),
         ("cat:heads=3", "do not divide d_model=16"),
         ("cat:heads=2,place=before", "needs heads=1"),
-        ("cat:conv_type=1d", "conv_type='1d': choose one of head, depthwise, multihead"),
+        ("cat:conv_type=1d", "conv_type='1d': must be one of none, head"),
         ("lincat:activation=relu", "activation='relu': choose one of none, silu"),
         ("deltanet:init=zeros", "init='zeros': choose one of uniform, identity"),
         ("cat:conv_mixing=heads", "conv_mixing='heads': choose one of embeddings, maps"),

@@ -93,7 +93,7 @@ class TestCommand:
             (["--limit", "0"], "--limit: '0' must be from 1 to"),
             (["--limit", "1.5"], "--limit: '1.5' must be a whole number"),
             (["--batch-size", "0"], "--batch-size: '0' must be from 1 to"),
-            (["--batch-size", "many"], "--batch-size: 'many' must be a whole number, or auto"),
+            (["--batch-size", "many"], "--batch-size: 'many' must be a whole number"),
             (["--max-length", "1"], "--max-length: '1' must be from 2 to"),
             (["--max-length", "1" + 30 * "0"], "must be from 2 to"),
             (["--bootstrap-iterations", "-1"], "--bootstrap-iterations: '-1' must be from 0 to"),
