@@ -30,7 +30,7 @@ class Range(NamedTuple):
             return None
         if is_nothing and self.low == 0:
             return f"must be 0 or from {SMALLEST:g} to {_shown(self.high)}"
-        if is_nothing:
+        if is_nothing and self.low < 0:
             return f"must be 0, or {SMALLEST:g} or more in magnitude"
         return f"must be from {_shown(self.low)} to {_shown(self.high)}"
 
