@@ -180,8 +180,8 @@ def _unknown(name: str, known: list[str], owner: str = "") -> str:
 
 
 def _describe(error: dict[str, Any]) -> str:
-    # Unions add their member's name to the location; the first two parts name the key, and of a
-    # mixture the third the folder.
+    # Unions add their member's name to the location. The first two parts name the key; in a
+    # mixture, the third part names the folder.
     parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
     name = clipped(".".join(str(part) for part in error["loc"][:parts]))
     if error["type"] == "missing":

@@ -1,1 +1,1 @@
-"""What all steps of a preparation share: amounts, locks, progress, workers, unfinished work."""
+"""Amounts, locks, progress, workers and the removal of unfinished work, for all steps."""

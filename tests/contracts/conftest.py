@@ -1,4 +1,4 @@
-"""What several of the contracts need."""
+"""Helpers that several contracts share."""
 
 import pytest
 

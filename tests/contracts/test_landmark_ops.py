@@ -116,7 +116,7 @@ def test_long_rows_equal_masks_with_gradients(backend, packed):
 @each_choice
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_equals_reference_after_any_cache(case, dtype):
-    """Of one query and of several, beside padding; by the kernel and by what it replaces."""
+    """One and several queries are decoded beside padding, by the kernel and without it."""
     choice, name, keys = CHOICES[case]
     query, key, value = (x.detach() for x in draw(TIME, keys, dtype))
     # As a cache has them: part of a longer buffer, and more space than landmarks.

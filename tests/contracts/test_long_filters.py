@@ -141,7 +141,7 @@ def test_state_of_rows_that_end_in_padding(name, before):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_form
 def test_future_and_other_row_change_no_bit(form, backend, dtype):
-    """As no transform over the whole row could promise."""
+    """A transform over the whole row would round earlier positions differently."""
     torch.manual_seed(0)
     filters, x = modes("ssm", draw("ssm", 2, torch.float32)), torch.randn(2, 70, 2, 4).to(dtype)
     changed = x.clone()
@@ -209,7 +209,7 @@ def test_numbers_far_from_any_start_have_finite_gradients(name, place):
 
 
 def test_what_is_not_finite_reaches_no_earlier_chunk_and_no_other_row():
-    """As far as `long_conv` says, and no farther."""
+    """Values that are not finite spread only as far as `long_conv` documents."""
     x, numbers, _ = (s.detach() for s in inputs("ssm", 12, torch.float64))
     filters, ids = modes("ssm", numbers), torch.tensor([[0] * 6 + [1] * 6] * 2)
     whole = long_conv(x, filters, document_ids=ids, length=4)

@@ -47,7 +47,7 @@ def test_parts_equal_the_whole(case):
 @torch.no_grad()
 @each([*DECODERS[::5], *OTHERS[::2]])
 def test_long_rows_equal_their_parts(case):
-    """Of more tokens than are computed at a time: of logits 128 queries, of recurrences 64."""
+    """Logits are computed for 128 queries at a time, recurrences for 64 tokens."""
     model = build(case, max_position_embeddings=320) if case in DECODERS else build(case)
     ids = tokens(1, 300 if "learned" not in case.name else 60)
     found, _ = decode(model, ids, [50, 1, ids.shape[1] - 51])

@@ -85,7 +85,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
     ("vocabulary", "stride"), [(17000, 17024), (8192, 8192), (257, 320), (1, 64)]
 )
 def test_cross_entropy_equals_reference_with_gradients(dtype, vocabulary, stride):
-    """Of rows in several blocks with NaN between them, and in place."""
+    """Rows take one block or several, with NaN between them; gradients replace the logits."""
     torch.manual_seed(vocabulary)
     whole = torch.full((7, stride), torch.nan, dtype=dtype)
     whole[:, :vocabulary] = 3 * torch.randn(7, vocabulary)
@@ -130,7 +130,7 @@ def test_trial_kernel_runs_and_its_numbers_are_compared(monkeypatch):
 
 
 def test_sums_over_many_tiles_of_a_program_equal_reference(monkeypatch):
-    """As in long rows: over the tiles of a program, and programs of different lengths."""
+    """A long row gives each program several tiles, and the programs different numbers of them."""
     monkeypatch.setattr("cat_lm.ops.convolution.triton.launch.PROGRAMS", 2)
     torch.manual_seed(0)
     leaves = [torch.randn(s).bfloat16().requires_grad_() for s in ((3, 130, 2, 16), (2, 5))]

@@ -305,7 +305,7 @@ def test_a_family_without_state_generates_from_the_whole_text(ideas):
 def test_the_file_of_a_plugin_moves_into_the_project(
     registries, monkeypatch, tmp_path, registry, example, name, form
 ):
-    """As it is, or with its entry in ENTRY; nothing lists it."""
+    """The file moves unchanged, or with its entry in ENTRY; no list names it."""
     code = (REPOSITORY / f"tests/own_ideas/{example}.py").read_text(encoding="utf-8")
     last = {"registers": r"register(\1)", "has": r"ENTRY = \1"}[form]
     code, count = re.subn(r"^register\((\w+\(\))\)$", last, code, flags=re.M)

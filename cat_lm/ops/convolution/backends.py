@@ -1,4 +1,4 @@
-"""What computes convolutions: the one table of backends, and the choice among them.
+"""The table of convolution backends, and the choice among them.
 
 All backends read zeros before the start, and across document borders given as positions.
 """
