@@ -1,9 +1,10 @@
 """`python -m tests.mutations`: breaks the source by one fault at a time; does the suite find it?
 
-A fault is applied to a clone of HEAD, where the tests that reach it (`--map`) are run, the fastest
-first, to the first that fails, for ten minutes at most. `results.json` gets a line for each fault:
-`found` with the test, `survived`, `not covered` by any test, or `error` where it does not apply. A
-test that fails without the fault as well proves nothing, and is left out.
+A fault is applied to a clone of HEAD, where the tests that reach it (`--map`) are run until one
+fails, for ten minutes at most: first the test that found the fault before, then the fastest.
+`results.json` gets a line for each fault: `found` with the test, `survived`, `not covered` by any
+test, or `error` where it does not apply. A test that fails without the fault as well proves
+nothing, and is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cat_lm.core.cli import Parser
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_text
 from tests.mutations.faults import Fault, read_faults
-from tests.mutations.reached import in_order, make_map, read_map
+from tests.mutations.reached import function_of, in_order, make_map, read_map
 from tests.mutations.scratch import Clone, Outcome
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -144,6 +145,8 @@ def _run(faults: Sequence[Fault], clone: Clone, order: Sequence[str], again: boo
             raise UserError(f"{fault.name}: is not in the map; run --map first")
         begin = time.monotonic()
         parts = in_order(fault.tests or reached[fault.name], clone.root)
+        if found_before := function_of(known.get("test", ""), clone.root):
+            parts = [[found_before], *parts]
         result = examine(clone, fault, parts, unsound)
         result |= {"seconds": round(time.monotonic() - begin), "commit": clone.commit}
         add_result(fault.name, result, order)

@@ -102,6 +102,13 @@ def in_order(tests: Collection[str], root: Path) -> list[list[str]]:
     return [sorted(part, key=cost) for part in (chosen, further - chosen) if part]
 
 
+def function_of(test: str, root: Path) -> str | None:
+    """Return a test without its parameters, or None where it no longer exists."""
+    file, _, name = test.partition("[")[0].partition("::")
+    exists = name and f"def {name.rpartition('::')[2]}(" in _source(root / file)
+    return f"{file}::{name}" if exists else None
+
+
 def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
