@@ -13,6 +13,7 @@ from pydantic import Field
 
 from cat_lm.core import numbers
 from cat_lm.core.fields import Section, whole
+from cat_lm.model.attention.objective import Objective
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +201,13 @@ class Architecture:
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Return what does not go together in a section, in lines that begin with the key."""
         return []
+
+    def objective(self, section: Any, train: Any) -> Objective:
+        """Return what a step minimises, by the section `train` of a run's configuration."""
+        return Objective()
+
+    def prepare_training(self, model: PreTrainedModel, section: Any, train: Any) -> None:
+        """Set the modules of a model that will be trained by `objective`."""
 
     def isolates_documents(self, section: Any) -> bool:
         """Return True if the model can keep the documents of a packed row apart."""

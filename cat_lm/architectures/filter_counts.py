@@ -11,12 +11,12 @@ from cat_lm.ops.long_filter import LENGTH, filters
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cat_lm.architectures.transformer import Transformer
+    from cat_lm.architectures.base import Architecture
 
 _STATE_BYTES = 4  # of a number of a long filter's state, which is in fp32 always
 
 
-def parameters(family: Transformer, section: Any) -> int:
+def parameters(family: Architecture, section: Any) -> int:
     """Count the learned numbers of a layer's filters, those of ranks beyond the first aside."""
     channels, found = family.head_channels(section), 0
     for stream in family.streams(section):
@@ -29,7 +29,7 @@ def parameters(family: Transformer, section: Any) -> int:
     return found
 
 
-def flops(family: Transformer, section: Any) -> int:
+def flops(family: Architecture, section: Any) -> int:
     """Count a token's FLOPs of a layer's filters, forward and backward.
 
     6·W per channel, H times that where heads are mixed; of a long filter 6 times the products of
@@ -46,7 +46,7 @@ def flops(family: Transformer, section: Any) -> int:
     return found
 
 
-def state_bytes(family: Transformer, section: Any, itemsize: int) -> int:
+def state_bytes(family: Architecture, section: Any, itemsize: int) -> int:
     """Count what decoding keeps of a layer's filters: the last W−1 inputs, or N numbers."""
     streams = family.streams(section)
     if family.mixes_maps(section):
@@ -58,7 +58,7 @@ def state_bytes(family: Transformer, section: Any, itemsize: int) -> int:
     return channels * (section.conv_window - 1) * itemsize
 
 
-def saved_tensors(family: Transformer, section: Any) -> float:
+def saved_tensors(family: Architecture, section: Any) -> float:
     """Count what autograd keeps for long filters, in tensors of [B, T, C]: states of chunks."""
     if not rules.has_long_filters(section):
         return 0.0
@@ -82,7 +82,7 @@ def long_keys(name: str) -> dict[str, Any]:
     return window | {"conv_type": kinds.HEAD.name, "conv_filter": name, "conv_state": state}
 
 
-def identity(family: Transformer, section: Any, stream: str) -> Tensor:
+def identity(family: Architecture, section: Any, stream: str) -> Tensor:
     """Make a stream's filters that change nothing."""
     heads = family.heads_of(section, stream)
     if rules.has_long_filters(section):
@@ -91,7 +91,7 @@ def identity(family: Transformer, section: Any, stream: str) -> Tensor:
     return kind.identity(heads, family.head_channels(section), section.conv_window)
 
 
-def words(family: Transformer, section: Any) -> str:
+def words(family: Architecture, section: Any) -> str:
     """Name the filters."""
     if not family.streams(section):
         return "no convolution"

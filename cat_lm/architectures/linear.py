@@ -15,7 +15,7 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers.shared import convolution_flops
+from cat_lm.mixers.parts.options import convolution_flops
 from cat_lm.model.linear_rules import exact
 from cat_lm.model.rules import gated_width, tap_problems
 from cat_lm.ops.recurrence import GLA_LOW_RANK

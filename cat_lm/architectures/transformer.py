@@ -19,6 +19,7 @@ from cat_lm.architectures.base import (
 from cat_lm.core import numbers
 from cat_lm.core.fields import entry_of, number, whole
 from cat_lm.model import attention, rules
+from cat_lm.model.attention.objective import Objective
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
 from cat_lm.ops.convolution import kinds
@@ -26,7 +27,7 @@ from cat_lm.ops.convolution import kinds
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # In the names of the parameters of patterns of attention, and of no others.
 PATTERNS_OWN = ".core."
@@ -192,6 +193,14 @@ class Transformer(Architecture):
         if rope.get("rope_type", "default") == "default":
             values["rope_parameters"] = None  # the section's other keys say it all
         return values
+
+    def objective(self, section: Any, train: Any) -> Objective:
+        """Return that of the pattern of attention."""
+        return attention.pattern(section).objective(train)
+
+    def prepare_training(self, model: PreTrainedModel, section: Any, train: Any) -> None:
+        """Set what the pattern of attention asks for."""
+        attention.pattern(section).prepare(model, train)
 
     def problems(self, section: Any, context_length: int) -> list[str]:
         """Return what does not go together, see `cat_lm.model.rules`."""

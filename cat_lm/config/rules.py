@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from cat_lm.core import numbers
 from cat_lm.model import attention
-from cat_lm.ops.landmark.options import CALIBRATE, TAUGHT
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
@@ -14,9 +13,9 @@ if TYPE_CHECKING:
 
 def inconsistencies(config: RunConfig) -> list[str]:
     """Return what does not go together, a line each."""
-    errors = [*_model(config), *_training(config), *_landmarks(config), *_schedule(config)]
+    errors = [*_model(config), *_training(config), *_objective(config), *_schedule(config)]
     if not errors:
-        errors = [*_sequences(config), *_blocks(config), *_size(config), *_length(config)]
+        errors = [*_sequences(config), *_size(config), *_length(config)]
     return errors
 
 
@@ -63,64 +62,18 @@ def _sequences(config: RunConfig) -> list[str]:
     return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
 
 
-def _landmarks(config: RunConfig) -> list[str]:
-    """Return which keys of landmarks' training have no effect, or leave parameters untrained."""
-    train, model = config.train, config.model
-    way = f"train.landmark_loss={train.landmark_loss}"
-    told = {"landmark_weight": ("guided",), "landmark_rows": TAUGHT}
-    errors = [
-        f"train.{key}={getattr(train, key)}: says nothing with {way}; only "
-        f"{' and '.join(ways)} {'have' if len(ways) > 1 else 'has'} {what}"
-        for (key, ways), what in zip(told.items(), ("that loss", "such queries"), strict=True)
-        if getattr(train, key) is not None and train.landmark_loss not in ways
-    ]
-    if getattr(model, "attention", None) != "landmark":
-        if train.landmark_loss != "hard":
-            errors.append(f"{way}: needs model.attention=landmark")
-        return errors
-    options = model.attention_options if isinstance(model.attention_options, dict) else {}
-    taught = train.landmark_loss in TAUGHT
-    if taught and options.get("top_k") == 0:
-        errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
-    learns = bool(options.get("filter") == "learned" or options.get("filter_state"))
-    if learns and not taught:
-        errors.append(
-            f"{way}: gives the landmarks' parameters no "
-            "gradient; use guided, or attention_options.filter=box"
-        )
-    return errors + (_calibration(config, learns) if train.landmark_loss == CALIBRATE else [])
-
-
-def _blocks(config: RunConfig) -> list[str]:
-    """Return whether rows are too short for landmarks to learn: there is nothing to choose."""
-    way, length = config.train.landmark_loss, config.data.context_length
-    if way not in TAUGHT:
-        return []
-    options = attention.pattern(config.model).resolved(config.model.attention_options)
-    block, local = options["block"], options["local"]
-    least = local + 1  # the loss compares blocks, so a single one has none
-    if least * block < length:
-        return []
-    return [
-        f"train.landmark_loss={way}: no query of data.context_length={length} tokens has two "
-        f"blocks to choose from with model.attention_options.block={block} and local={local}; "
-        f"{least} x block must be below the context"
-    ]
-
-
-def _calibration(config: RunConfig, learns: bool) -> list[str]:
-    """Return what contradicts a run of which only the landmarks' parameters learn."""
-    train, way = config.train, "train.landmark_loss=calibrate"
-    errors = []
-    if not learns:
-        errors.append(f"{way}: a fixed filter learns nothing; use attention_options.filter=learned")
-    if train.init_from is None:
-        errors.append(f"{way}: changes nothing but landmarks; give the model as train.init_from")
-    if config.optimizer.weight_decay:
-        errors.append(
-            f"{way}: optimizer.weight_decay={config.optimizer.weight_decay} would change the other "
-            "weights; set it to 0"
-        )
+def _objective(config: RunConfig) -> list[str]:
+    """Return what of the training of a pattern of attention contradicts the model."""
+    chosen, errors = getattr(config.model, "attention", None), []
+    for pattern in map(attention.PATTERNS.get, attention.PATTERNS.names()):
+        if pattern.name == chosen:
+            errors += pattern.objective_problems(config)
+            continue
+        errors += [
+            f"train.{key}={value}: needs model.attention={pattern.name}"
+            for key, usual in pattern.train_keys.items()
+            if (value := getattr(config.train, key)) != usual
+        ]
     return errors
 
 

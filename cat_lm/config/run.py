@@ -30,7 +30,7 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.fields import entry_of
 from cat_lm.core.files import write_text
 from cat_lm.core.readers import parse_yaml, read_text
-from cat_lm.ops.landmark.options import DENSE
+from cat_lm.model.attention.objective import Objective
 
 # Gradients that are reduced together. DeepSpeed's own 5e8 are all that a model of 370M has: their
 # reduction would begin when the backward pass ends, beside which it should be.
@@ -129,15 +129,14 @@ class RunConfig(Section):
         return self.model_copy(update={"train": train})
 
     def as_trained(self, section: ModelSection) -> ModelSection:
-        """Return the section of this run's model as a step computes it.
+        """Return the section of this run's model as a step computes it."""
+        changes = self.objective.section
+        return section.model_copy(update=dict(changes)) if changes else section
 
-        That is with attention to all keys where landmarks are only taught.
-        """
-        if self.train.landmark_loss not in DENSE:
-            return section
-        # Which SDPA computes, whatever computes chosen blocks.
-        dense = {"attention": "softmax", "attn_implementation": "sdpa"}
-        return section.model_copy(update={"attention_options": None} | dense)
+    @property
+    def objective(self) -> Objective:
+        """What a step minimises."""
+        return self.architecture.objective(self.model, self.train)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
         """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.

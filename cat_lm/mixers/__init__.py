@@ -1,9 +1,9 @@
 """Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
 
-A mixer of this project is a torch-free file in `kinds/`, whose ENTRY says what it is (see
-`MixerKind`), and its module in `modules/`. A mixer of an installed package or of a script is given
-to `register`. Each is a name for `model.mixer` and for `eval.recall run --mixer` alike. This module
-imports no torch.
+A mixer of this project is a file in `kinds/` with its module, its options, and an ENTRY that says
+what it is (see `MixerKind`); it is imported when the mixer is first asked for. A mixer of an
+installed package or of a script is given to `register`. Each is a name for `model.mixer` and for
+`eval.recall run --mixer` alike. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from cat_lm.core.options import build_options, parse_specification
 from cat_lm.core.registry import Registry
-from cat_lm.mixers.base import CAPABILITIES, Mixer, MixerKind, Setting
+from cat_lm.mixers.parts.base import CAPABILITIES, Mixer, MixerKind, Setting
+from cat_lm.model.attention import PATTERNS
 
 __all__ = ["CAPABILITIES", "MIXERS", "Mixer", "MixerKind", "Setting"]
 __all__ += ["get", "make", "make_mixer", "names", "register"]
@@ -42,7 +43,28 @@ def _check(kind: MixerKind) -> None:
         raise ValueError(f"{named}: supports state, but does not define state_numbers")
 
 
-MIXERS: Registry[MixerKind] = Registry(
+class MixerRegistry(Registry[MixerKind]):
+    """The mixers, those that patterns of attention are among them."""
+
+    def names(self) -> tuple[str, ...]:
+        """List all mixers, this project's first. Raises UserError for a broken plugin."""
+        known = super().names()
+        patterns = (name.replace("_", "-") for name in PATTERNS.names())
+        return (*known, *(name for name in patterns if name not in (*known, *_OTHER_PATTERNS)))
+
+    def _find(self, name: Any, what: str) -> None:
+        if isinstance(name, str) and name not in self._modules and name in self.names():
+            from cat_lm.mixers.patterns import PatternAttention
+
+            pattern = name.replace("-", "_")
+            self.register(PatternAttention(PATTERNS.get(pattern)))
+        else:
+            super()._find(name, what)
+
+
+# Of these the mixers `attention` and `cat` have another name, or an option.
+_OTHER_PATTERNS = ("softmax", "map-mixing")
+MIXERS = MixerRegistry(
     "mixer",
     MixerKind,
     package=f"{__name__}.kinds",

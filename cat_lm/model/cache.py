@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class PaddingRecord:
@@ -92,6 +92,10 @@ class LayerStateMixin(PaddingRecord):
     def replace_recurrent(self, name: str, state: Tensor) -> None:
         """Store the state [B, ...] that follows the newest token in place of the one before."""
         self.recurrent[name] = state.detach()
+
+    def is_empty(self) -> bool:
+        """Return True if nothing is kept of any token."""
+        return not (self.inputs or self.recurrent or self.keys is not None)
 
     def reset(self) -> None:
         super().reset()
@@ -207,6 +211,47 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
         self._change_states(lambda state: state[indices])
 
 
+class RecurrentLayer(StateDynamicLayer):
+    """A cache layer of a mixer that keeps named states alone, and no keys and values.
+
+    Attributes:
+        length: the tokens so far; the model counts them.
+    """
+
+    contents = "states"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.length = 0
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Refuse keys and values: no module of the model has any to store."""
+        raise RuntimeError("this cache holds the states of mixers, not keys and values")
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: a state cannot go back."""
+        if tokens_to_remove:
+            raise RuntimeError(
+                f"cannot remove {abs(tokens_to_remove)} tokens: a mixer's state cannot go back"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change_states(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_states(lambda state: state[indices])
+
+
 class StateStaticLayer(LayerStateMixin, StaticLayer):
     """A cache layer of fixed length, whose named states are overwritten in place."""
 
@@ -255,7 +300,8 @@ class CatCache(DynamicCache):
     """
 
     def __init__(self, config: AttentionSettings):
-        super().__init__(config=config)
+        # Of recurrent models transformers would make cache layers of its own.
+        super().__init__(config=config if config.attends else None)
         attach_layer_state(self, config)
 
 
@@ -265,6 +311,10 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     Raises `ValueError` for a cache that holds tokens already (the states after them are unknown)
     and for kinds of cache layers that have no counterpart with states.
     """
+    if not getattr(config, "keeps_state", True):
+        raise ValueError(
+            f"past_key_values: the mixer {config.mixer} keeps no state; give all tokens each time"
+        )
     if not getattr(config, "needs_layer_state", False):
         return
     if not hasattr(cache, "layers"):
@@ -310,26 +360,22 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
-def layer_of(cache: Cache | None, layer_index: int) -> CacheLayerMixin | None:
-    """Return a layer's part of the cache; None, too, where it is made when first filled."""
-    if cache is None or layer_index >= len(cache.layers):
-        return None
-    return cache.layers[layer_index]
+def count_tokens(cache: Cache | None, time: int) -> None:
+    """Count tokens that layers without keys and values have read."""
+    for part in () if cache is None else cache.layers:
+        if isinstance(part, RecurrentLayer):
+            part.length += time
 
 
-def state_of(cache: Cache | None, layer_index: int) -> LayerStateMixin | None:
-    """Return a layer's part of the cache if it holds named states."""
-    layer = layer_of(cache, layer_index)
-    return layer if isinstance(layer, LayerStateMixin) else None
-
-
-def follows_cache(cache: Cache | None, layer_index: int) -> bool:
-    """Return True if attention reads keys that are not among the new ones.
+def follows_cache(cache: Cache | None, index: int) -> bool:
+    """Return True if a layer's attention reads keys that are not among the new ones.
 
     A static layer's keys always are more than the new ones: those that are still to come.
     """
-    layer = layer_of(cache, layer_index)
-    return layer is not None and (isinstance(layer, StaticLayer) or layer.get_seq_length() > 0)
+    if cache is None or index >= len(cache.layers):
+        return False
+    part = cache.layers[index]
+    return isinstance(part, StaticLayer) or part.get_seq_length() > 0
 
 
 def _with_states(
@@ -337,10 +383,11 @@ def _with_states(
 ) -> LayerStateMixin:
     if isinstance(layer, dynamic | static):
         return layer
-    if type(layer) not in (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer):
+    known = (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer)
+    if type(layer) not in known or (isinstance(layer, StaticLayer) and static is dynamic):
         raise ValueError(
-            f"a cache of {type(layer).__name__} cannot hold {dynamic.contents}; use CatCache, "
-            "DynamicCache or StaticCache, or use_cache=False"
+            f"a cache of {type(layer).__name__} cannot hold {dynamic.contents}; use "
+            "CatCache(config), or use_cache=False"
         )
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(

@@ -17,31 +17,17 @@ functions, which with `conv_init: residual` start alike.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.context import Context
 from cat_lm.model.rules import canon_places
-from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops import convolve
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
-
-
-class Reading(NamedTuple):
-    """How a layer's tokens are read.
-
-    padding_mask: [B, T] bool, False at padding. document_ids: [B, T], and document_positions, each
-    token's in its document, if known. state: the layer's cache. All of whole sequences.
-    """
-
-    padding_mask: Tensor | None
-    document_ids: Tensor | None
-    document_positions: Tensor | None
-    state: LayerStateMixin | None
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class CanonLayer(nn.Module):
@@ -51,50 +37,47 @@ class CanonLayer(nn.Module):
     """
 
     no_decay = ("canon_filter",)
-    sequence_group: SequenceGroup | None = None
 
     def __init__(self, place: str, width: int, window: int):
         super().__init__()
         self.state_name = f"canon_{place}"
         self.window = window
         self.canon_filter = nn.Parameter(torch.zeros(1, width, window))
-        self.conv_backend = "auto"
 
-    def forward(self, hidden_states: Tensor, reading: Reading) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Convolve [B, T, width] and add it; padding is read as zeros."""
-        group, before = self.sequence_group, self.window - 1
-        if group is None:
-            return self._whole(hidden_states, reading)
-        (read,) = group.with_halo(before, hidden_states)
-        documents = group.part(reading.document_ids, before)
-        return self._whole(read, Reading(None, documents, None, None))[:, before:]
+        if context.group is None:
+            return self._whole(hidden_states, context)
+        before = self.window - 1
+        (read,) = context.group.with_halo(before, hidden_states)
+        return self._whole(read, context.part(before))[:, before:]
 
-    def _whole(self, hidden_states: Tensor, reading: Reading) -> Tensor:
+    def _whole(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Compute `forward` with all that the filters read."""
-        padding_mask, document_ids, positions, state = reading
-        if padding_mask is not None:
-            hidden_states = hidden_states.masked_fill(~padding_mask[:, :, None], 0.0)
+        hidden_states = context.without_padding(hidden_states)
         inputs = hidden_states[:, :, None]  # one head of all channels
         before = None
-        if state is not None and self.window > 1:
-            before = state.exchange_inputs(self.state_name, inputs, self.window, padding_mask)
+        if context.state is not None and self.window > 1:
+            before = context.state.exchange_inputs(
+                self.state_name, inputs, self.window, context.padding
+            )
         convolved = convolve(
             "depthwise",
             inputs,
             self.canon_filter,
-            document_ids=document_ids,
-            positions=positions,
+            document_ids=context.documents,
+            positions=context.document_positions,
             initial_state=before,
-            backend=self.conv_backend,
+            backend=context.conv_backend,
         )
         return hidden_states + convolved[:, :, 0]
 
 
 class CanonBlock:
-    """Places Canon layers in a family's block of transformers; before it.
+    """Places Canon layers in a family's block.
 
     The module's name is `canon`, of which A, C and D are those that the configuration names;
-    without any there is no such module, and the block is transformers' own.
+    without any there is no such module.
     """
 
     def _add_canon(self, config: AttentionSettings, inner: int) -> None:
@@ -106,8 +89,8 @@ class CanonBlock:
                 {place: CanonLayer(place, widths[place], config.canon_window) for place in places}
             )
 
-    def _with_canon(self, place: str, hidden_states: Tensor, reading: Reading) -> Tensor:
+    def _with_canon(self, place: str, hidden_states: Tensor, context: Context) -> Tensor:
         """Pass the place's layer, if there is one."""
-        if place not in self.canon:
+        if self.canon is None or place not in self.canon:
             return hidden_states
-        return self.canon[place](hidden_states, reading)
+        return self.canon[place](hidden_states, context)

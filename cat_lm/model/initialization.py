@@ -37,16 +37,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from transformers import initialization as init
 
 from cat_lm.model.canon import CanonLayer
-from cat_lm.model.stream_convolution import StreamConvolution, identity_filters, rank_start
-from cat_lm.ops.convolution import kinds
+from cat_lm.model.stream_convolution import StreamConvolution, first_filters, rank_start
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 def small_init_std(config: AttentionSettings) -> float:
@@ -88,20 +86,8 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
 
 
 def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
-    kind = kinds.get(config.conv_type)
     for stream, filters in convolution.filters().items():
-        if (long_filter := convolution.long_filter) is not None:
-            heads = config.stream_heads(stream)
-            init.copy_(filters, long_filter.start_as(config.conv_init, heads, config.conv_state))
-            continue
-        bound = 1 / math.sqrt(kind.fan_in(config.stream_heads(stream), config.conv_window))
-        if config.conv_init == "uniform":
-            init.uniform_(filters, -bound, bound)
-            continue
-        start = identity_filters(config, stream)
-        if config.conv_init == "residual":
-            start += torch.empty_like(start).uniform_(-bound, bound)
-        init.copy_(filters, start)
+        init.copy_(filters, first_filters(config, stream))
     for stream in "qk" if config.conv_rank > 1 else "":
         filters = getattr(convolution, f"{stream}_rank_filter")
         init.copy_(filters, rank_start(config, stream))

@@ -1,49 +1,40 @@
-"""Long filters (`conv_filter`) in a model: what they make of a stream, and their state."""
+"""Filters as long as the text, in a model: what they make of a stream, and their state."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.context import Context
 from cat_lm.ops.long_filter.api import continued, long_conv
-from cat_lm.ops.long_filter.filters import LongFilter
+from cat_lm.ops.long_filter.filters import Modes
 
 
 def convolve_long(
-    kind: LongFilter,
-    size: int,
-    numbers: Tensor,
+    modes: Modes,
     x: Tensor,
     bias: Tensor | None,
-    *,
     name: str,
-    padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    positions: Tensor | None = None,
-    state: LayerStateMixin | None = None,
-    backend: str = "auto",
+    context: Context,
 ) -> Tensor:
-    """Convolve x [B, T, H, D], zeros at padding, by filters of `numbers` [H, P].
+    """Convolve x [B, T, H, D], zeros at padding, by filters as long as the text.
+
+    A row that ends in padding is continued from the state after its last real token.
 
     Args:
-        size: N, the numbers of state of a head and channel.
+        modes: the filters, in fp32: half precision has no rates near 0.
         bias: [H, D].
-        name: of the state in the layer's cache, which is updated; no inputs are kept.
-        padding_mask: [B, T] bool, False at padding; a row that ends in it goes on from the state
-            after its last real token.
-        document_ids, positions, backend: as of `long_conv`.
-        state: the layer's cache.
+        name: of the filters' state in the layer's, which is updated; no inputs are kept.
 
     Returns:
         [B, T, H, D].
     """
-    # In fp32 from here on: half precision has no rates near 0.
-    modes = kind.modes_of(numbers, size)
+    state, backend = context.state, context.conv_backend
     if state is None:
+        documents, positions = context.documents, context.document_positions
         return long_conv(
-            x, modes, bias, document_ids=document_ids, positions=positions, backend=backend
+            x, modes, bias, document_ids=documents, positions=positions, backend=backend
         )
     before = state.recurrent.get(name)
-    outputs, after = continued(x, modes, bias, before, padding_mask, backend)
+    outputs, after = continued(x, modes, bias, before, context.padding, backend)
     state.replace_recurrent(name, after)
     return outputs

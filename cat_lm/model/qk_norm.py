@@ -22,15 +22,13 @@ from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.sequence import SequenceGroup
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 _EPSILON = 1e-6  # of the mean square
 
 
 class QueryKeyNorm(NothingDecays):
     """Normalises queries and keys, [B, T, heads, D] each, as `qk_norm` says."""
-
-    sequence_group: SequenceGroup | None = None
 
     def __init__(self, config: AttentionSettings):
         super().__init__()
@@ -45,8 +43,10 @@ class QueryKeyNorm(NothingDecays):
             return {"logit_scale": torch.full((self.heads,), math.sqrt(self.width))}
         return {"q_weight": torch.ones(self.width), "k_weight": torch.ones(self.width)}
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise."""
+    def forward(
+        self, query: Tensor, key: Tensor, group: SequenceGroup | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise; `group` are the ranks that share the heads."""
         weights = [None, None] if self.scales else [self.q_weight, self.k_weight]
         query, key = (
             F.rms_norm(x, x.shape[-1:], None if w is None else w.to(x.dtype), _EPSILON)
@@ -55,7 +55,7 @@ class QueryKeyNorm(NothingDecays):
         if self.scales:
             scale = self.logit_scale
             if query.shape[2] < self.heads:  # those of this rank
-                scale = self.sequence_group.own(scale)
+                scale = group.own(scale)
             # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
             query = query * (scale / math.sqrt(self.width))[:, None].to(query.dtype)
         return query, key

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from cat_lm.model.rope_scaling import rotary_magnitude
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class ExactRotaryMixin:

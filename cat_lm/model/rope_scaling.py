@@ -33,7 +33,6 @@ from cat_lm.core.readers import clipped
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from cat_lm.model.hf.settings import AttentionSettings
 
 TEMPERATURE_SCOPES = ("logits", "rotary")
 ROPE_METHODS = ("none", "pi", "pi+temperature", "yarn")
@@ -83,12 +82,12 @@ def yarn_temperature(factor: float) -> float:
     return yarn_magnitude(factor) ** -2
 
 
-def logit_temperature(config: AttentionSettings) -> float:
+def logit_temperature(config: Any) -> float:
     """t by which attention divides its logits."""
     return float(config.attention_temperature) if config.temperature_scope == "logits" else 1.0
 
 
-def rotary_magnitude(config: AttentionSettings) -> float:
+def rotary_magnitude(config: Any) -> float:
     """The factor on cosines and sines that the temperature asks for: t^(-1/2), or 1."""
     return (
         float(config.attention_temperature) ** -0.5 if config.temperature_scope == "rotary" else 1.0

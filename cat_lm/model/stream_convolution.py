@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.context import Context
 from cat_lm.model.long_convolution import convolve_long
 from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.reference import check_kind
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import filters as long_filters
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 RANK_START = 2.0**-6  # exact in half precision too
 
@@ -38,7 +40,21 @@ def identity_filters(config: AttentionSettings, stream: str) -> Tensor:
         return long_filters.get(config.conv_filter).identity(heads, config.conv_state)
     kind = kinds.get(config.conv_type)
     check_kind(kind)
-    return kind.identity(heads, config.head_width, config.conv_window)
+    return kind.identity(heads, config.stream_width(stream), config.conv_window)
+
+
+def first_filters(config: AttentionSettings, stream: str) -> Tensor:
+    """Draw a stream's filters as they start, by `conv_init`."""
+    heads, kind = config.stream_heads(stream), kinds.get(config.conv_type)
+    if config.has_long_filters:
+        long_filter = long_filters.get(config.conv_filter)
+        return long_filter.start_as(config.conv_init, heads, config.conv_state)
+    start = identity_filters(config, stream)
+    if config.conv_init == "identity":
+        return start
+    bound = 1 / math.sqrt(kind.fan_in(heads, config.conv_window))
+    drawn = torch.empty_like(start).uniform_(-bound, bound)
+    return drawn if config.conv_init == "uniform" else start + drawn
 
 
 def rank_start(config: AttentionSettings, stream: str) -> Tensor:
@@ -99,8 +115,6 @@ class StreamConvolution(NothingDecays):
         biases: of the projections, by the names that they get here; None where there is none.
     """
 
-    sequence_group: SequenceGroup | None = None
-
     def __init__(self, config: AttentionSettings, biases: Mapping[str, nn.Parameter | None]):
         super().__init__()
         self.conv_type = config.conv_type
@@ -116,9 +130,9 @@ class StreamConvolution(NothingDecays):
         self.embedding_streams = config.embedding_streams
         self.activation = config.conv_activation
         self.head_width, self.rank = config.head_width, config.conv_rank
+        self.mixes_maps = config.mixes_maps
         self.normalizes = config.conv_norm == "l1"
         self.norm_comes_first = config.qk_norm_place == "before"
-        self.conv_backend = "auto"
         for name, bias in biases.items():
             self.register_parameter(name, bias)
         for stream in self.streams:
@@ -132,27 +146,33 @@ class StreamConvolution(NothingDecays):
         """Return the filters of the streams that have them, in the order q, k, v."""
         return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
 
-    def taps(self, stream: str) -> Tensor | None:
-        """Return a stream's filters as they are used, of its heads here; None where it has none."""
+    def taps(self, stream: str, group: SequenceGroup | None = None) -> Tensor | None:
+        """Return a stream's filters as they are used, of its heads here; None where it has none.
+
+        Args:
+            group: the ranks that share the heads.
+        """
         filters = getattr(self, f"{stream}_filter", None)
         if filters is None:
             return None
-        filters = self._own(filters, self.head_axis)
+        filters = self._own(filters, group, self.head_axis)
         return kinds.get(self.conv_type).normalized(filters) if self.normalizes else filters
 
-    def _own(self, x: Tensor, dim: int | None = 0) -> Tensor:
+    def _own(self, x: Tensor, group: SequenceGroup | None, dim: int | None = 0) -> Tensor:
         """Cut what heads have along `dim` to those computed here, which are all where they mix."""
         whole = dim is None or self.mixes_heads
-        return x if whole else own_heads(self.sequence_group, x, dim)
+        return x if whole else own_heads(group, x, dim)
 
     def biases(self) -> list[nn.Parameter]:
         """Return the projections' biases that there are."""
         return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
 
-    def _long(self, numbers: Tensor, x: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+    def _long(
+        self, numbers: Tensor, x: Tensor, bias: Tensor | None, name: str, context: Context
+    ) -> Tensor:
         """[B, T, H, D] convolved by long filters of numbers [H, P]; see `convolve_long`."""
-        size, backend = self.state_size, self.conv_backend
-        return convolve_long(self.long_filter, size, numbers, x, bias, **how, backend=backend)
+        modes = self.long_filter.modes_of(numbers, self.state_size)
+        return convolve_long(modes, x, bias, name, context)
 
     def _stream(
         self,
@@ -160,8 +180,7 @@ class StreamConvolution(NothingDecays):
         inputs: Tensor,
         bias: Tensor | None,
         rotary: tuple[Tensor, Tensor] | None,
-        document_ids: Tensor | None,
-        positions: Tensor | None,
+        context: Context,
         initial_state: Tensor | None,
     ) -> Tensor:
         """One stream [B, T, H, D], convolved by itself; bias [H, D], rotary of `_fused_rotary`."""
@@ -170,13 +189,13 @@ class StreamConvolution(NothingDecays):
         outputs = convolve(
             self.conv_type,
             inputs,
-            self.taps(stream),
+            self.taps(stream, context.group),
             bias,
             rotary=rotary,
-            document_ids=document_ids,
-            positions=positions,
+            document_ids=context.documents,
+            positions=context.document_positions,
             initial_state=initial_state,
-            backend=self.conv_backend,
+            backend=context.conv_backend,
         )
         return F.silu(outputs) if self.activation == "silu" else outputs
 
@@ -189,26 +208,67 @@ class StreamConvolution(NothingDecays):
         stream: str,
         first: Tensor,
         inputs: Tensor,
-        document_ids: Tensor | None,
-        positions: Tensor | None,
+        context: Context,
         initial_state: Tensor | None,
     ) -> Tensor:
         """Set what the further ranks' filters make beside the first's, [B, T, H, R·D]."""
         if self.rank == 1 or stream == "v":
             return first
+        further = self._own(getattr(self, f"{stream}_rank_filter"), context.group, 1)
         others = [
             convolve(
                 self.conv_type,
                 inputs,
                 taps,
-                document_ids=document_ids,
-                positions=positions,
+                document_ids=context.documents,
+                positions=context.document_positions,
                 initial_state=initial_state,
-                backend=self.conv_backend,
+                backend=context.conv_backend,
             )
-            for taps in self._own(getattr(self, f"{stream}_rank_filter"), 1).unbind(0)
+            for taps in further.unbind(0)
         ]
         return torch.cat([first, *others], dim=-1)
+
+    def convolve_one(
+        self,
+        stream: str,
+        inputs: Tensor,
+        bias: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        context: Context,
+    ) -> Tensor:
+        """Convolve a stream [B, T, H, D] after its inputs in the state, under its own name there.
+
+        Args:
+            bias: [H, D].
+            rotary: of `_fused_rotary`.
+        """
+        before = None
+        if stream in self.embedding_streams:
+            inputs = context.without_padding(inputs)
+            if self.long_filter is not None:
+                return self._long(self.taps(stream, context.group), inputs, bias, stream, context)
+            if self.window > 1:
+                before = context.inputs_before(stream, inputs, self.window)
+        first = self._stream(stream, inputs, bias, rotary, context, before)
+        return self._ranked(stream, first, inputs, context, before)
+
+    def with_maps(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]:
+        """Add what the mixing of maps takes beside queries, keys and values, if maps are mixed.
+
+        These are the `mixed_values` [B, T, H, H D], or, after a cache, the values' filters
+        [W, H, H], with which `attend_mixing_maps` goes on. Values are then zero at padding.
+        """
+        if not self.mixes_maps:
+            return streams
+        query, key, value = streams
+        value, filters = context.without_padding(value), self.taps("v", context.group)
+        if context.continues:
+            # A copy, because an engine may take the parameter away after this forward.
+            return query, key, value, filters.clone()
+        documents, positions = context.documents, context.document_positions
+        mixed = mixed_values(value, filters, documents, context.conv_backend, positions)
+        return query, key, value, mixed
 
     def _fused_rotary(
         self,
@@ -227,36 +287,38 @@ class StreamConvolution(NothingDecays):
         query: Tensor,
         key: Tensor,
         norm: QueryKeyNorm | None,
-        rotary: tuple[Tensor, Tensor] | None,
+        context: Context,
     ) -> tuple[Tensor, Tensor]:
         """Normalise and rotate queries and keys as far as that is not done."""
+        rotary = context.rotary
         if norm is not None:
-            query, key = norm(query, key)
+            query, key = norm(query, key, context.group)
         if rotary is not None:
             query, key = (
-                x if self._fused_rotary(stream, rotary, norm) else self._rotated(x, rotary)
+                x if self._fused_rotary(stream, rotary, norm) else self._rotated(x, context)
                 for stream, x in (("q", query), ("k", key))
             )
         return query, key
 
-    def _rotated(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _rotated(self, x: Tensor, context: Context) -> Tensor:
         """Rotate [B, T, H, R·D], every rank alike."""
+        rotary, backend = context.rotary, context.conv_backend
         if self.rank == 1:
-            return rotate(x, *rotary, backend=self.conv_backend)
+            return rotate(x, *rotary, backend=backend)
         ranks = x.unflatten(3, (self.rank, self.head_width)).flatten(2, 3)
-        ranks = rotate(ranks, *rotary, backend=self.conv_backend)
+        ranks = rotate(ranks, *rotary, backend=backend)
         return ranks.unflatten(2, (-1, self.rank)).flatten(3)
 
-    def _can_step(self, inputs: Tensor, padding_mask: Tensor | None) -> bool:
+    def _can_step(self, inputs: Tensor, context: Context) -> bool:
         """Return True if inputs [B, T, H, …, D] are a token that one kernel convolves."""
         return (
             inputs.shape[1] == 1
-            and padding_mask is None
+            and context.padding is None
             and bool(self.embedding_streams)
             and self.long_filter is None
             and self.rank == 1
             and not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
-            and can_step(self.conv_type, inputs, self.window, self.conv_backend)
+            and can_step(self.conv_type, inputs, self.window, context.conv_backend)
         )
 
     def _step(
@@ -279,12 +341,3 @@ class StreamConvolution(NothingDecays):
             rotary=rotary,
             silu=self.activation == "silu",
         )
-
-
-def inputs_before(
-    state: LayerStateMixin, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None
-) -> Tensor | None:
-    """Exchange the inputs; None where there were none, as convolutions then read zeros."""
-    is_first = name not in state.inputs
-    before = state.exchange_inputs(name, inputs, window, padding_mask)
-    return None if is_first else before

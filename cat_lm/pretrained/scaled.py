@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
 from cat_lm.core import numbers
-from cat_lm.model.hf.settings import refuse
+from cat_lm.model.attention.settings import refuse
 from cat_lm.model.rope_scaling import (
     NOPE_METHODS,
     ROPE_METHODS,

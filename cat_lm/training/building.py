@@ -15,7 +15,6 @@ from torch import nn
 
 from cat_lm.config import RunConfig
 from cat_lm.core.causality import is_apart
-from cat_lm.ops.landmark.options import CALIBRATE
 
 
 @contextmanager
@@ -38,12 +37,12 @@ def without_weights() -> Iterator[None]:
 def begins_again_in_fp32(config: RunConfig) -> bool:
     """Return True if master weights get what the model came with; precision must be decided.
 
-    Calibration must change no bit of them, and DeepSpeed makes them of the model's bf16. In fp32,
-    and without ZeRO, they are the weights themselves.
+    Where not all weights learn, no bit of the others may change, and DeepSpeed makes them of the
+    model's bf16. In fp32, and without ZeRO, they are the weights themselves.
     """
     train = config.train
     rounds = train.precision == "bf16" and train.zero_stage > 0
-    return train.landmark_loss == CALIBRATE and rounds
+    return rounds and not config.objective.trains_all
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

@@ -17,10 +17,7 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
-from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.weight_decay import parameters_by_decay
-from cat_lm.ops.landmark.options import CALIBRATE, DENSE
-from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
@@ -76,7 +73,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
     model.set_mixer_backend(config.train.mixer_backend)
-    train_landmarks(model, config.train.landmark_loss, config.train.landmark_rows or 64)
+    config.architecture.prepare_training(model, config.model, config.train)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -120,8 +117,8 @@ def documents_apart(
     """Return what keeps packed documents apart in attention, and why; None where nothing does."""
     if not config.data.mask_documents or not model.takes_borders:
         return None
-    is_dense = config.train.landmark_loss in DENSE
-    computed = trained_config(config, model.config.vocab_size) if is_dense else model.config
+    is_other = bool(config.objective.section)
+    computed = trained_config(config, model.config.vocab_size) if is_other else model.config
     return document_attention(computed, device, _dtype(config))
 
 
@@ -173,9 +170,7 @@ class Engine:
         self.config, self.ranks = config, ranks
         self.accumulation_steps = config.accumulation_steps(ranks.world_size)
         self._plain = config.train.zero_stage == 0
-        self._auxiliary_weight = config.train.landmark_weight or USUAL_WEIGHT
-        calibrates = config.train.landmark_loss == CALIBRATE
-        self._token_weight = 0.0 if calibrates else 1.0
+        self._objective = config.objective
         apart = documents_apart(config, model, ranks.device)
         # The host has the documents; a GPU that counted them would make it wait.
         self._gives_borders = apart is not None and apart.name != "mask"
@@ -243,7 +238,7 @@ class Engine:
         norm, auxiliary = total, torch.zeros_like(total)
         for number, micro_batch in enumerate(micro_batches, start=1):
             outputs = self._outputs(micro_batch, num_items_in_batch=share.float())
-            loss = self._objective(outputs)
+            loss = self._weighted(outputs)
             total += outputs.loss.detach().double() * share
             if (own := _own_losses(outputs)) is not None:
                 passes = self.ranks.world_size * self.accumulation_steps
@@ -298,13 +293,13 @@ class Engine:
             **micro_batch, num_items_in_batch=num_items_in_batch, skip_logits=True, use_cache=False
         )
 
-    def _objective(self, outputs: CausalOutput) -> torch.Tensor:
+    def _weighted(self, outputs: CausalOutput) -> torch.Tensor:
         """Return what a micro-batch is trained on: its loss, and the layers' own."""
         own = _own_losses(outputs)
         if own is None:
             return outputs.loss
         # With weight 0 every parameter still has a gradient, which every ZeRO stage waits for.
-        return self._token_weight * outputs.loss + self._auxiliary_weight * own
+        return self._objective.token_weight * outputs.loss + self._objective.own_weight * own
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, torch.Tensor]]:
         size = self.config.train.micro_batch_size

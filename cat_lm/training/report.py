@@ -34,6 +34,7 @@ class Report:
         length = config.data.context_length
         self.flops = flops_per_token(model.config, self.parameters, length, config)
         self.peak = peak_flops(config, ranks.device)
+        self.own_loss = config.objective.name
         self._mean_seconds: float | None = None
 
     def plan(self, loader: TrainLoader, step: int) -> str:
@@ -81,18 +82,18 @@ class Report:
             "step_seconds": seconds,
         }
         if result.auxiliary is not None:
-            record["landmark_loss"] = result.auxiliary
+            record[self.own_loss] = result.auxiliary
         return {**record, "skipped": True} if result.skipped else record
 
     def line(self, record: dict[str, Any]) -> str:
         """A step's line in the log."""
         steps, mfu = self.config.total_steps, record["mfu"]
-        own = record.get("landmark_loss")
+        own = record.get(self.own_loss)
+        said = "" if own is None else f"{self.own_loss.replace('_', ' ')} {own:.4f}, "
         left = (steps - record["step"]) * self._mean_seconds
         return (
             f"step {record['step']}/{steps}: loss {record['loss']:.4f}, "
-            f"{'' if own is None else f'landmark loss {own:.4f}, '}gradient norm "
-            f"{record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
+            f"{said}gradient norm {record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
             f"{record['tokens_per_second']:,.0f} tokens/s, "
             f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}, "
             f"data {record['data_seconds'] / record['step_seconds']:.1%}, "

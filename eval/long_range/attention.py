@@ -13,13 +13,15 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cat_lm.mixers import Setting
-from cat_lm.mixers.modules.attention import rotate
+from cat_lm.mixers.parts.attention import rotary_angles
 from cat_lm.model.attention.modules.decay import DecayScores
 from cat_lm.model.attention.modules.rows import attend_by_rows
 from cat_lm.model.attention.modules.scores import ScoreModule, scale_queries_and_keys
 from cat_lm.model.attention.modules.smoothing import SmoothedValues
+from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.centred import centred_conv
@@ -97,9 +99,9 @@ class Attention(nn.Module):
             return DecayScores(self.heads, decay, bound, is_two_sided=not self.is_causal)
         return None
 
-    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-        """Mix. padding_mask: [B, T] bool, False at padding; None where there is none."""
-        rows, time = x.shape[:2]
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]; it reads the context's padding."""
+        rows, time, padding_mask = *x.shape[:2], context.padding
         size = min(self.options.chunk or time, time)
         if size < time:
             x, padding_mask = _in_chunks(x, padding_mask, size)
@@ -110,11 +112,12 @@ class Attention(nn.Module):
         """Attend in whole rows; causal queries never meet the padding after them."""
         q, k, v = self.projection(x).unflatten(-1, (3, self.heads, -1)).unbind(dim=2)
         if self.options.position == "rope":
-            q, k = rotate(q), rotate(k)
+            cos, sin = rotary_angles(torch.arange(q.shape[1], device=q.device)[None], q)
+            q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         if isinstance(self.values, LearnedFilter):
             v = self.values(v, padding)
         elif self.values is not None:
-            v = self.values(v, padding, None, None)
+            v = self.values(v, Context(padding=padding))
         mask = None if self.is_causal else self._visible(x, padding)
         y = self._attend(*(stream.transpose(1, 2) for stream in (q, k, v)), mask)
         return self.out_proj(y.flatten(2))

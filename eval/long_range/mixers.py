@@ -14,7 +14,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
 from cat_lm.core.registry import one_of
 from cat_lm.mixers import Mixer, MixerKind, Setting
-from cat_lm.mixers.shared import attention_flops
+from cat_lm.mixers.parts.options import attention_flops
 from eval.long_range.options import Options
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ documents u and v of a row pass the same encoder and a head over (u, v, u − v,
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cat_lm.mixers import Mixer, Setting
+from cat_lm.model.blocks.residual import Block
+from cat_lm.model.context import Context
 from eval.long_range.mixers import KIND
 from eval.long_range.tasks import Task
 
@@ -37,13 +38,9 @@ class OneWay(nn.Module):
         super().__init__()
         self.mixer = mixer.build(setting)
 
-    def forward(
-        self, x: Tensor, *, padding_mask: Tensor | None = None, losses: list[Tensor] | None = None
-    ) -> Tensor:
-        """Mix; a mixer that has a loss of its own adds it to `losses`."""
-        if getattr(self.mixer, "adds_losses", False):
-            return self.mixer(x, auxiliary_losses=losses)
-        return self.mixer(x)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix; a mixer that has a loss of its own adds it."""
+        return self.mixer(x, Context(losses=context.losses))
 
 
 class BothWays(nn.Module):
@@ -53,22 +50,21 @@ class BothWays(nn.Module):
         super().__init__()
         self.there, self.back = OneWay(mixer, setting), OneWay(mixer, setting)
 
-    def forward(
-        self, x: Tensor, *, padding_mask: Tensor | None = None, losses: list[Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """Mix. Padding stands at rows' ends, where neither mixer reads it for a real position."""
-        if padding_mask is None:
-            return self.there(x, losses=losses) + self.back(x.flip(1), losses=losses).flip(1)
+        real = context.padding
+        if real is None:
+            return self.there(x, context) + self.back(x.flip(1), context).flip(1)
         time = torch.arange(x.shape[1], device=x.device)
-        lengths = padding_mask.sum(dim=1, keepdim=True)
+        lengths = real.sum(dim=1, keepdim=True)
         turned = torch.where(time < lengths, lengths - 1 - time, time)
         index = turned[..., None].expand_as(x)
-        back = self.back(x.gather(1, index), losses=losses).gather(1, index)
-        return self.there(x, losses=losses) + back
+        back = self.back(x.gather(1, index), context).gather(1, index)
+        return self.there(x, context) + back
 
 
 def build_mixer(mixer: Mixer, setting: Setting, is_causal: bool) -> nn.Module:
-    """Make a layer's mixer, whose forward takes x and padding_mask.
+    """Make a layer's mixer.
 
     Raises:
         UserError: options that do not fit the width.
@@ -77,19 +73,6 @@ def build_mixer(mixer: Mixer, setting: Setting, is_causal: bool) -> nn.Module:
         mixer.check(setting)
         return KIND.build_encoder(mixer.options, setting, is_causal)
     return (OneWay if is_causal else BothWays)(mixer, setting)
-
-
-class Residual(nn.Module):
-    """x + f(norm x), or norm(x + f(x))."""
-
-    def __init__(self, part: nn.Module, norm: nn.Module, is_before: bool) -> None:
-        super().__init__()
-        self.part, self.norm, self.is_before = part, norm, is_before
-
-    def forward(self, x: Tensor, **how: Any) -> Tensor:
-        if self.is_before:
-            return x + self.part(self.norm(x), **how)
-        return self.norm(x + self.part(x, **how))
 
 
 class LongRangeModel(nn.Module):
@@ -123,14 +106,14 @@ class LongRangeModel(nn.Module):
             self.encoder = nn.Linear(task.channels, d_model)
         self.positions = _positions(mixer, task.length, d_model)
         norms = {"layer": nn.LayerNorm, "batch": BatchNorm}[norm]
-        parts: list[nn.Module] = []
+        self.layers = nn.ModuleList()
         for layer in range(layers):
-            built = build_mixer(mixer, Setting(d_model, layer, layers), is_causal)
-            parts.append(Residual(built, norms(d_model), norm_first))
+            mixes = build_mixer(mixer, Setting(d_model, layer, layers), is_causal)
+            parts = [norms(d_model), mixes]
             if feed_forward:
-                wide = (nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
-                parts.append(Residual(nn.Sequential(*wide), norms(d_model), norm_first))
-        self.parts = nn.ModuleList(parts)
+                wide = nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model)
+                parts += [norms(d_model), nn.Sequential(*wide)]
+            self.layers.append(Block(*parts, norm_first=norm_first))
         self.norm = norms(d_model) if norm_first else nn.Identity()
         out = task.classes or 1
         self.head: nn.Module = nn.Linear(d_model, out)
@@ -165,14 +148,9 @@ class LongRangeModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions[:time]
         real = torch.arange(time, device=x.device) < lengths[:, None]
-        how: dict[str, Any] = {} if self.task.scored else {"padding_mask": real}
-        for part in self.parts:
-            if isinstance(part.part, nn.Sequential):
-                x = part(x)
-            elif isinstance(part.part, OneWay | BothWays):
-                x = part(x, **how, losses=losses)
-            else:
-                x = part(x, **how)
+        context = Context(padding=None if self.task.scored else real, losses=losses)
+        for layer in self.layers:
+            x = layer(x, context)
         return self.norm(x)
 
     def _pooled(self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None) -> Tensor:

@@ -1,14 +1,12 @@
 """Zoology's language model around a mixer: embeddings, blocks, tied output.
 
-    h = embeddings;  layer i:  r = r + D(h),  r = r + mixer(LN₁ r),  h = LN₂ r;  LN_f(r + h)
+    h = D(embeddings);  each layer:  h = h + mixer(LN₁ h),  h = h + LN₂ h;  LN_f(h)
 
-with D dropout of the embeddings before the first layer and nothing before the others, no state
-mixer (Identity; a language model has h = MLP(LN₂ r) there, GELU and four times as wide), learned
-positions only where the mixer asks for them, and its initialisation: N(0, 0.02) for every Linear
-and Embedding with zero biases, N(0, 0.02/√(2·layers)) for `out_proj`; everything else keeps its
-own. Mamba's block has RMSNorm, no LN₂ and no dropout:
-
-    r = r + h,  h = mixer(RMS r);  LN_f(r + h)
+with dropout D of the embeddings, no state mixer (Identity; a language model has h = h + MLP(LN₂ h)
+there, GELU and four times as wide), learned positions only where the mixer asks for them, and its
+initialisation: N(0, 0.02) for every Linear and Embedding with zero biases, N(0, 0.02/√(2·layers))
+for `out_proj`; everything else keeps its own. Mamba's block is h = h + mixer(RMS h), without
+dropout.
 """
 
 from __future__ import annotations
@@ -20,56 +18,35 @@ from torch import Tensor, nn
 
 from cat_lm.core.parameters import kept_parts, start
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.mixers.modules.projections import Filters
+from cat_lm.mixers.parts.streams import filters_as_lists
+from cat_lm.model.blocks.residual import Block
+from cat_lm.model.context import Context
+from cat_lm.model.stream_convolution import StreamConvolution
+from cat_lm.ops.convolution import kinds
 
 SPREAD = 0.02
 
 
-class Block(nn.Module):
-    """LN₁, a mixer, LN₂ on a residual stream."""
-
-    embedding_dropout = 0.1
-
-    def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
-        super().__init__()
-        self.mixer = mixer
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        wide = (nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
-        self.state_mixer = nn.Sequential(*wide) if feed_forward else nn.Identity()
-
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, **how: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        residual = hidden if residual is None else residual + hidden
-        residual = residual + self.mixer(self.norm1(residual), **how)
-        return self.state_mixer(self.norm2(residual)), residual
+DROPOUT = {"layer": 0.1, "rms": 0.0}  # of the embeddings, by the block that a mixer names
 
 
-class RmsBlock(nn.Module):
-    """RMSNorm and a mixer on a residual stream."""
-
-    embedding_dropout = 0.0
-
-    def __init__(self, mixer: nn.Module, d_model: int, feed_forward: bool) -> None:
-        super().__init__()
+def make_block(mixer: Mixer, setting: Setting, feed_forward: bool) -> Block:
+    """Make a layer. Raises ValueError: Mamba's block with a feed-forward network."""
+    width, layer = setting.d_model, mixer.build(setting)
+    if mixer.block == "rms":
         if feed_forward:
             raise ValueError("Mamba's block has no feed-forward network beside it")
-        self.mixer = mixer
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
-
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, **how: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        residual = hidden if residual is None else residual + hidden
-        return self.mixer(self.norm(residual), **how), residual
-
-
-BLOCKS = {"layer": Block, "rms": RmsBlock}  # by the name that a mixer gives
+        return Block(nn.RMSNorm(width, eps=1e-5), layer)
+    network: nn.Module = nn.Identity()
+    if feed_forward:
+        wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        network = nn.Sequential(*wide)
+    return Block(nn.LayerNorm(width), layer, nn.LayerNorm(width), network)
 
 
 def embedding_dropout(mixer: Mixer, chosen: float | None) -> float:
     """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
-    return BLOCKS[mixer.block].embedding_dropout if chosen is None else chosen
+    return DROPOUT[mixer.block] if chosen is None else chosen
 
 
 class RecallModel(nn.Module):
@@ -99,8 +76,7 @@ class RecallModel(nn.Module):
         self.positions = nn.Embedding(positions, d_model) if mixer.learned_positions else None
         self.dropout = nn.Dropout(embedding_dropout(mixer, dropout))
         self.blocks = nn.ModuleList(
-            BLOCKS[mixer.block](mixer.build(Setting(d_model, i, layers)), d_model, feed_forward)
-            for i in range(layers)
+            make_block(mixer, Setting(d_model, i, layers), feed_forward) for i in range(layers)
         )
         self.norm = nn.LayerNorm(d_model)
         initialise(self, layers)
@@ -117,12 +93,10 @@ class RecallModel(nn.Module):
         hidden = self.embedding(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions.weight[: tokens.shape[1]]
-        hidden, residual = self.dropout(hidden), None
+        hidden, context = self.dropout(hidden), Context(losses=losses)
         for block in self.blocks:
-            adds = getattr(block.mixer, "adds_losses", False)
-            how = {"auxiliary_losses": losses} if adds else {}
-            hidden, residual = block(hidden, residual, **how)
-        return self.norm(_chosen(residual + hidden, scored)) @ self.embedding.weight.T
+            hidden = block(hidden, context)
+        return self.norm(_chosen(hidden, scored)) @ self.embedding.weight.T
 
 
 def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
@@ -158,5 +132,5 @@ def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
 
     Filters of single channels, too many to look at, are left out.
     """
-    filters = [m for m in model.modules() if isinstance(m, Filters) and len(m)]
-    return [layer.lists() for layer in filters if not layer.of_channels]
+    layers = [m for m in model.modules() if isinstance(m, StreamConvolution)]
+    return [filters_as_lists(m) for m in layers if "D" not in kinds.get(m.conv_type).filter_axes]

@@ -174,6 +174,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 MIXER_OPTIONS = {
     "attention": {"dropout": 0.0, "heads": 2, "position": "rope"},
     "cat": {"dropout": 0.0, "heads": 2, "conv_type": "multihead"},
+    "chunk": {"dropout": 0.0, "heads": 2, "size": 5},
     "landmark": {"dropout": 0.0, "heads": 2, "block": 3, "top_k": 1, "local": 1},
     "multi-token": {"dropout": 0.0, "heads": 2},
 }

@@ -9,6 +9,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from cat_lm.mixers import MixerKind, Setting, register
+from cat_lm.model.context import Context
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RandomFeatures(nn.Module):
         if learns == "own":
             self.register_buffer("last", None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.training and self.learns:
             self._learn(x.detach().mean(dim=(0, 1)))
         query, key, value = self.qkv(x).chunk(3, dim=-1)

@@ -9,6 +9,7 @@ import torch
 
 from cat_lm import mixers
 from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.context import Context
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
 from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
@@ -31,7 +32,7 @@ def layer_and_input(specification: str, time: int) -> tuple[torch.nn.Module, tor
 def results(layer: torch.nn.Module, x: torch.Tensor, device: str) -> list[torch.Tensor]:
     """Output and gradients, on the CPU."""
     layer, x = layer.to(device), x.to(device).requires_grad_()
-    y = layer(x)
+    y = layer(x, Context())
     weights = torch.linspace(-1, 2, y.numel(), device=device).view_as(y)
     found = torch.autograd.grad((y * weights).sum(), (x, *layer.parameters()))
     return [s.detach().cpu() for s in (y, *found)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers import MixerKind, Setting, register
-from cat_lm.mixers.modules.context import State, from_state, without_padding
+from cat_lm.model.context import Context
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 
@@ -62,25 +62,13 @@ class LeakyAverage(nn.Module):
         self.out_proj = nn.Linear(width, width, bias=False)
         self.rate = nn.Parameter(torch.logit(torch.full((width,), 1 - 1 / memory)))
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        state: State | None = None,
-    ) -> Tensor:
-        """Mix x [B, T, C]; the arguments are those that `supports` names."""
-        new = (1 - self.rate.sigmoid()) * without_padding(self.in_proj(x), padding_mask)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        new = (1 - self.rate.sigmoid()) * context.without_padding(self.in_proj(x))
         # One head with keys of one channel: S is m, which no step changes that is padding.
-        step = without_padding(x.new_ones(*x.shape[:2], 1, 1), padding_mask)
-        m = from_state(
-            decaying_scan,
-            *(step, step, new[:, :, None], step[..., None]),
-            F.logsigmoid(self.rate)[None, None],
-            document_ids=document_ids,
-            state=state,
-        )
+        step = context.without_padding(x.new_ones(*x.shape[:2], 1, 1))
+        rate = F.logsigmoid(self.rate)[None, None]
+        m = context.recur(decaying_scan, step, step, new[:, :, None], step[..., None], rate)
         return self.out_proj(F.silu(self.gate_proj(x)) * m.squeeze(2))
 
 

@@ -48,8 +48,8 @@ def weighted(scores: Tensor, value: Tensor) -> Tensor:
 def streams(x: Tensor, weights: Weights, options: Options) -> list[Tensor]:
     """Return q, k and v [T, H, D], filtered after the projection or before it."""
     width, heads = x.shape[1], options["heads"]
-    own = weights.get("streams.projection.weight", weights.get("projection.weight"))
-    bias = weights.get("streams.projection.bias", weights.get("projection.bias"))
+    own = weights["streams.projection.weight"]
+    bias = weights.get("streams.projection.bias")
     bias = own.new_zeros(len(own)) if bias is None else bias
     found = []
     for index, name in enumerate("qkv"):
@@ -70,7 +70,7 @@ def streams(x: Tensor, weights: Weights, options: Options) -> list[Tensor]:
 
 def taps_of(name: str, weights: Weights, options: Options, time: int) -> Tensor | None:
     """Return a stream's filters, as taps where they are as long as the row."""
-    own = weights.get(f"streams.filters.{name}")
+    own = weights.get(f"streams.convolution.{name}_filter")
     if own is None or options["filter"] == "taps":
         return own
     return long_filter.long_taps(options["filter"], own, options["filter_state"], time)
@@ -83,19 +83,23 @@ def attention(x: Tensor, weights: Weights, options: Options) -> Tensor:
         q, k = parts.rotate(q, 1.0, ROPE), parts.rotate(k, 1.0, ROPE)
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
     visible = torch.ones(scores.shape, dtype=torch.bool).tril()
+    if "size" in options:  # of chunks
+        chunk = torch.arange(len(x)) // options["size"]
+        visible &= chunk[:, None] == chunk
     if "block" in options:
         how = options | {"filter": options["landmark_filter"], "filter_state": 0}
-        visible &= parts.landmark_visible(q, k, how, weights)
-    if "kernel" in weights:
-        kernels = zip(scores.tril(), weights["kernel"], strict=True)
+        core = {n.removeprefix("core."): w for n, w in weights.items()}
+        visible &= parts.landmark_visible(q, k, how, core)
+    if "core.kernel" in weights:
+        kernels = zip(scores.tril(), weights["core.kernel"], strict=True)
         scores = torch.stack([multi_token.convolve_scores(s, kernel) for s, kernel in kernels])
-        if "before" in weights:
-            scores = torch.einsum("gh,hij->gij", weights["before"], scores)
+        if "core.before" in weights:
+            scores = torch.einsum("gh,hij->gij", weights["core.before"], scores)
     maps = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    if "after" in weights:
-        maps = torch.einsum("gh,hij->gij", weights["after"], maps)
+    if "core.after" in weights:
+        maps = torch.einsum("gh,hij->gij", weights["core.after"], maps)
     if options.get("conv_mixing") == "maps":
-        maps = parts.mix_maps(maps, weights["streams.filters.v"])
+        maps = parts.mix_maps(maps, weights["streams.convolution.v_filter"])
     return linear(torch.einsum("hij,jhd->ihd", maps, v).flatten(1), weights, "out_proj")
 
 
@@ -119,7 +123,7 @@ def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
 
 def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """Gated linear attention, with the output gate of its paper."""
-    gates = linear(linear(x, weights, "decay_proj.0"), weights, "decay_proj.1").sigmoid() ** (
+    gates = linear(linear(x, weights, "gk_proj.0"), weights, "gk_proj.1").sigmoid() ** (
         1 / 16
     )
     heads = (
@@ -128,25 +132,23 @@ def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
         linear(x, weights, "v_proj"),
     )
     q, k, v, gates = (y.view(len(x), options["heads"], -1) for y in (*heads, gates))
-    y = normed(decayed_recurrence(q, k, v, gates), weights).flatten(1)
+    y = normed(decayed_recurrence(q, k, v, gates), weights["g_norm_swish_gate.weight"]).flatten(1)
     gate = linear(x, weights, "g_proj")
     return linear(y * gate * gate.sigmoid(), weights, "o_proj")
 
 
-def normed(y: Tensor, weights: Weights) -> Tensor:
-    return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["norm.weight"]
+def normed(y: Tensor, weight: Tensor) -> Tensor:
+    return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def deltanet(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """(Gated) DeltaNet with unit queries and keys."""
     made, heads = {}, options["heads"]
     for name in "qkv":
-        projected = name if f"projections.{name}.weight" in weights else "k"
-        y = linear(x, weights, f"projections.{projected}")
-        if (taps := weights.get(f"filters.{name}")) is not None:
-            kind = options["conv_type"]
-            wide = y.view(len(x), 1 if kind == "depthwise" else heads, -1)
-            y = parts.convolve(kind, wide, taps).flatten(1)
+        projected = name if f"{name}_proj.weight" in weights else "k"
+        y = linear(x, weights, f"{projected}_proj")
+        if (taps := weights.get(f"convolution.{name}_filter")) is not None:
+            y = parts.convolve(options["conv_type"], y.view(len(x), heads, -1), taps).flatten(1)
         y = y * y.sigmoid() if options["activation"] == "silu" else y
         made[name] = y.view(len(x), heads, -1)
     q, k = (made[n] / made[n].norm(dim=-1, keepdim=True).clamp(min=1e-12) for n in "qk")
@@ -156,13 +158,14 @@ def deltanet(x: Tensor, weights: Weights, options: Options) -> Tensor:
         steps = torch.log1p((linear(x, weights, "a_proj") + weights["dt_bias"]).exp())
         decay = (-weights["A_log"].exp() * steps).exp()
     y = delta_rule(q, k, made["v"], rate, decay)
-    return linear(normed(y, weights).flatten(1), weights, "o_proj")
+    return linear(normed(y, weights["o_norm.weight"]).flatten(1), weights, "o_proj")
 
 
 def mamba(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """Mamba's mixer (Gu and Dao, 2023)."""
     u, gate = linear(x, weights, "in_proj").chunk(2, dim=-1)
-    u = parts.convolve("depthwise", u[:, None], weights["filters"])[:, 0] + weights["conv_bias"]
+    taps = weights["conv1d.weight"].transpose(0, 1).flip(-1)
+    u = parts.convolve("depthwise", u[:, None], taps)[:, 0] + weights["conv1d.bias"]
     u, states = u * u.sigmoid(), options["state"]
     low = linear(u, weights, "x_proj")
     rank = low.shape[1] - 2 * states
@@ -172,7 +175,7 @@ def mamba(x: Tensor, weights: Weights, options: Options) -> Tensor:
     return linear(y * gate * gate.sigmoid(), weights, "out_proj")
 
 
-MIXERS = dict.fromkeys(("attention", "cat", "landmark", "multi-token"), attention)
+MIXERS = dict.fromkeys(("attention", "cat", "chunk", "landmark", "multi-token"), attention)
 MIXERS |= dict.fromkeys(("linear-attention", "lincat"), linear_attention)
 MIXERS |= dict.fromkeys(("deltanet", "gated-deltanet"), deltanet)
 MIXERS |= {"based": based, "gla": gla, "mamba": mamba}

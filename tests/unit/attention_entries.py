@@ -128,14 +128,11 @@ class BoxModule(nn.Module):
         super().__init__()
         self.heads, self.width = heads, width
 
-    def forward(self, value, padding_mask, document_ids, state):
-        if padding_mask is not None:
-            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
-        before = None
-        if state is not None:
-            before = state.exchange_inputs("value", value, self.width, padding_mask)
+    def forward(self, value, context):
+        value = context.without_padding(value)
+        before = context.inputs_before("value", value, self.width)
         taps = value.new_full((self.heads, self.width), 1 / self.width)
-        return head_conv(value, taps, document_ids=document_ids, initial_state=before)
+        return head_conv(value, taps, document_ids=context.documents, initial_state=before)
 
 
 class Sigmoid(Pattern):

@@ -11,11 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from cat_lm.config import RunConfig, load_config
+from cat_lm.model.attention import masks
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.attention.modules import landmark, varlen
 from cat_lm.model.attention.modules.landmark import train_landmarks
-from cat_lm.model.hf import masks
-from cat_lm.model.hf.masks import sequence_layout
 from cat_lm.ops import convolve, head_conv_qkv
 from cat_lm.ops.runtime.documents import document_borders, document_positions
 from cat_lm.training import engine as engine_module
@@ -66,10 +65,9 @@ def kernel(monkeypatch):
 def test_borders_say_what_the_mask_says(ids):
     ids = torch.tensor(ids)
     batch, time = ids.shape
-    layout = sequence_layout(
-        cat_model().config, torch.zeros(batch, time, 32), *[None] * 2, ids, None
-    )
-    mask = layout.attention_mask
+    inputs = torch.zeros(batch, time, 32)
+    context = masks.context_of(cat_model().config, inputs, None, None, ids, None)
+    mask = context.mask
     if mask is None:  # nothing that a single token must not see
         mask = torch.ones(batch, 1, time, time).tril().bool()
     borders = document_borders(ids)
@@ -78,7 +76,7 @@ def test_borders_say_what_the_mask_says(ids):
     seen = (number[:, None] == number) & torch.ones(ids.numel(), ids.numel()).tril().bool()
     joined = torch.block_diag(*mask[:, 0].float()).bool()
     assert torch.equal(seen, joined)
-    assert torch.equal(layout.document_positions, document_positions(ids).int())
+    assert torch.equal(context.document_positions, document_positions(ids).int())
 
 
 @each_model("maps")
@@ -292,9 +290,10 @@ def test_flash_attention_gets_the_documents_lengths():
     config = cat_model().config
     config._attn_implementation_internal = "flash_attention_2"
     document_ids = torch.tensor([[0, 0, 0, 1, 1], [4, 4, 4, 4, 4]])
-    layout = sequence_layout(config, torch.zeros(2, 5, 32), None, None, document_ids, None)
-    assert layout.attention_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 5, 10]
-    assert layout.attention_kwargs["cu_seq_lens_k"].dtype == torch.int32
-    assert layout.attention_kwargs["max_length_k"] == 5
-    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
-    assert layout.attention_mask is None
+    inputs = torch.zeros(2, 5, 32)
+    context = masks.context_of(config, inputs, None, None, document_ids, None)
+    assert context.arguments["cu_seq_lens_q"].tolist() == [0, 3, 5, 10]
+    assert context.arguments["cu_seq_lens_k"].dtype == torch.int32
+    assert context.arguments["max_length_k"] == 5
+    assert context.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert context.mask is None

@@ -11,9 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from cat_lm.config import load_config
-from cat_lm.model.attention import core
+from cat_lm.model.attention import core, masks
 from cat_lm.model.attention.documents import DocumentAttention
-from cat_lm.model.hf import masks
 from cat_lm.training.engine import Engine
 from tests.conftest import REPOSITORY
 from tests.unit.tiny_models import cat_model, random_ids

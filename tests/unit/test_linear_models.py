@@ -24,8 +24,8 @@ from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint
-from cat_lm.mixers.modules.gla import gated_linear_attention
-from cat_lm.model import linear_mixers
+from cat_lm.mixers.kinds.gla import gated_linear_attention
+from cat_lm.mixers.parts import linear
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence import decaying_scan_torch as scan
 from cat_lm.ops.recurrence.backends import choose_backend
@@ -44,9 +44,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 convolving = pytest.mark.parametrize("case", CASES[1:])  # not GLA, which has no filters
 each_family = pytest.mark.parametrize("family", FAMILIES)
 needs_definitions = pytest.mark.skipif(PACKAGE is None, reason="fla-core is not installed")
-
-
-# What they compute: the layer written down anew, around the package's plain recurrences
 
 
 # Names, sizes, files
@@ -201,7 +198,7 @@ def test_a_mixer_without_parameters_gives_the_start_of_its_parts(case, monkeypat
     def given(self: nn.Module) -> dict[str, Tensor]:
         return {f"{s}_conv1d.weight": torch.zeros_like(self.q_conv1d.weight) for s in "qk"}
 
-    monkeypatch.setattr(linear_mixers.LinearMixer, "initial_values", given, raising=False)
+    monkeypatch.setattr(linear.LinearMixer, "initial_values", given, raising=False)
     model = model_of(case, moved=False)
     assert not any(getattr(model.model.layers[1].attn, f"{s}_conv1d").weight.any() for s in "qk")
     monkeypatch.undo()
@@ -419,11 +416,8 @@ def test_the_packages_operators_get_documents_padding_and_states(family, monkeyp
     ids = torch.cat([torch.zeros(2, 7), torch.ones(2, 1), 2 * torch.ones(2, 22)], dim=1).long()
     how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = [model(rows, document_ids=ids).logits, model.generate(rows, **how)]
-    monkeypatch.setattr(
-        linear_mixers.backends,
-        "choose_backend",
-        lambda *_: backends.Choice("fla", "for the test"),
-    )
+    choice = backends.Choice("fla", "for the test")
+    monkeypatch.setattr(linear.backends, "choose_backend", lambda *_: choice)
     model.set_mixer_backend("fla")
     found = [model(rows, document_ids=ids).logits, model.generate(rows, **how)]
     same(found[0], expected[0])

@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.mixers.modules import mamba as scan_module
+from cat_lm.mixers.kinds import mamba
+from cat_lm.mixers.parts import mamba2
 from cat_lm.model import CatMamba2Config, CatMambaConfig
-from cat_lm.model.hf import modeling_mamba2 as mamba2_module
+from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.pretrained.loading import load_model, model_config
 from cat_lm.training.engine import build_model, mixer_backend
@@ -86,8 +87,9 @@ def test_options_mean_what_they_mean_to_the_library(case):
 @pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 4), (3, 2), (4, 2), (4, 12), (12, 3)])
 def test_ranks_copy_no_other_heads_keys(groups, parts):
     """Among ranks that share sequences: of each head its group's, and room for no other groups."""
-    mixer = model_of("mamba2", hidden_size=48, n_groups=groups).backbone.layers[0].mixer
-    x = torch.randn(2, 5, groups * mixer.config.state_size).bfloat16()
+    model = model_of("mamba2", hidden_size=48, n_groups=groups)
+    mixer = model.backbone.layers[0].mixer
+    x = torch.randn(2, 5, groups * model.config.state_size).bfloat16()
     whole = x.unflatten(-1, (groups, -1)).repeat_interleave(12 // groups, dim=2).float()
     assert torch.equal(mixer._for_own_heads(x), whole)
     for rank in range(parts):
@@ -127,7 +129,7 @@ def test_steps_rates_and_outputs_start_as_published(case):
 @both
 def test_what_is_exponentiated_is_in_fp32(case, monkeypatch):
     """In bf16 Δ and its bias are summed, and states kept, in fp32; so is the residual stream."""
-    module = scan_module if case == "mamba" else mamba2_module
+    module = mamba if case == "mamba" else mamba2
     scan, given = module.decaying_scan, []
 
     def recorded(q, k, v, rate, a, **how):
@@ -141,14 +143,14 @@ def test_what_is_exponentiated_is_in_fp32(case, monkeypatch):
     assert {h.dtype for h in hidden[1:-1]} == {torch.float32}
     assert all(row[:3] == (torch.float32,) * 3 for row in given)
     cache = model(rows, use_cache=True).past_key_values
-    assert cache.layers[0].state["memory"].dtype == torch.float32
+    assert cache.layers[0].recurrent["memory"].dtype == torch.float32
     # A bias that bf16 would round to another step: 5 + 2^-7 is 5 in bf16's sums.
     with torch.no_grad():
         bias = mixer.dt_proj.bias if case == "mamba" else mixer.dt_bias
         bias.fill_(2**-7)
         given.clear()
         (mixer.dt_proj if case == "mamba" else mixer.in_proj).weight.zero_()
-        mixer(torch.ones(1, 1, 32, dtype=torch.bfloat16))
+        mixer(torch.ones(1, 1, 32, dtype=torch.bfloat16), Context())
     count = len(bias)
     assert given[0][3] == pytest.approx(count * math.log1p(math.exp(2**-7)), rel=1e-5)
     plain = model_of(case, residual_in_fp32=False).to(torch.bfloat16)

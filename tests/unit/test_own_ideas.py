@@ -19,6 +19,8 @@ from cat_lm import architectures, mixers, ops
 from cat_lm.core import plugins
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
+from cat_lm.model.cache import RecurrentLayer
+from cat_lm.model.context import Context
 from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
 from eval.recall.train.cell import Cell
@@ -210,19 +212,18 @@ def test_the_mixer_is_the_recurrence(ideas):
     module.rate.add_(torch.randn(8))
     x = torch.randn(2, 9, 8)
     wanted = averages(module, x)
-    torch.testing.assert_close(module(x), wanted)
-    state: dict[str, Tensor] = {}
-    parts = [module(part, state=state) for part in x.split([1, 5, 3], dim=1)]
+    torch.testing.assert_close(module(x, Context()), wanted)
+    context = Context(state=RecurrentLayer())
+    parts = [module(part, context) for part in x.split([1, 5, 3], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), wanted)
-    assert sum(held[0].numel() for held in state.values()) == 8
+    assert sum(held[0].numel() for held in context.state.recurrent.values()) == 8
     ids = torch.arange(9).expand(2, -1) // 4
     alone = torch.cat([averages(module, part) for part in x.split(4, dim=1)], dim=1)
-    torch.testing.assert_close(module(x, document_ids=ids), alone)
+    torch.testing.assert_close(module(x, Context(documents=ids)), alone)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[:, [0, 3]] = False
-    torch.testing.assert_close(
-        module(x, padding_mask=mask)[mask].view(2, 7, 8), averages(module, x[:, mask[0]])
-    )
+    found = module(x, Context(padding=mask))[mask].view(2, 7, 8)
+    torch.testing.assert_close(found, averages(module, x[:, mask[0]]))
 
 
 def test_the_examples_pass_their_authors_check(ideas):
@@ -239,11 +240,13 @@ def test_the_mixer_keeps_what_it_says(ideas):
 
 @torch.no_grad()
 def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
-    """It claims one, takes the argument and forgets it: each token would be read alone."""
+    """It claims one and forgets it: each token would be read alone."""
     forward = ideas.mixer.LeakyAverage.forward
-    monkeypatch.setattr(
-        ideas.mixer.LeakyAverage, "forward", lambda self, x, *, state=None, **how: forward(self, x)
-    )
+
+    def forgets(self, x, context):
+        return forward(self, x, dataclasses.replace(context, state=None))
+
+    monkeypatch.setattr(ideas.mixer.LeakyAverage, "forward", forgets)
     # On a CPU it would be tried, and be no model at all.
     facts = {"supports": frozenset({"state"}), "computes_on_cpu": False}
     kind = type("Forgets", (ideas.mixer.Leaky,), facts)()

@@ -17,6 +17,7 @@ from cat_lm.core.parameters import takes_decay
 from cat_lm.mixers import MixerKind, Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.model.attention import Pattern
+from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.training.init_from import load_initial_weights
 from eval.recall.model import RecallModel
 from tests.unit.tiny_models import SIZES
@@ -46,7 +47,9 @@ class Gated(nn.Module):
         return {"gate.linear.bias": torch.full((3,), 4.0)}
 
     def forward(self, x, *others):
-        return x if not others else others[-1].attend(x, *others[:2])
+        """Give x, as a mixer, or attend, as a pattern."""
+        call = others[-1]
+        return call.attend(x, *others[:2]) if isinstance(call, AttentionCall) else x
 
 
 class GatedPattern(Pattern):
@@ -119,7 +122,7 @@ def recall_model() -> RecallModel:
 
 MODELS = {
     "language model": lambda: [layer.mixer for layer in language_model().model.layers],
-    "recall": lambda: [block.mixer for block in recall_model().blocks],
+    "recall": lambda: [block.token_mixer for block in recall_model().blocks],
 }
 each_model = pytest.mark.parametrize("mixers_of", MODELS.values(), ids=MODELS)
 
@@ -304,7 +307,7 @@ class Kept(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, 5.0)
 
-    def forward(self, x):
+    def forward(self, x, context):
         return x
 
 

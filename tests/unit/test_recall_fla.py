@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.mixers.modules.gla import gated_linear_attention
-from cat_lm.mixers.modules.linear_attention import linear_attention
+from cat_lm.mixers.kinds.gla import gated_linear_attention
+from cat_lm.mixers.parts.weighted_sums import linear_attention
+from cat_lm.model.context import Context
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 PACKAGE = importlib.util.find_spec("fla")
@@ -61,14 +62,15 @@ def test_linear_attention():
     q, k, v = leaves
     q, k = F.elu(q) + 1, F.elu(k) + 1
     theirs = definitions("linear_attn").naive_recurrent_linear_attn
-    same(linear_attention(q, k, v), theirs(q, k, v, scale=1.0, normalize=True)[0], leaves)
+    found = linear_attention(q, k, v, Context())
+    same(found, theirs(q, k, v, scale=1.0, normalize=True)[0], leaves)
 
 
 def test_based():
     leaves = random(4, 4, 5)
     q, k, v = leaves
     layer = make_mixer("based:features=4").build(Setting(16, layer=1, num_layers=2))
-    found = linear_attention(layer._map(q), layer._map(k), v)
+    found = linear_attention(layer._map(q), layer._map(k), v, Context())
     theirs = definitions("based").naive_parallel_based(*heads_first(q, k, v))
     same(found, theirs.transpose(1, 2), leaves)
 

@@ -1,4 +1,4 @@
-"""Every mixer against an independent loop or the library's own; all of them causal."""
+"""Recall's model around a mixer, what mixers start from, and wrong specifications."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.context import Context
 from eval.recall.model import RecallModel, learned_filters
 
 
@@ -20,29 +21,12 @@ def built(specification: str, width: int = 16, layer: int = 0, layers: int = 1) 
 
 def test_identity_filters_start_as_attention_and_uniform_ones_are_bounded():
     cat, plain = built("cat:init=identity"), built("attention:position=none")
-    plain.load_state_dict(
-        {k.removeprefix("streams."): v for k, v in cat.state_dict().items() if "filters" not in k}
-    )
+    plain.load_state_dict({k: v for k, v in cat.state_dict().items() if "filter" not in k})
     x = torch.randn(2, 9, 16)
-    torch.testing.assert_close(cat(x), plain(x))
-    taps = torch.cat([f.flatten() for f in built("cat:heads=16").streams.filters.values()])
+    torch.testing.assert_close(cat(x, Context()), plain(x, Context()))
+    uniform = built("cat:heads=16").streams.convolution.filters()
+    taps = torch.cat([f.flatten() for f in uniform.values()])
     assert 0.9 / math.sqrt(3) < taps.abs().max() <= 1 / math.sqrt(3)
-
-
-def test_mamba_equals_transformers_mamba():
-    from transformers.models.mamba.modeling_mamba import MambaConfig, MambaMixer
-
-    mixer = built("mamba", width=32)
-    config = MambaConfig(hidden_size=32, state_size=16, conv_kernel=4, expand=2, time_step_rank=2)
-    other = MambaMixer(config, layer_idx=0).eval()
-    state = mixer.state_dict()
-    state["conv1d.weight"] = state.pop("filters")[0].flip(1)[:, None]
-    state["conv1d.bias"] = state.pop("conv_bias")[0]
-    other.load_state_dict(state)
-    x = torch.randn(2, 11, 32)
-    found = other(x)
-    found = found[0] if isinstance(found, tuple) else found
-    torch.testing.assert_close(mixer(x), found, rtol=1e-4, atol=1e-5)
 
 
 def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
@@ -53,10 +37,10 @@ def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
         )
 
     own, trap = model("mamba"), model("mamba:init=zoology")
-    steps = F.softplus(own.blocks[0].mixer.dt_proj.bias)
+    steps = F.softplus(own.blocks[0].token_mixer.dt_proj.bias)
     assert 0.0009 < steps.min() < 0.003 and 0.04 < steps.max() < 0.11
-    assert not trap.blocks[0].mixer.dt_proj.bias.any()
-    ours, theirs = (dict(m.blocks[0].mixer.named_parameters()) for m in (own, trap))
+    assert not trap.blocks[0].token_mixer.dt_proj.bias.any()
+    ours, theirs = (dict(m.blocks[0].token_mixer.named_parameters()) for m in (own, trap))
     spreads = {"in_proj": 0.02, "x_proj": 0.02, "dt_proj": 0.02, "out_proj": 0.02 / math.sqrt(4)}
     for name, spread in spreads.items():
         assert abs(theirs[f"{name}.weight"].std() / spread - 1) < 0.1, name
@@ -67,13 +51,14 @@ def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
     for name in ("A_log", "D"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
     torch.testing.assert_close(ours["A_log"][3].exp(), torch.arange(1.0, 17.0))
-    assert theirs["filters"].abs().max() > 0.45  # not a linear layer: left alone
+    assert theirs["conv1d.weight"].abs().max() > 0.45  # not a linear layer: left alone
     assert trap.positions is None and len(trap.blocks) == 2
     tokens = torch.randint(9, (2, 6))
     residual = own.eval().embedding(tokens)
     first, second = own.blocks
-    residual = residual + first.mixer(first.norm(residual))
-    out = own.norm(residual + second.mixer(second.norm(residual))) @ own.embedding.weight.T
+    residual = residual + first.attn(first.attn_norm(residual), Context())
+    residual = residual + second.attn(second.attn_norm(residual), Context())
+    out = own.norm(residual) @ own.embedding.weight.T
     torch.testing.assert_close(own(tokens, torch.ones(2, 6).bool()), out.flatten(0, 1))
 
 
@@ -85,17 +70,17 @@ def test_the_model_around_a_mixer_is_zoologys():
     scored = torch.rand(3, 12) < 0.4
     residual = model.embedding(tokens) + model.positions.weight
     first, second = model.blocks
-    residual = residual + first.mixer(first.norm1(residual))
-    residual = residual + first.norm2(residual)
-    residual = residual + second.mixer(second.norm1(residual))
-    out = model.norm(residual + second.norm2(residual))
+    residual = residual + first.attn(first.attn_norm(residual), Context())
+    residual = residual + first.mlp_norm(residual)
+    residual = residual + second.attn(second.attn_norm(residual), Context())
+    out = model.norm(residual + second.mlp_norm(residual))
     expected = (out @ model.embedding.weight.T)[scored]
     torch.testing.assert_close(model(tokens, scored), expected)
     big = RecallModel(mixer, vocabulary=900, d_model=64, positions=12, layers=2)
     assert abs(big.embedding.weight.std() - 0.02) < 1e-3
-    assert abs(big.blocks[0].mixer.projection.weight.std() - 0.02) < 1e-3
-    assert abs(big.blocks[0].mixer.out_proj.weight.std() - 0.01) < 1e-3
-    assert not big.blocks[0].mixer.projection.bias.any()
+    assert abs(big.blocks[0].token_mixer.streams.projection.weight.std() - 0.02) < 1e-3
+    assert abs(big.blocks[0].token_mixer.out_proj.weight.std() - 0.01) < 1e-3
+    assert not big.blocks[0].token_mixer.streams.projection.bias.any()
     assert (
         RecallModel(make_mixer("cat"), vocabulary=9, d_model=16, positions=9, layers=None).positions
         is None
@@ -117,10 +102,10 @@ def test_learned_filters_are_listed_by_layer_and_stream():
         return model, learned_filters(model)
 
     model, found = of("cat:streams=k,heads=2,conv_type=multihead,window=5")
-    filters = model.blocks[0].mixer.streams.filters["k"]  # [W, to, from]
+    filters = model.blocks[0].token_mixer.streams.convolution.k_filter  # [W, to, from]
     assert len(found[0]["k"]) == 4 and found[0]["k"][1] == filters[:, 0, 1].tolist()
     model, found = of("deltanet:conv_type=head")
-    assert found[1]["q"] == model.blocks[1].mixer.filters["q"].tolist()
+    assert found[1]["q"] == model.blocks[1].token_mixer.convolution.q_filter.tolist()
     assert of("deltanet")[1] == of("cat:streams=none")[1] == []
 
 
@@ -140,10 +125,11 @@ def test_learned_filters_are_listed_by_layer_and_stream():
         ("cat:conv_mixing=maps", "needs conv_type=multihead and the stream v"),
         ("cat:conv_mixing=maps,conv_type=multihead,streams=qk", "the stream v, whose filters"),
         ("lincat:conv_mixing=maps", "unknown option 'conv_mixing'"),
-        ("attention:position=alibi", "must be learned, rope or none"),
+        ("attention:position=alibi", "position='alibi': choose one of none, learned, rope"),
         ("gla:operator=cuda", "operator='cuda': must be torch or fla"),
         ("deltanet:operator=", "operator='': must be torch or fla"),
         ("gated-deltanet:operator=fla", "unknown option 'operator'"),
+        ("gated-deltanet:shared_kv=true", "32 values but 16 keys; set expand_v=1"),
         ("none:x=1", "it has none"),
     ],
 )
@@ -170,9 +156,9 @@ def test_the_operator_of_a_package_that_is_not_here_or_not_for_this_tensor(name,
     assert make_mixer(f"{name}:operator=fla").label == f"{name}:operator=fla"
     layer = built(f"{name}:operator=fla")
     with pytest.raises(UserError, match="operator=fla: it needs a CUDA GPU, not cpu"):
-        layer(torch.randn(2, 5, 16))
+        layer(torch.randn(2, 5, 16), Context())
     with pytest.raises(UserError, match="cannot train models in a stack"):
-        torch.func.vmap(layer)(torch.randn(3, 2, 5, 16))
+        torch.func.vmap(lambda x: layer(x, Context()))(torch.randn(3, 2, 5, 16))
 
 
 def test_labels_name_what_differs():

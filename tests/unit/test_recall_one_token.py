@@ -11,7 +11,7 @@ import torch
 
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
-from cat_lm.mixers.base import Setting
+from cat_lm.mixers.parts.base import Setting
 from eval.recall.grids.plan import SCALES, plan
 from eval.recall.tasks import generate, make_task
 from eval.recall.train.cell import Cell

@@ -15,15 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.mixers.kinds.cat import Options
-from cat_lm.mixers.modules.projections import ConvolvedProjections, Filters
+from cat_lm.model.context import Context
+from cat_lm.model.stream_convolution import StreamConvolution
 from eval.common.comparison import t_quantile
 from eval.common.grids import cells, execution
 from eval.common.grids.tuning import Choice
@@ -88,27 +87,6 @@ def test_the_rate_rises_over_a_tenth_and_falls_to_a_tenth():
     rates = [_rate(step, 100) for step in range(1, 101)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and math.isclose(rates[-1], 0.1)
     assert rates[9:] == sorted(rates[9:], reverse=True)
-
-
-def test_shared_keys_and_values_differ_by_their_filters_alone():
-    torch.manual_seed(0)
-    x = torch.randn(2, 7, 8)
-    for place in ("after", "before"):
-        layer = ConvolvedProjections(8, Options(streams=None, shared_kv=True, place=place), True)
-        q, k, v = layer(x)
-        assert torch.equal(k, v) and not torch.equal(q, k)
-        layer = ConvolvedProjections(8, Options(streams="k", shared_kv=True, place=place), True)
-        torch.nn.init.normal_(layer.projection.bias) if place == "after" else None
-        q, k, v = layer(x)
-        taps = layer.filters["k"][0]
-        past = F.pad(v[:, :, 0], (0, 0, 2, 0))
-        if place == "after":
-            expected = sum(taps[j] * past[:, 2 - j : 9 - j] for j in range(3))
-            torch.testing.assert_close(k[:, :, 0], expected)
-    delta = make_mixer("deltanet:streams=none,shared_kv=true").build(Setting(8))
-    assert torch.equal(delta._stream("k", x), delta._stream("v", x))
-    with pytest.raises(UserError, match="expand_v=1"):
-        make_mixer("gated-deltanet:shared_kv=true").build(Setting(8))
 
 
 def test_held_out_rows_are_the_starts_of_documents(tiny_corpus):
@@ -205,9 +183,10 @@ def test_every_model_of_the_grid_starts_as_the_one_without_filters():
                     mixed = make_mixer(streams.specification(mixer, kind, each))
                     found.append(mixed.build(Setting(16)).train())
                 filtered, plain = found
-                state = {k: v for k, v in filtered.state_dict().items() if "filters" not in k}
+                state = {k: v for k, v in filtered.state_dict().items() if "filter" not in k}
                 plain.load_state_dict(state)
-                torch.testing.assert_close(filtered(x), plain(x), rtol=1e-4, atol=1e-5)
+                outputs = filtered(x, Context()), plain(x, Context())
+                torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("line", streams.LINES, ids=lambda line: line.name)
@@ -218,12 +197,12 @@ def test_what_holds_by_algebra(name, line):
     specification = streams.specification(streams.MIXERS[name], "depthwise", line)
     layer = make_mixer(specification).build(Setting(16)).eval()
     for module in layer.modules():  # trained filters are no identity
-        if isinstance(module, Filters):
-            for filters in module.values():
+        if isinstance(module, StreamConvolution):
+            for filters in module.filters().values():
                 torch.nn.init.normal_(filters)
     tokens = torch.randn(1, 12, 16)  # four keys with their values, three others, a query
     swapped = tokens[:, [0, 3, 2, 1, *range(4, 12)]]
-    answers = [layer(row)[:, -1] for row in (tokens, swapped)]
+    answers = [layer(row, Context())[:, -1] for row in (tokens, swapped)]
     equal = torch.allclose(*answers, rtol=1e-4, atol=1e-6)
     assert equal == (line.streams in ("none", "q"))
 

@@ -8,6 +8,7 @@ import torch
 
 from cat_lm.model.attention.modules.decay import DecayScores
 from cat_lm.model.attention.modules.smoothing import SmoothedValues
+from cat_lm.model.context import Context
 from eval.recall.theory import state_space
 from eval.recall.theory.state_space import Head, attend, error, nearest
 
@@ -23,7 +24,7 @@ def test_the_head_is_the_language_models(width):
         torch.from_numpy(logits), place[:, None], place[None], heads[:, None, None]
     ).masked_fill(place[:, None] < place, -torch.inf)
     values = torch.from_numpy(value)[None, :, None, None]
-    smooth = SmoothedValues(width, None)(values, None, None, None)[0, :, 0]
+    smooth = SmoothedValues(width, None)(values, Context())[0, :, 0]
     expected = scored.softmax(-1) @ smooth
     rates = decay.rates(heads, torch.float64).tolist()
     assert rates[0] == 0 < rates[1] < rates[2]

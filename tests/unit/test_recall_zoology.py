@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.context import Context
 from eval.common.grids import cells
 from eval.recall.model import RecallModel
 from eval.recall.train.cell import Cell
@@ -25,7 +26,7 @@ from eval.recall.train.trial import Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
 OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet")
-INSIDE = ("attention", "cat", "landmark", "multi-token")  # drop parts of their maps
+INSIDE = ("attention", "cat", "chunk", "landmark", "multi-token")  # drop parts of their maps
 
 
 def model_of(specification: str, **options: float | None) -> RecallModel:
@@ -53,9 +54,10 @@ def transformer_blocks(model: RecallModel, tokens: Tensor) -> Tensor:
     hidden, residual = embedded(model, tokens), 0.0
     for i, block in enumerate(model.blocks):
         residual = residual + F.dropout(hidden, 0.1 if i == 0 else 0.0, model.training)
-        normed = F.layer_norm(residual, (WIDTH,), block.norm1.weight, block.norm1.bias, 1e-5)
-        residual = residual + block.mixer(normed)
-        hidden = F.layer_norm(residual, (WIDTH,), block.norm2.weight, block.norm2.bias, 1e-5)
+        one, two = block.attn_norm, block.mlp_norm
+        normed = F.layer_norm(residual, (WIDTH,), one.weight, one.bias, 1e-5)
+        residual = residual + block.attn(normed, Context())
+        hidden = F.layer_norm(residual, (WIDTH,), two.weight, two.bias, 1e-5)
     return residual + hidden
 
 
@@ -64,7 +66,7 @@ def mamba_blocks(model: RecallModel, tokens: Tensor) -> Tensor:
     for block in model.blocks:
         residual = residual + hidden
         scale = (residual.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
-        hidden = block.mixer(residual * scale * block.norm.weight)
+        hidden = block.attn(residual * scale * block.attn_norm.weight, Context())
     return residual + hidden
 
 
@@ -104,7 +106,8 @@ def test_only_attention_drops_something_inside(name):
     """As in Zoology: its mixers that are no softmax attention draw nothing at random."""
     torch.manual_seed(0)
     layer, x = make_mixer(name).build(Setting(WIDTH, 1, 2)), torch.randn(2, TIME, WIDTH)
-    assert torch.equal(layer.train()(x), layer.eval()(x)) != (name in INSIDE)
+    trained, used = layer.train()(x, Context()), layer.eval()(x, Context())
+    assert torch.equal(trained, used) != (name in INSIDE)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -114,8 +117,8 @@ def test_attention_is_zoologys_mha(training):
     layer = make_mixer("attention:heads=2").build(Setting(WIDTH)).train(training)
     x = torch.randn(2, TIME, WIDTH)
     torch.manual_seed(1)
-    found = layer(x)
-    q, k, v = layer.projection(x).view(2, TIME, 3, 2, WIDTH // 2).unbind(dim=2)
+    found = layer(x, Context())
+    q, k, v = layer.streams.projection(x).view(2, TIME, 3, 2, WIDTH // 2).unbind(dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k / math.sqrt(WIDTH // 2))
     scores = scores + torch.full((TIME, TIME), -10_000.0).triu(1)
     torch.manual_seed(1)

@@ -14,7 +14,8 @@ from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.model.mixer_rules import mixer_of, mixer_problems, settings_of
+from cat_lm.mixers.checks import mixer_of, mixer_problems, settings_of
+from cat_lm.model.attention.objective import Objective
 from cat_lm.model.rules import gated_width
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ class MixerArchitecture(Architecture):
                 f"learned_positions={rows}: must be at least data.context_length={context_length}"
             ]
         return found
+
+    def objective(self, section: MixerSection, train: Any) -> Objective:
+        """Return the tokens' loss and the mixer's own."""
+        return Objective(mixer_of(section).kind.own_loss)
 
     def isolates_documents(self, section: MixerSection) -> bool:
         """Return True if the mixer keeps documents apart."""

@@ -6,14 +6,17 @@ convolution, attention), so that Based with one layer has no attention at all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import check_counts, convolution_flops
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.options import check_counts, convolution_flops
+from cat_lm.mixers.parts.weighted_sums import linear_attention
+from cat_lm.model.context import Context
+from cat_lm.model.short_convolution import convolve_channels
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,48 @@ class Options:
         return 1 + self.features + self.features**2
 
 
+class GatedShortConvolution(nn.Module):
+    """(conv u) ⊙ (W u + b) + u, with a depthwise causal convolution."""
+
+    no_decay = ("filters", "bias")
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__()
+        width, bound = setting.d_model, 1 / math.sqrt(options.window)
+        self.filters = nn.Parameter(torch.empty(1, width, options.window).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(1, width).uniform_(-bound, bound))
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        moved = convolve_channels(x, self.filters, self.bias, context, name="inputs")
+        return moved * self.projection(x) + x
+
+
+class TaylorAttention(nn.Module):
+    """Linear attention with φ(q)·φ(k) = 1 + s + s²/2, s = q·k/√f."""
+
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__()
+        width = setting.d_model
+        self.features = options.features
+        self.qk_proj = nn.Linear(width, 2 * options.features, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        q, k = (self._map(part) for part in self.qk_proj(x).chunk(2, dim=-1))
+        v = self.v_proj(x)[:, :, None]
+        y = linear_attention(q[:, :, None], k[:, :, None], v, context)
+        return self.o_proj(y.squeeze(2))
+
+    def _map(self, x: Tensor) -> Tensor:
+        x = x / self.features**0.25
+        second = (x[..., :, None] * x[..., None, :]).flatten(-2) / math.sqrt(2)
+        return torch.cat([torch.ones_like(x[..., :1]), x, second], dim=-1)
+
+
 class Based(MixerKind):
     """Convolutions and linear attention in turn."""
 
@@ -45,8 +90,6 @@ class Based(MixerKind):
     supports = ALL
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.based import GatedShortConvolution, TaylorAttention
-
         kind = TaylorAttention if setting.layer % 2 else GatedShortConvolution
         return kind(options, setting)
 

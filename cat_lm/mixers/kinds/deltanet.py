@@ -1,16 +1,84 @@
-"""DeltaNet (Yang et al., 2024): linear attention that replaces what a key has stored."""
+"""DeltaNet (Yang et al., 2024): linear attention that replaces what a key has stored.
+
+    S_t = S_{t−1} (I − β_t k_t k_t^T) + β_t v_t k_t^T,   o_t = S_t q_t / √d_k,   β = sigmoid(b(x))
+
+with short convolutions of queries, keys and values, SiLU, unit queries and keys, and RMSNorm of
+each head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import DeltaOptions, check_operator
-from cat_lm.ops.recurrence import DELTA_FLOPS
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
+from cat_lm.mixers.parts.options import DeltaOptions, check_operator
+from cat_lm.mixers.parts.streams import FilteredStreams
+from cat_lm.model.context import Context, at_least_fp32
+from cat_lm.model.sequence import to_heads, to_tokens
+from cat_lm.ops.recurrence import DELTA_FLOPS, backends, fla
+from cat_lm.ops.recurrence.delta_rule import delta_rule
+
+ZOOLOGY_EPSILON = 1e-24  # of the square of a length, as `F.normalize` has it
+
+
+class DeltaRule(LinearMixer):
+    """One layer of the delta rule; other arguments as of `LinearMixer`.
+
+    Args:
+        unit_epsilon: what is added to the square of the length of queries and keys.
+    """
+
+    recurrence = backends.DELTA_RULE
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        keys: int,
+        values: int,
+        *,
+        norm_eps: float,
+        is_gated: bool = False,
+        unit_epsilon: float = 1e-6,
+        **how: Any,
+    ) -> None:
+        super().__init__(width, heads, keys, values, is_gated=is_gated, **how)
+        self.unit_epsilon = unit_epsilon
+        self.b_proj = nn.Linear(width, heads, bias=False)
+        self.o_norm = (GatedNorm if is_gated else nn.RMSNorm)(values // heads, norm_eps)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        q, k, v = to_heads(context.group, *self.streams(x, context))
+        # Without β and a decay a step leaves the state as it was.
+        rates = [context.without_padding(rate) for rate in self.rates(x)]
+        rates = [own for rate in rates for own in to_heads(context.group, rate)]
+        q, k = self._unit(q), self._unit(k)
+        y = context.recur(self.operator(v, context.mixer_backend), q, k, v, *rates)
+        y = to_tokens(context.group, y)
+        gate = [self.of_heads(self.g_proj(x))] if isinstance(self.o_norm, GatedNorm) else []
+        return self.o_proj(self.o_norm(y, *gate).flatten(2))
+
+    def rates(self, x: Tensor) -> list[Tensor]:
+        """Compute β, and the logarithm of the decay where there is one, [B, T, H]."""
+        return [self.b_proj(x).sigmoid()]
+
+    def computed_by(self, backend: str) -> Operator:
+        return fla.chunked_delta_rule if backend == "fla" else delta_rule
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """Scale each head to length 1: x / √(Σ x² + ε)."""
+        wide = at_least_fp32(x)
+        squares = wide.square().sum(-1, keepdim=True)
+        return (wide * (squares + self.unit_epsilon).rsqrt()).to(x.dtype)
+
+
+class FilteredDeltaRule(FilteredStreams, DeltaRule):
+    """The delta rule over streams that are filtered as `DeltaOptions` say."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +108,9 @@ class DeltaNet(MixerKind):
         options.check(setting.d_model, 1.0)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.delta import DeltaRuleLayer
-        from cat_lm.ops.recurrence import fla
-
-        operator = fla.delta_rule if options.operator == "fla" else None
-        return DeltaRuleLayer(options, setting, expand_v=1.0, gated=False, operator=operator)
+        operator = fla.delta_rule if options.operator == "fla" else delta_rule
+        width, how = setting.d_model, {"operator": operator, "unit_epsilon": ZOOLOGY_EPSILON}
+        return FilteredDeltaRule(options, width, width, norm_eps=1e-5, **how)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         return options.mixing_flops(setting.d_model, 1.0, each=DELTA_FLOPS)

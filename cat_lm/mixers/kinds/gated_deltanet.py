@@ -1,17 +1,66 @@
-"""Gated DeltaNet (Yang et al., 2024): the delta rule on a state that decays; no output gate here,
-as in Zoology's synthetic runs."""
+"""Gated DeltaNet (Yang et al., 2024): the delta rule on a state that decays.
+
+As a mixer by name it has no output gate, as in Zoology's synthetic runs.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import DeltaOptions, check_positive
-from cat_lm.ops.recurrence import GATED_DELTA_FLOPS
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.kinds.deltanet import ZOOLOGY_EPSILON, DeltaRule
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.options import DeltaOptions, check_positive
+from cat_lm.mixers.parts.streams import FilteredStreams
+from cat_lm.model.context import at_least_fp32
+from cat_lm.ops.recurrence import GATED_DELTA_FLOPS, backends
+from cat_lm.ops.recurrence.delta_rule import delta_rule
+
+
+class GatedDeltaRule(DeltaRule):
+    """One layer of the delta rule with decays α = exp(−e^A softplus(a(x) + dt)) of each head.
+
+    Arguments as of `DeltaRule`.
+    """
+
+    recurrence = backends.GATED_DELTA_RULE
+    no_decay = ("A_log", "dt_bias")
+
+    def __init__(self, width: int, heads: int, *sizes: int, **how: Any) -> None:
+        super().__init__(width, heads, *sizes, **how)
+        self.a_proj = nn.Linear(width, heads, bias=False)
+        for name, values in initial_decay(heads).items():
+            self.register_parameter(name, nn.Parameter(values))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Draw the rates as they are published, by name."""
+        return initial_decay(self.heads)
+
+    def rates(self, x: Tensor) -> list[Tensor]:
+        return [*super().rates(x), log_decay(self.a_proj(x), self.dt_bias, self.A_log)]
+
+
+class FilteredGatedDeltaRule(FilteredStreams, GatedDeltaRule):
+    """The gated delta rule over streams that are filtered as `DeltaOptions` say."""
+
+
+def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> Tensor:
+    """Compute log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
+    steps = at_least_fp32(a) + at_least_fp32(dt_bias)
+    # Softplus; of F.softplus, torch.compile takes the gradient to lie otherwise than it does.
+    steps = torch.logaddexp(steps, torch.zeros_like(steps))
+    return -at_least_fp32(A_log).exp() * steps
+
+
+def initial_decay(heads: int) -> dict[str, Tensor]:
+    """Draw `A_log` and `dt_bias` [H] as they start: rates to 16, steps from 0.001 to 0.1."""
+    rates = torch.empty(heads).uniform_(1e-3, 16)
+    steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
+    return {"A_log": rates.log(), "dt_bias": steps + torch.log(-torch.expm1(-steps))}
 
 
 @dataclass(frozen=True)
@@ -40,9 +89,9 @@ class GatedDeltaNet(MixerKind):
         options.check(setting.d_model, options.expand_v)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.delta import DeltaRuleLayer
-
-        return DeltaRuleLayer(options, setting, expand_v=options.expand_v, gated=True)
+        values = options.sizes(setting.d_model, options.expand_v)["v"]
+        how = {"operator": delta_rule, "unit_epsilon": ZOOLOGY_EPSILON}
+        return FilteredGatedDeltaRule(options, setting.d_model, values, norm_eps=1e-5, **how)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         return options.mixing_flops(setting.d_model, options.expand_v, each=GATED_DELTA_FLOPS)

@@ -2,20 +2,72 @@
 
     S_t = diag(α_t) S_{t−1} + k_t v_t^T,   o_t = S_t^T q_t / √d_k,   α = sigmoid(low rank)^{1/16}
 
-then RMSNorm of each head, a swish output gate and a projection; no short convolution by default.
+then RMSNorm of each head, a swish output gate and a projection. As a mixer by name it has no short
+convolution.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import check_counts, check_operator, check_positive
-from cat_lm.ops.recurrence import EVERY, GLA_FLOPS
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
+from cat_lm.mixers.parts.options import check_counts, check_operator, check_positive
+from cat_lm.model.context import Context, at_least_fp32
+from cat_lm.model.sequence import to_heads, to_tokens
+from cat_lm.ops.recurrence import EVERY, GLA_FLOPS, GLA_LOW_RANK, backends, fla
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+
+TEMPERATURE = 16
+
+
+class GatedLinearAttention(LinearMixer):
+    """One layer of gated linear attention; arguments as of `LinearMixer`."""
+
+    recurrence = backends.GLA
+
+    def __init__(
+        self, width: int, heads: int, keys: int, values: int, *, norm_eps: float, **how: Any
+    ) -> None:
+        super().__init__(width, heads, keys, values, **how)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(width, GLA_LOW_RANK, bias=False), nn.Linear(GLA_LOW_RANK, keys)
+        )
+        self.g_norm_swish_gate = GatedNorm(values // heads, norm_eps)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        gates = self.of_heads(self.gk_proj(x))
+        q, k, v, gates = to_heads(context.group, *self.streams(x, context), gates)
+        decay = F.logsigmoid(at_least_fp32(gates)) / TEMPERATURE
+        # Without a key and a decay a step leaves the state as it was.
+        k, decay = context.without_padding(k), context.without_padding(decay)
+        y = context.recur(self.operator(v, context.mixer_backend), q, k, v, decay)
+        y = to_tokens(context.group, y)
+        y = self.g_norm_swish_gate(y, self.of_heads(self.g_proj(x)))
+        return self.o_proj(y.flatten(2))
+
+    def computed_by(self, backend: str) -> Operator:
+        if backend == "fla":
+            return fla.chunked_gated_linear_attention
+        return partial(gated_linear_attention, backend=backend)
+
+
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **how: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute o [B, T, H, V] for q, k, log α [B, T, H, K] and v [B, T, H, V].
+
+    Args:
+        how: document_ids, initial_state, return_state and backend, as of `decaying_scan`.
+    """
+    one = log_decay.new_ones(1, 1, 1)
+    return decaying_scan(q * q.shape[-1] ** -0.5, k, v, log_decay[..., None], one, **how)
 
 
 @dataclass(frozen=True)
@@ -45,7 +97,7 @@ class Options:
         return int(width * self.expand_k), int(width * self.expand_v)
 
 
-class GatedLinearAttention(MixerKind):
+class Gla(MixerKind):
     """Linear attention whose keys decay."""
 
     name = "gla"
@@ -58,9 +110,11 @@ class GatedLinearAttention(MixerKind):
             raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.gla import GatedLinearAttention
-
-        return GatedLinearAttention(options, setting)
+        is_fla, sizes = options.operator == "fla", options.sizes(setting.d_model)
+        operator = fla.gated_linear_attention if is_fla else gated_linear_attention
+        return GatedLinearAttention(
+            setting.d_model, options.heads, *sizes, norm_eps=1e-5, operator=operator
+        )
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         return GLA_FLOPS * self.state_numbers(options, setting, length)
@@ -81,4 +135,4 @@ class GatedLinearAttention(MixerKind):
         return keys * values // options.heads
 
 
-ENTRY = GatedLinearAttention()
+ENTRY = Gla()

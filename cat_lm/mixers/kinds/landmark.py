@@ -1,22 +1,19 @@
 """Landmark CAT: attention over convolved streams to the blocks of keys that landmarks find.
 
 `cat_lm.model.attention.modules.landmark` has the equations, `cat_lm.mixers.kinds.cat` the streams.
-Decoding here reads all keys for each token, to make the landmarks again; the pattern
-`attention: landmark` of the families with attention keeps them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cat_lm.mixers.base import Setting
+from torch import nn
+
 from cat_lm.mixers.kinds import cat
-from cat_lm.mixers.shared import attention_flops, attention_maps, check_choice, check_counts
+from cat_lm.mixers.parts.base import Setting
+from cat_lm.mixers.parts.options import attention_flops, attention_maps, check_choice, check_counts
 from cat_lm.ops.landmark import options as landmark
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,16 @@ class LandmarkAttention(cat.ConvolvedAttention):
 
     name = "landmark"
     Options = Options
+    own_loss = "landmark_loss"
+
+    def attention_settings(self, options: Options) -> dict[str, Any]:
+        chosen = {"attention": "landmark", "attention_options": options.of_landmarks}
+        return super().attention_settings(options) | chosen
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.landmark import LandmarkMixer
-
-        return LandmarkMixer(options, setting)
+        layer = super().build(options, setting)
+        layer.core.training_by, layer.core.rows = options.training, landmark.USUAL_ROWS
+        return layer
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         width, read = setting.d_model, length
@@ -86,6 +88,11 @@ class LandmarkAttention(cat.ConvolvedAttention):
             read = min(length, blocks * options.block)
         landmarks = 6 * (length // options.block + 1)
         return attention_flops(read, width) + landmarks * width + options.filter_flops(width)
+
+    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
+        carried = options.landmark_filter == "exponential"
+        landmarks = setting.d_model * (length // options.block + carried)
+        return super().state_numbers(options, setting, length) + landmarks
 
     def saved_maps(self, options: Options, setting: Setting) -> float:
         masks = options.heads * (options.training == "hard")

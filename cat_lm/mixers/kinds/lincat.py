@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import ConvolutionOptions, attention_flops
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.options import ConvolutionOptions, attention_flops
+from cat_lm.mixers.parts.streams import Streams, StreamSettings, stream_settings
+from cat_lm.mixers.parts.weighted_sums import linear_attention
+from cat_lm.model.context import Context
+
+
+class LinearConvolutionAugmentedAttention(nn.Module):
+    """One LinCAT layer; without filters, plain linear attention."""
+
+    def __init__(self, options: Options, settings: StreamSettings) -> None:
+        super().__init__()
+        self.streams = Streams(options, settings, options.bias)
+        self.out_proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=options.bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        q, k, v = self.streams(x, context)
+        return self.out_proj(linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, context).flatten(2))
 
 
 @dataclass(frozen=True)
@@ -36,9 +52,8 @@ class ConvolvedLinearAttention(MixerKind):
             raise ValueError(f"heads={options.heads} do not divide d_model={setting.d_model}")
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.linear_attention import LinearConvolutionAugmentedAttention
-
-        return LinearConvolutionAugmentedAttention(options, setting)
+        settings = stream_settings(options, setting.d_model)
+        return LinearConvolutionAugmentedAttention(options, settings)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         width = setting.d_model

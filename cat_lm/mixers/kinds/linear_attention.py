@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
+from torch import nn
+
 from cat_lm.mixers.kinds import lincat
-from cat_lm.mixers.shared import check_counts
-
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.options import check_counts
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ Scores are convolved over queries and keys, and maps mixed over heads, by the eq
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
-from cat_lm.mixers.shared import attention_flops, check_counts
+from cat_lm.mixers.kinds import cat
+from cat_lm.mixers.parts.base import Setting
+from cat_lm.mixers.parts.options import attention_flops, check_counts, check_fraction
 from cat_lm.ops.convolution.multi_token_options import (
     DEFAULTS,
     LONGEST,
@@ -18,9 +19,6 @@ from cat_lm.ops.convolution.multi_token_options import (
     option_problems,
     parameters,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,14 @@ class Options:
 
     def __post_init__(self) -> None:
         check_counts(self, "heads")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        check_fraction(self, "dropout")
         if problems := option_problems(**self.kernel):
             raise ValueError(problems[0])
+
+    @property
+    def plain(self) -> cat.Options:
+        """The layer around the scores, CAT's without filters."""
+        return cat.Options(streams=None, heads=self.heads, bias=self.bias, dropout=self.dropout)
 
     @property
     def kernel(self) -> dict[str, Any]:
@@ -55,23 +57,16 @@ class Options:
         return {name: getattr(self, name) for name in DEFAULTS}
 
 
-class MultiToken(MixerKind):
+class MultiToken(cat.ConvolvedAttention):
     """Softmax attention whose scores are convolved."""
 
     name = "multi-token"
     Options = Options
-    layers = 1
     longest = LONGEST
-    supports = ALL
 
-    def check(self, options: Options, setting: Setting) -> None:
-        if setting.d_model % options.heads:
-            raise ValueError(f"heads={options.heads} do not divide d_model={setting.d_model}")
-
-    def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.multi_token import MultiTokenAttention
-
-        return MultiTokenAttention(options, setting)
+    def attention_settings(self, options: Options) -> dict[str, Any]:
+        chosen = {"attention": "multi_token", "attention_options": options.kernel}
+        return super().attention_settings(options) | chosen | {"_attn_implementation": "eager"}
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         taps = parameters(options.heads, **options.kernel)
@@ -84,6 +79,9 @@ class MultiToken(MixerKind):
         # In fp32 alone: scores before the kernel, what is mixed over heads, what drops some.
         halves = 1 + len(mixings(options.head_mixing)) + bool(options.dropout)
         return options.heads * (1.2 + halves / 2)
+
+    def saved_masks(self, options: Options, setting: Setting) -> float:
+        return 0.0
 
     def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
         return setting.d_model * (2 * length + options.query_window - 1)

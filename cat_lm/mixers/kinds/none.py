@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cat_lm.mixers.base import ALL, MixerKind, Setting
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.model.context import Context
+
+
+class LinearLayer(nn.Linear):
+    """y = W x + b; positions, documents and padding are nothing to it."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Compute [B, T, C]."""
+        return super().forward(x)
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,7 @@ class NoMixing(MixerKind):
     supports = ALL
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        from cat_lm.mixers.modules.none import NoMixing
-
-        return NoMixing(setting.d_model, setting.d_model)
+        return LinearLayer(setting.d_model, setting.d_model)
 
     def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
         return 0.0

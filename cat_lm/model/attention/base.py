@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cat_lm.model.attention.objective import Objective
 from cat_lm.model.rules import head_width, key_heads
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Entry:
         """Return why its module cannot compute some of the heads as it computes them among all.
 
         For `train.sequence_parallel`; an entry that can says so. A module with something for each
-        head has an attribute `sequence_group` (`cat_lm.model.sequence`), which is given to it.
+        head finds the ranks in `call.group`, a transform of scores in `sequence_group`.
         """
         return [f"{self.title} cannot be divided by heads"]
 
@@ -116,6 +117,7 @@ class Pattern(Entry):
         masks_keys: whether its module itself leaves out padding and other documents' keys, which
             `call` tells it, so that no mask is made; one that was prepared is refused.
         longest: the most tokens that a row may have; None for any number.
+        train_keys: the keys of `train` that are for this pattern alone, with their defaults.
     """
 
     takes_transforms: ClassVar[bool] = True
@@ -124,6 +126,7 @@ class Pattern(Entry):
     keeps_mask: ClassVar[bool] = True
     masks_keys: ClassVar[bool] = False
     longest: ClassVar[int | None] = None
+    train_keys: ClassVar[Mapping[str, Any]] = {}
 
     def length_problems(self, model: Any, length: int) -> list[str]:
         """Return whether rows have more than `longest` tokens."""
@@ -159,6 +162,20 @@ class Pattern(Entry):
         Such a model takes no padding between the tokens of a row.
         """
         return False
+
+    def objective(self, train: Any) -> Objective:
+        """Return what a step minimises, by the section `train` of a run's configuration."""
+        return Objective()
+
+    def objective_problems(self, config: Any) -> list[str]:
+        """Return what of a run's `train` contradicts its model, in lines that begin with the key.
+
+        Of a run that names this pattern.
+        """
+        return []
+
+    def prepare(self, model: Any, train: Any) -> None:
+        """Set the modules of a model that will be trained by `objective`."""
 
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make what the module takes as `call.mask`; transformers' causal mask by default.
@@ -233,7 +250,7 @@ class ValueTransform(Entry):
     `padding_mask`, `document_ids` and `state` as `cat_lm.model.convolution` does, and returns
     values. What it reads of earlier tokens it keeps in the state under "value". One with a true
     `reads_positions` is also given `positions` [B or 1, T], of the tokens in their documents. One
-    that convolves asks for the backend in its attribute `conv_backend`, see `set_conv_backend`.
+    that convolves asks for the backend in `context.conv_backend`.
     """
 
     def taps(self, model: Any) -> int:

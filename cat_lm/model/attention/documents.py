@@ -16,7 +16,7 @@ from cat_lm.model.attention.modules.varlen import why_no_kernel
 from cat_lm.model.rules import query_width
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 _MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
 

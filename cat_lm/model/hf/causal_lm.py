@@ -26,8 +26,14 @@ from transformers.utils.output_capturing import capture_outputs
 from cat_lm.core.registry import one_of
 from cat_lm.model import attention
 from cat_lm.model.attention.causality import check_attention
-from cat_lm.model.cache import CatCache, attach_layer_state, without_plans
-from cat_lm.model.hf.masks import check_call, counted, positions_restart, sequence_layout
+from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
+from cat_lm.model.cache import (
+    CatCache,
+    attach_layer_state,
+    count_tokens,
+    without_plans,
+)
+from cat_lm.model.context import Context, layer_context
 from cat_lm.model.hf.starts import AsksForStarts
 from cat_lm.model.initialization import initialize
 from cat_lm.model.sequence import SequenceGroup, check_divided
@@ -49,7 +55,7 @@ class PreTrainedMixin(AsksForStarts):
     # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
     _supports_attention_backend = _supports_context_parallel = False
     # accelerate would pass copies of these arguments, but layers write into them.
-    _skip_keys_device_placement = ("past_key_values", "layer_past", "auxiliary_losses", "norm")
+    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
 
     def post_init(self) -> None:
         """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
@@ -89,20 +95,22 @@ class PreTrainedMixin(AsksForStarts):
 
 
 class CausalBody:
-    """The forward of a transformer without its head; a family gives the modules.
+    """The forward of a model without its head; a family gives the modules.
 
-    The model has `layers` and `rotary_emb` (None without positions).
+    The model has `layers`, whose forward takes hidden states and a `Context`, and `rotary_emb` if
+    positions are rotated.
     """
 
-    cache_argument = "past_key_values"  # by which the layers take the cache
     sequence_group: SequenceGroup | None = None
+    conv_backend = mixer_backend = "auto"
 
     def post_init(self) -> None:
         """Do what transformers does when a model is made; check what is not ours before."""
-        check_attention(self)
+        if self.config.attends:
+            check_attention(self)
         super().post_init()
 
-    def _enter(self, inputs_embeds: Tensor) -> Tensor:
+    def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
         """Do what comes between the embeddings [B, T, C] and the first layer."""
         return inputs_embeds
 
@@ -139,12 +147,14 @@ class CausalBody:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if past_key_values is not None:
             attach_layer_state(past_key_values, self.config)
-        elif use_cache:
+        elif use_cache and getattr(self.config, "keeps_state", True):
             past_key_values = CatCache(self.config)
+        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
+            past_key_values = None  # a layer that is computed again would add its tokens again
 
         group = self.sequence_group
         check_divided(group, attention_mask, padding_mask, past_key_values)
-        layout = sequence_layout(
+        context = context_of(
             self.config,
             inputs_embeds if group is None else group.whole_like(inputs_embeds),
             attention_mask,
@@ -155,24 +165,15 @@ class CausalBody:
             document_borders,
             kwargs,
         )
-        hidden_states = self._enter(inputs_embeds)
-        position_embeddings = None
-        if self.rotary_emb is not None:
-            position_embeddings = self.rotary_emb(hidden_states, layout.position_ids)
+        context.group = group
+        context.conv_backend, context.mixer_backend = self.conv_backend, self.mixer_backend
+        hidden_states = self._enter(inputs_embeds, context)
+        if (rotary_emb := getattr(self, "rotary_emb", None)) is not None:
+            context.rotary = rotary_emb(hidden_states, context.positions)
         with without_plans(past_key_values, hidden_states):
-            for layer in self.layers:
-                hidden_states = layer(
-                    hidden_states,
-                    attention_mask=layout.attention_mask,
-                    position_ids=layout.position_ids,
-                    use_cache=use_cache,
-                    position_embeddings=position_embeddings,
-                    padding_mask=layout.padding_mask,
-                    document_ids=layout.documents,
-                    document_positions=layout.document_positions,
-                    **{self.cache_argument: past_key_values},
-                    **(kwargs | layout.attention_kwargs),
-                )
+            for index, layer in enumerate(self.layers):
+                hidden_states = layer(hidden_states, layer_context(context, index))
+        count_tokens(past_key_values, inputs_embeds.shape[1])
         return BaseModelOutputWithPast(
             last_hidden_state=self._leave(hidden_states),
             past_key_values=past_key_values,
@@ -215,7 +216,7 @@ class CausalLanguageModel:
         self.loss_type = "ForCausalLM"  # whatever the class is called
         taken = inspect.signature(type(self.base_model).forward).parameters
         self.keeps_state = "past_key_values" in taken
-        self.takes_borders = "document_borders" in taken
+        self.takes_borders = "document_borders" in taken and getattr(self.config, "attends", True)
 
     def set_conv_backend(self, name: str) -> None:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
@@ -228,9 +229,7 @@ class CausalLanguageModel:
         """
         if problem := BACKENDS.problem(name):
             raise ValueError(f"backend={name!r}: {problem}")
-        for module in self.modules():
-            if hasattr(module, "conv_backend"):
-                module.conv_backend = name
+        self.base_model.conv_backend = name
 
     def set_mixer_backend(self, name: str) -> None:
         """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
@@ -240,9 +239,7 @@ class CausalLanguageModel:
         """
         if name not in (known := ("auto", *MIXER_BACKENDS)):
             raise ValueError(f"backend={name!r}: {one_of(name, known)}")
-        for module in self.modules():
-            if hasattr(module, "mixer_backend"):
-                module.mixer_backend = name
+        self.base_model.mixer_backend = name
 
     def set_sequence_group(self, group: SequenceGroup | None) -> None:
         """Have every sequence computed by a group of ranks, each a part of it; None for one alone.

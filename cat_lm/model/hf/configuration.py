@@ -10,14 +10,14 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 
 from cat_lm.core.numbers import FRACTION, NORM_EPSILON
+from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.hf.settings import (
     NUMBERS,
     SWITCHES,
     WHOLE_NUMBERS,
-    AttentionSettings,
+    KnownKeys,
     check_numbers,
     check_shape,
-    refuse,
 )
 from cat_lm.model.rope_scaling import (
     check_rope_number,
@@ -28,7 +28,7 @@ from cat_lm.model.rules import given_once_problems, rotation_problems, temperatu
 
 
 @strict
-class CatConfig(AttentionSettings, GPTNeoXConfig):
+class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
     conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves

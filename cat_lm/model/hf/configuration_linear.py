@@ -20,13 +20,12 @@ from cat_lm.core.numbers import (
     VOCABULARY,
     WINDOW,
 )
+from cat_lm.model.attention.settings import check_choice, refuse
 from cat_lm.model.hf.settings import (
     RecurrentSettings,
-    check_choice,
     check_numbers,
     check_switches,
     check_tokens,
-    refuse,
 )
 from cat_lm.model.linear_rules import CONV_INITS, DeltaNetShape, GatedDeltaNetShape, GlaShape
 from cat_lm.model.rules import gated_width

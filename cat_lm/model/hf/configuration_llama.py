@@ -10,14 +10,14 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from cat_lm.core.numbers import HEADS, HIDDEN_SIZE, NORM_EPSILON
+from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.hf.settings import (
     NUMBERS,
     SWITCHES,
     WHOLE_NUMBERS,
-    AttentionSettings,
+    KnownKeys,
     check_numbers,
     check_shape,
-    refuse,
 )
 from cat_lm.model.rope_scaling import (
     check_rope_number,
@@ -35,7 +35,7 @@ from cat_lm.model.rules import (
 
 
 @strict
-class CatLlamaConfig(AttentionSettings, LlamaConfig):
+class CatLlamaConfig(AttentionSettings, KnownKeys, LlamaConfig):
     r"""Configuration of a convolution-augmented Llama model.
 
     The fields of the convolutions, of positions and of the temperature mean what they mean in

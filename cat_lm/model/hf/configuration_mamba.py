@@ -11,13 +11,12 @@ from transformers.models.mamba.configuration_mamba import MambaConfig
 from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 
 from cat_lm.core import numbers
+from cat_lm.model.attention.settings import check_choice, refuse
 from cat_lm.model.hf.settings import (
     RecurrentSettings,
-    check_choice,
     check_numbers,
     check_switches,
     check_tokens,
-    refuse,
 )
 from cat_lm.model.mamba_rules import limit_problems, state_head_problems, step_problems
 

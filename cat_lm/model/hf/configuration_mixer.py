@@ -20,14 +20,14 @@ from cat_lm.core.numbers import (
     NORM_EPSILON,
     VOCABULARY,
 )
+from cat_lm.mixers.checks import mixer_of, mixer_problems
+from cat_lm.model.attention.settings import refuse
 from cat_lm.model.hf.settings import (
     RecurrentSettings,
     check_numbers,
     check_switches,
     check_tokens,
-    refuse,
 )
-from cat_lm.model.mixer_rules import mixer_of, mixer_problems
 
 _WHOLE_NUMBERS = {
     "hidden_size": HIDDEN_SIZE,
@@ -85,6 +85,13 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
     def keeps_state(self) -> bool:
         """Return True if the mixer has a decoding state."""
         return "state" in mixer_of(self).kind.supports
+
+    @property
+    def cache_layers(self) -> tuple[type, type]:
+        """Import the class of the mixer's cache layers, which grow."""
+        mixer = mixer_of(self)
+        own = mixer.kind.cache_layer(mixer.options)
+        return own, own
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:

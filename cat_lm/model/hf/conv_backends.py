@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cat_lm.model import attention
-from cat_lm.model.hf.settings import AttentionSettings
+from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.rules import canon_places
 from cat_lm.ops import BACKENDS, choose_backend
 from cat_lm.ops.long_filter import LENGTH

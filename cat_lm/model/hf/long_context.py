@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.hf.causal_lm import CausalLanguageModel
-from cat_lm.model.hf.settings import AttentionSettings
 from cat_lm.model.rope_scaling import logit_temperature
 
 if TYPE_CHECKING:

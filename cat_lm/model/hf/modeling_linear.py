@@ -12,8 +12,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cat_lm.mixers.kinds.deltanet import DeltaRule
+from cat_lm.mixers.kinds.gated_deltanet import GatedDeltaRule
+from cat_lm.mixers.kinds.gla import GatedLinearAttention
+from cat_lm.mixers.parts.linear import LinearMixer
+from cat_lm.model.blocks.residual import Block, GatedMLP
+from cat_lm.model.hf.causal_lm import CausalBody
 from cat_lm.model.hf.configuration_linear import (
     CatDeltaNetConfig,
     CatGatedDeltaNetConfig,
@@ -23,41 +28,8 @@ from cat_lm.model.hf.configuration_linear import (
     GLAConfig,
     LinearConfig,
 )
-from cat_lm.model.hf.modeling_mixer import GatedMLP
-from cat_lm.model.hf.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
-from cat_lm.model.linear_mixers import (
-    DeltaRule,
-    GatedDeltaRule,
-    GatedLinearAttention,
-    LinearMixer,
-)
-from cat_lm.model.mixer_cache import MixerCache
+from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
-
-
-class LinearLayer(GradientCheckpointingLayer):
-    """RMSNorm and the mixer, RMSNorm and the MLP, on the residual stream."""
-
-    def __init__(self, config: LinearConfig, index: int, mixer: type[LinearMixer]) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.norm_eps
-        self.index = index
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.attn = mixer(config)
-        self.mlp = GatedMLP(width, config.intermediate_size)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        past_key_values: MixerCache | None = None,
-    ) -> Tensor:
-        """Compute [B, T, C]."""
-        how = (document_ids, padding_mask, past_key_values)
-        mixed = mix(self.attn, self.attn_norm(hidden_states), self.index, *how)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
 class LinearPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
@@ -65,24 +37,44 @@ class LinearPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
 
     base_model_prefix = "model"
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("LinearLayer",)
-    _can_record_outputs = {"hidden_states": LinearLayer}  # noqa: RUF012
+    _no_split_modules = ("Block",)
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
 
 
-class LinearModel(RecurrentBody, LinearPreTrainedModel):
+class LinearModel(CausalBody, LinearPreTrainedModel):
     """The model without its head; a family names its mixer."""
 
     mixer: ClassVar[type[LinearMixer]]
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        width, eps = config.hidden_size, config.norm_eps
+        self.embeddings = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(
-            LinearLayer(config, index, self.mixer) for index in range(config.num_hidden_layers)
+            Block(
+                nn.RMSNorm(width, eps),
+                self._make_mixer(),
+                nn.RMSNorm(width, eps),
+                GatedMLP(width, config.intermediate_size),
+            )
+            for _ in range(config.num_hidden_layers)
         )
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = nn.RMSNorm(width, eps)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _make_mixer(self) -> LinearMixer:
+        config = self.config
+        return self.mixer(
+            config.hidden_size,
+            config.num_heads,
+            config.key_channels,
+            config.value_channels,
+            window=config.window,
+            conv_std=config.initializer_range if config.conv_init == "normal" else None,
+            is_gated=config.gated_output,
+            norm_eps=config.norm_eps,
+        )
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
         return self.norm(hidden_states)

@@ -11,51 +11,36 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.parameters import kept_parts
 from cat_lm.mixers import Setting
+from cat_lm.mixers.checks import mixer_of
+from cat_lm.model.blocks.residual import Block, GatedMLP
+from cat_lm.model.context import Context
+from cat_lm.model.hf.causal_lm import CausalBody
 from cat_lm.model.hf.configuration_mixer import CatMixerConfig
-from cat_lm.model.hf.masks import positions_of
-from cat_lm.model.hf.recurrent import RecurrentBody, RecurrentCausalLM, RecurrentPreTrained, mix
-from cat_lm.model.mixer_cache import MixerCache
-from cat_lm.model.mixer_rules import mixer_of
+from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
+from cat_lm.ops.runtime.documents import document_borders
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU: W_down (SiLU(W_gate x) ⊙ W_up x), without biases."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class MixerLayer(GradientCheckpointingLayer):
+class MixerBlock(Block):
     """RMSNorm and the mixer, RMSNorm and the MLP, on the residual stream."""
 
+    names = ("mixer_norm", "mlp_norm", "mixer", "mlp")
+
     def __init__(self, config: CatMixerConfig, index: int) -> None:
-        super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.index = index
         setting = Setting(width, index, config.num_hidden_layers)
-        self.mixer_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         mixer = mixer_of(config)
-        self.mixer = mixer.build(setting)
-        self.named, self.state_numbers = (
-            mixer.label,
-            mixer.kind.state_numbers(mixer.options, setting, 1),
-        )
-        self.mlp = GatedMLP(width, config.intermediate_size)
+        norms = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        mlp = width, config.intermediate_size
+        super().__init__(norms[0], mixer.build(setting), norms[1], GatedMLP(*mlp))
+        self.label = mixer.label
+        self.state_numbers = mixer.kind.state_numbers(mixer.options, setting, 1)
         self._mark_as_built(setting)
 
     def _mark_as_built(self, setting: Setting) -> None:
@@ -66,31 +51,15 @@ class MixerLayer(GradientCheckpointingLayer):
             if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
                 module.as_built = (setting, name, lacks)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        document_ids: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        past_key_values: MixerCache | None = None,
-        auxiliary_losses: list[Tensor] | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
         """Compute [B, T, C]."""
-        hidden_states = hidden_states + mix(
-            self.mixer,
-            self.mixer_norm(hidden_states),
-            self.index,
-            document_ids,
-            padding_mask,
-            past_key_values,
-            auxiliary_losses,
-        )
-        cached = past_key_values is not None and self.state_numbers
-        if cached and not past_key_values.layers[self.index].state:
+        hidden_states = super().forward(hidden_states, context)
+        if context.state is not None and self.state_numbers and context.state.is_empty():
             raise ValueError(
-                f"mixer {self.named}: supports state, of {self.state_numbers} numbers, but its "
+                f"mixer {self.label}: supports state, of {self.state_numbers} numbers, but its "
                 "forward leaves the state empty"
             )
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        return hidden_states
 
 
 class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
@@ -99,8 +68,8 @@ class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     config_class = CatMixerConfig
     config: CatMixerConfig
     base_model_prefix = "model"
-    _no_split_modules = ("MixerLayer",)
-    _can_record_outputs = {"hidden_states": MixerLayer}  # noqa: RUF012
+    _no_split_modules = ("MixerBlock",)
+    _can_record_outputs = {"hidden_states": MixerBlock}  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -119,52 +88,50 @@ class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
             init.copy_(module.get_parameter(key), value)
 
 
-class CatMixerModel(RecurrentBody, MixerPreTrainedModel):
+class CatMixerModel(CausalBody, MixerPreTrainedModel):
     """The model without its head."""
 
     def __init__(self, config: CatMixerConfig) -> None:
         super().__init__(config)
-        self.supports = mixer_of(config).kind.supports
+        kind = mixer_of(config).kind
+        self.supports, self.reads_borders = kind.supports, kind.reads_borders
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         rows = config.learned_positions
         self.embed_positions = None if rows is None else nn.Embedding(rows, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerLayer(config, index) for index in range(config.num_hidden_layers)
+            MixerBlock(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _enter(
-        self,
-        embedded: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        documents: Tensor | None,
-        cache: MixerCache | None,
-    ) -> Tensor:
+    def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
+        """Add the table of positions; leave out of the context what the mixer cannot read."""
+        self._check(context)
+        is_known = not torch.compiler.is_compiling()
+        if self.reads_borders and context.documents is not None and is_known:
+            # Once for all layers, as a GPU is waited for.
+            context.document_borders = document_borders(context.documents)
         if self.embed_positions is None:
-            return embedded
-        if position_ids is None:
-            position_ids = positions_of(embedded, attention_mask, documents, cache)
-        return embedded + self._positions(position_ids)
+            return inputs_embeds
+        return inputs_embeds + self._positions(context.positions)
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
         return self.norm(hidden_states)
 
-    def _readable(self, documents: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return the padding that the mixer reads. Raises ValueError where it cannot read it."""
-        name = self.config.mixer
-        if documents is not None and "documents" not in self.supports:
+    def _check(self, context: Context) -> None:
+        """Check that the mixer can read documents and padding. Raises ValueError."""
+        name, padding = self.config.mixer, context.padding
+        if context.documents is not None and "documents" not in self.supports:
             raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")
         if padding is None or "padding" in self.supports:
-            return padding
+            return
         if (padding[:, 1:] & ~padding[:, :-1]).any():
             raise ValueError(
                 f"attention_mask: the mixer {name} knows no padding; pad on the right, where no "
                 "token reads it, or give rows of one length"
             )
-        return None
+        context.padding = None
 
     def _positions(self, position_ids: Tensor) -> Tensor:
         rows = self.config.learned_positions

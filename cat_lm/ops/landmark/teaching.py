@@ -20,8 +20,6 @@ from cat_lm.ops.landmark.reference import for_heads, local_keys, precise
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
 from cat_lm.ops.runtime.precision import without_autocast
 
-# Of the loss beside the tokens', where nothing else is said.
-USUAL_WEIGHT = 0.3
 # Of a row in documents, up to which a product of [B, T, n] sums faster than copies by block do; of
 # more, it would cost the square of the row's length.
 FEW_BLOCKS = 64

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
-    from cat_lm.training.engine import Engine
+    from cat_lm.config import RunConfig
+    from cat_lm.training.distributed import Ranks
+
+
+class Trained(Protocol):
+    """A model with its optimizer, as the `Engine` has them."""
+
+    model: nn.Module
+    optimizer: Any
+    deepspeed: Any
+    config: RunConfig
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -32,13 +44,13 @@ class Fragment:
         return Fragment(self.name, start, stop, self.stepped, self.offset + start - self.start)
 
 
-def shapes(engine: Engine) -> dict[str, torch.Size]:
+def shapes(engine: Trained) -> dict[str, torch.Size]:
     """The whole parameters' shapes by name; ZeRO-3 leaves an empty tensor in their place."""
     named = engine.model.named_parameters()
     return {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named}
 
 
-def fragments(engine: Engine) -> list[Fragment]:
+def fragments(engine: Trained) -> list[Fragment]:
     """Return the fragments of this rank's optimizer, in the order of the model's parameters."""
     stage = engine.config.train.zero_stage
     find = _whole if stage == 0 else _partition if stage == 3 else _linked
@@ -46,11 +58,11 @@ def fragments(engine: Engine) -> list[Fragment]:
     return [fragment for fragment in found if fragment and fragment.start < fragment.stop]
 
 
-def _whole(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment:
+def _whole(engine: Trained, name: str, parameter: torch.nn.Parameter) -> Fragment:
     return Fragment(name, 0, parameter.numel(), parameter, 0)
 
 
-def _linked(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
+def _linked(engine: Trained, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
     """ZeRO-1 and 2: DeepSpeed links a parameter to its piece of this rank's flat masters."""
     link = parameter._hp_mapping
     if link is None:
@@ -61,7 +73,7 @@ def _linked(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragmen
     return Fragment(name, address.start, stop, stepped, link.hp_fragment_address.start)
 
 
-def _partition(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Fragment:
+def _partition(engine: Trained, name: str, parameter: torch.nn.Parameter) -> Fragment:
     """ZeRO-3: every parameter is cut into equal partitions, the last of them padded."""
     optimizer = engine.optimizer
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -70,14 +82,14 @@ def _partition(engine: Engine, name: str, parameter: torch.nn.Parameter) -> Frag
     return Fragment(name, start, stop, optimizer.fp32_partitioned_groups_flat[group], offset)
 
 
-def stepped_tensors(engine: Engine) -> list[torch.Tensor]:
+def stepped_tensors(engine: Trained) -> list[torch.Tensor]:
     """The tensors that the optimizer has states of; between steps ZeRO-3 hides them from it."""
     if engine.config.train.zero_stage == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
 
 
-def share(engine: Engine) -> list[Fragment]:
+def share(engine: Trained) -> list[Fragment]:
     """The fragments that this rank writes, so that every element is written once."""
     held, ranks = fragments(engine), engine.ranks
     if engine.config.train.zero_stage > 0:

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -31,16 +30,20 @@ from safetensors.torch import save_file
 from cat_lm.core.causes import causes_told, os_error
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.training.checkpoint import buffers
-from cat_lm.training.checkpoint.fragments import Fragment, fragments, shapes, share, stepped_tensors
-
-if TYPE_CHECKING:
-    from cat_lm.training.engine import Engine
+from cat_lm.training.checkpoint.fragments import (
+    Fragment,
+    Trained,
+    fragments,
+    shapes,
+    share,
+    stepped_tensors,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
 
 
-def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
+def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
     """The fp32 master weights by their names in the model (a collective).
 
     Whole on the CPU of the first rank, 4 bytes a parameter; other ranks get an empty dictionary and
@@ -64,7 +67,7 @@ def full_precision_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fill_weights(engine: Engine, weights: Mapping[str, torch.Tensor] | None) -> None:
+def fill_weights(engine: Trained, weights: Mapping[str, torch.Tensor] | None) -> None:
     """Copy the first rank's fp32 weights into the master weights (a collective).
 
     Args:
@@ -83,7 +86,7 @@ def fill_weights(engine: Engine, weights: Mapping[str, torch.Tensor] | None) -> 
             fragment.of(fragment.stepped).copy_(whole[fragment.start : fragment.stop])
 
 
-def optimizer_step(engine: Engine) -> int:
+def optimizer_step(engine: Trained) -> int:
     """Return how many steps the optimizer has taken, which its bias correction depends on.
 
     Raises:
@@ -104,7 +107,7 @@ def _key(kind: str, name: str, start: int, stop: int) -> str:
     return f"{kind}/{name}[{start}:{stop}]"
 
 
-def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
+def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
     """Write this rank's fragments of the moments, and return them as the file must hold them.
 
     Raises:
@@ -125,7 +128,7 @@ def write_state(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def not_finite(engine: Engine) -> list[str]:
+def not_finite(engine: Trained) -> list[str]:
     """Name what this rank holds of weights, moments and buffers that is not finite, at most ten.
 
     Every element is looked at on the rank that would write it.
@@ -191,7 +194,7 @@ class StateIndex:
     ranges: dict[tuple[str, str], list[Range]]
 
 
-def read_index(folder: Path, world_size: int, engine: Engine) -> StateIndex:
+def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
     """Reads the headers of the state files that `world_size` ranks wrote.
 
     Raises:
@@ -283,7 +286,7 @@ def _check_tiling(what: str, parts: list[Range], size: int) -> None:
         position = stop
 
 
-def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) -> None:
+def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -> None:
     """Fills this rank's optimizer: master weights, moments and number of steps.
 
     Reads only the ranges that this rank holds, one at a time, and all buffers that are stored.
@@ -309,7 +312,7 @@ def read_state(engine: Engine, index: StateIndex, state: Path, weights: Path) ->
     _read_moments(engine, held, index, state)
 
 
-def check_weights(engine: Engine, path: Path) -> None:
+def check_weights(engine: Trained, path: Path) -> None:
     """Compare the header of the whole master weights and the buffers with the model.
 
     Raises:
@@ -334,7 +337,7 @@ def check_weights(engine: Engine, path: Path) -> None:
                 raise UserError(f"{path}: {name}: is {dtype}, must be {wanted}")
 
 
-def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
+def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
     expected = shapes(engine)
     with _opened(path) as stored:
         for fragment in held:
@@ -348,7 +351,7 @@ def _read_weights(engine: Engine, held: list[Fragment], path: Path) -> None:
             buffer.copy_(stored.get_tensor(name))
 
 
-def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folder: Path) -> None:
+def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, folder: Path) -> None:
     by_file: dict[int, list[tuple[str, Fragment, int, int]]] = {}
     for fragment in held:
         for kind in MOMENTS:
@@ -365,7 +368,7 @@ def _read_moments(engine: Engine, held: list[Fragment], index: StateIndex, folde
 
 
 @torch.no_grad()
-def refresh_model(engine: Engine, step: int, skipped: int) -> None:
+def refresh_model(engine: Trained, step: int, skipped: int) -> None:
     """Makes the working parameters what the master weights say (a collective).
 
     Also sets DeepSpeed's own counters, which only its log and profilers read.

@@ -18,7 +18,7 @@ from cat_lm.core.commit import commit
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import give_usual_mode, sync_directory, write_json, write_text
 from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
-from cat_lm.ops.landmark.options import CALIBRATE
+from cat_lm.model.attention.objective import Objective
 from cat_lm.training.checkpoint.files import (
     ALGORITHM,
     LATEST,
@@ -223,8 +223,8 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"{state.data.fingerprint[:12]}, {' + '.join(config.data.folders)} has "
             f"{fingerprint[:12]}"
         )
-    old = read_run_config(folder).model_dump(mode="json")
-    changes = changed_values(old, config.model_dump(mode="json"))
+    before = read_run_config(folder)
+    changes = changed_values(before.model_dump(mode="json"), config.model_dump(mode="json"))
     fixed = [
         f"{name} (was {a}, is {b})"
         for name, (a, b) in changes.items()
@@ -232,7 +232,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     ]
     if fixed:
         raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
-    _check_what_learns(folder, *changes.get("train.landmark_loss", (None, None)))
+    _check_what_learns(folder, before.objective, config.objective)
     lines = [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
     if state.world_size != world_size:
         lines.append(
@@ -246,16 +246,17 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     return Restored(folder, state, lines)
 
 
-def _check_what_learns(folder: Path, was: str | None, now: str | None) -> None:
-    """Refuse to go on with calibration from moments that would move all weights, or the reverse.
+def _check_what_learns(folder: Path, was: Objective, now: Objective) -> None:
+    """Refuse to go on by moments that would move weights that must stay, or the reverse.
 
     Raises:
         UserError: naming what to do instead.
     """
-    if CALIBRATE in (was, now):
+    if was.trains_all != now.trains_all:
+        alone = now if was.trains_all else was
         raise UserError(
-            f"{folder}: was trained with train.landmark_loss={was}, and is to go on with {now}, "
-            f"where {CALIBRATE} alone leaves the other weights as they are; give another "
+            f"{folder}: was trained with {was.said}, and is to go on with {now.said}, where "
+            f"{alone.said} alone leaves the other weights as they are; give another "
             "train.output_dir, and the model as train.init_from"
         )
 

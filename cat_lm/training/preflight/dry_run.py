@@ -81,7 +81,7 @@ def _skipped_step(engine: Engine, batch: dict) -> str:
     # One micro-batch is the whole step, so that gradients are reduced and then dropped.
     deepspeed.set_gradient_accumulation_boundary(True)
     one = torch.ones((), device=engine.ranks.device)
-    loss = engine._objective(engine._outputs(micro_batch, num_items_in_batch=one))
+    loss = engine._weighted(engine._outputs(micro_batch, num_items_in_batch=one))
     attention = attention_kernels(loss)
     deepspeed.backward(loss * math.nan)
     if engine.config.train.zero_stage == 0:

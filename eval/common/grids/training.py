@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cat_lm.ops.landmark.teaching import USUAL_WEIGHT
+from cat_lm.ops.landmark.options import USUAL_WEIGHT
 
 
 class Step(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from cat_lm import mixers as registry
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting
+from cat_lm.model.context import Context
 from eval.long_range.cell import Cell
 from eval.long_range.mixers import VARIANTS, make
 from eval.long_range.model import build_mixer
@@ -99,15 +100,17 @@ def test_a_layer_is_its_definition(mixer, is_causal, time):
             logits = (q[:, i, None, h] * k[:, keys, h]).sum(-1) / 2**0.5
             weights = (logits * factor**distance - slope * distance).softmax(1)
             wanted[:, i, h] = (weights[..., None] * v[:, keys, h]).sum(1)
-    torch.testing.assert_close(made(x), made.out_proj(wanted.flatten(2)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(made(x, Context()), made.out_proj(wanted.flatten(2)), rtol=1e-9, atol=1e-9)
 
 
 def test_a_filter_that_starts_as_the_identity_or_the_box():
     x = torch.randn(1, TIME, 16, dtype=torch.float64)
     for is_causal in (True, False):
-        plain, box = layer("vanilla", is_causal)(x), layer("s", is_causal)(x)
-        torch.testing.assert_close(layer("cat-v", is_causal)(x), plain)
-        torch.testing.assert_close(layer("cat-v-box", is_causal)(x), box)
+        plain, box, identity, boxed = (
+            layer(name, is_causal)(x, Context()) for name in ("vanilla", "s", "cat-v", "cat-v-box")
+        )
+        torch.testing.assert_close(identity, plain)
+        torch.testing.assert_close(boxed, box)
         assert not torch.allclose(plain, box)
 
 

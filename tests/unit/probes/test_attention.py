@@ -295,7 +295,7 @@ def test_scores_that_are_not(what):
 
 def test_values_that_are_read_later():
     class Mean(nn.Module):
-        def forward(self, value, padding_mask, document_ids, state):
+        def forward(self, value, context):
             return value + value.mean(dim=1, keepdim=True)
 
     class Odd(ValueTransform):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from cat_lm.model.cache import LayerStateMixin
+    from cat_lm.model.sequence import SequenceGroup
 
 
 @dataclass
@@ -33,6 +34,7 @@ class AttentionCall:
             transform reads positions.
         losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
         borders: of the documents, as `document_borders` returns them; None if unknown.
+        group: the ranks that share the heads, see `cat_lm.model.sequence`; None for one alone.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -47,6 +49,7 @@ class AttentionCall:
     key_positions: Tensor | None
     losses: list[Tensor] | None = None
     borders: Tensor | None = None
+    group: SequenceGroup | None = None
 
 
 class SoftmaxCore(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class ChunkCore(nn.Module):

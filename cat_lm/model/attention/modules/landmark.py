@@ -46,7 +46,7 @@ from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
 
 if TYPE_CHECKING:
-    from cat_lm.model.hf.settings import AttentionSettings
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class LandmarkCore(NothingDecays):
@@ -61,8 +61,6 @@ class LandmarkCore(NothingDecays):
         rows: the queries of a row on which landmarks are taught.
     """
 
-    sequence_group: SequenceGroup | None = None
-
     def __init__(self, config: AttentionSettings, options: dict[str, Any]):
         super().__init__()
         self.config = config
@@ -73,6 +71,11 @@ class LandmarkCore(NothingDecays):
         self.choice = Choice(options["top_k"], options["local"], options["sink"], options["share"])
         for name, values in self.initial_values().items():
             self.register_parameter(name, nn.Parameter(values))
+
+    @property
+    def adds_losses(self) -> bool:
+        """Return True if training has a loss of the landmarks."""
+        return self.training_by in TAUGHT
 
     def initial_values(self) -> dict[str, Tensor]:
         """Return the parameters as they start, θ = ln(D) / 2.
@@ -92,16 +95,16 @@ class LandmarkCore(NothingDecays):
             values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
         return values
 
-    def weights(self, device: torch.device) -> Tensor:
+    def weights(self, device: torch.device, group: SequenceGroup | None = None) -> Tensor:
         """Return the filter [1 or heads of keys, b], lag 0 first."""
         if self.filter_name == "learned":
             # A copy, because an engine may take the parameter away after this forward.
-            return own_heads(self.sequence_group, self.filter).clone()
+            return own_heads(group, self.filter).clone()
         return block_weights(self.filter_name, self.block).to(device)
 
-    def modes(self) -> Modes:
+    def modes(self, group: SequenceGroup | None = None) -> Modes:
         """Compute the filters that are as long as the text, of a copy as `weights` are."""
-        own = own_heads(self.sequence_group, self.filter)
+        own = own_heads(group, self.filter)
         return self.long_filter.modes_of(own.clone(), self.filter_state)
 
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -115,12 +118,12 @@ class LandmarkCore(NothingDecays):
         carries = self.filter_name == "exponential"
         return next_landmarks(blocks, self.weights(blocks.device), carries, before)
 
-    def _landmarks(self, key: Tensor, layout: BlockLayout) -> Tensor:
+    def _landmarks(self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None) -> Tensor:
         """Make the landmarks [B, H, n, D] of whole rows of keys."""
         if self.long_filter is not None:
-            return long_landmark_keys(key, self.modes(), layout)
+            return long_landmark_keys(key, self.modes(group), layout)
         carries = self.filter_name == "exponential"
-        return landmark_keys(key, self.weights(key.device), layout, carries)
+        return landmark_keys(key, self.weights(key.device, group), layout, carries)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
@@ -134,9 +137,9 @@ class LandmarkCore(NothingDecays):
         )
         way = self.training_by if self.training else "hard"
         own = [x.detach() if way == CALIBRATE else x for x in (query, key)]
-        landmarks = self._landmarks(own[1], layout)
+        landmarks = self._landmarks(own[1], layout, call.group)
         if way in TAUGHT and call.losses is not None:
-            call.losses.append(self._guided_loss(*own, landmarks, layout, call.scaling))
+            call.losses.append(self._guided_loss(*own, landmarks, layout, call))
         if way in DENSE:
             return self._attend_densely(query, key, value, layout, call), None
         output, maps = self._attend(query, key, value, landmarks, layout, call)
@@ -202,13 +205,18 @@ class LandmarkCore(NothingDecays):
         return self._attend(query, key, value, landmarks, layout, call)
 
     def _guided_loss(
-        self, query: Tensor, key: Tensor, landmarks: Tensor, layout: BlockLayout, scaling: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        landmarks: Tensor,
+        layout: BlockLayout,
+        call: AttentionCall,
     ) -> Tensor:
         sharpness = math.sqrt(self.config.head_width)
         if "sharpness" in self._parameters:
-            sharpness = own_heads(self.sequence_group, self.sharpness).exp()
+            sharpness = own_heads(call.group, self.sharpness).exp()
         return guided_loss(
-            query, key, landmarks, layout, self.choice.local, scaling, sharpness, self.rows
+            query, key, landmarks, layout, self.choice.local, call.scaling, sharpness, self.rows
         )
 
 

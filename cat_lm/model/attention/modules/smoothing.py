@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cat_lm.model.cache import LayerStateMixin
+from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution.centred import centred_conv
 
@@ -27,29 +27,20 @@ class SmoothedValues(nn.Module):
         if is_centred and run is not None:
             raise ValueError(f"run={run}: a centred box reads whole rows; cut them before")
         self.width, self.run, self.is_centred = width, run, is_centred
-        self.reads_positions = run is not None
-        self.conv_backend = "auto"
 
-    def forward(
-        self,
-        value: Tensor,
-        padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        state: LayerStateMixin | None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Average values [B, T, H, D]; positions [B or 1, T] are asked for with chunks alone."""
-        if padding_mask is not None:
-            value = value.masked_fill(~padding_mask[:, :, None, None], 0.0)
+    def forward(self, value: Tensor, context: Context) -> Tensor:
+        """Average values [B, T, H, D]; with chunks the context has the tokens' positions."""
+        value, document_ids = context.without_padding(value), context.documents
+        positions, state = context.positions, context.state
         taps = value.new_full((value.shape[2], self.width), 1 / self.width)
         if self.is_centred:
             if document_ids is not None or state is not None:
                 raise ValueError("a centred box reads later values: not with documents or a state")
-            return centred_conv(value, taps, backend=self.conv_backend)
+            return centred_conv(value, taps, backend=context.conv_backend)
         before = None
         if state is not None:
-            before = state.exchange_inputs("value", value, self.width, padding_mask)
-        backend = self.conv_backend
+            before = state.exchange_inputs("value", value, self.width, context.padding)
+        backend = context.conv_backend
         if self.run is None:
             how = {"document_ids": document_ids, "initial_state": before}
             return head_conv(value, taps, **how, backend=backend)

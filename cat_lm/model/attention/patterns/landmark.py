@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm.core.numbers import CONV_STATE
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
+from cat_lm.model.attention.objective import Objective
 from cat_lm.model.rules import attention_channels, head_width, key_heads
-from cat_lm.ops.landmark.options import FILTERS, is_sharp, value_problems
+from cat_lm.ops.landmark.options import (
+    CALIBRATE,
+    DENSE,
+    FILTERS,
+    TAUGHT,
+    USUAL_ROWS,
+    USUAL_WEIGHT,
+    is_sharp,
+    value_problems,
+)
 from cat_lm.ops.long_filter import filters
 
 if TYPE_CHECKING:
@@ -49,6 +59,58 @@ class Landmark(Pattern):
         "share": "head",
     }
     free_options = frozenset(options)
+    train_keys: ClassVar[Mapping[str, Any]] = {
+        "landmark_loss": "hard",
+        "landmark_weight": None,
+        "landmark_rows": None,
+    }
+
+    def objective(self, train: Any) -> Objective:
+        """Return the loss of `landmark_loss`, with attention to all keys where it only teaches."""
+        way = train.landmark_loss
+        # Which SDPA computes, whatever computes chosen blocks.
+        dense = {"attention_options": None, "attention": "softmax", "attn_implementation": "sdpa"}
+        return Objective(
+            "landmark_loss",
+            token_weight=0.0 if way == CALIBRATE else 1.0,
+            own_weight=train.landmark_weight or USUAL_WEIGHT,
+            trains_all=way != CALIBRATE,
+            section=dense if way in DENSE else {},
+            said=f"train.landmark_loss={way}",
+        )
+
+    def prepare(self, model: Any, train: Any) -> None:
+        """Set how landmarks are taught, see `train_landmarks`."""
+        from cat_lm.model.attention.modules.landmark import train_landmarks
+
+        train_landmarks(model, train.landmark_loss, train.landmark_rows or USUAL_ROWS)
+
+    def objective_problems(self, config: Any) -> list[str]:
+        """Return which keys have no effect, or leave parameters untrained."""
+        train, way = config.train, f"train.landmark_loss={config.train.landmark_loss}"
+        told = {"landmark_weight": ("guided",), "landmark_rows": TAUGHT}
+        errors = [
+            f"train.{key}={getattr(train, key)}: says nothing with {way}; only "
+            f"{' and '.join(ways)} {'have' if len(ways) > 1 else 'has'} {what}"
+            for (key, ways), what in zip(told.items(), ("that loss", "such queries"), strict=True)
+            if getattr(train, key) is not None and train.landmark_loss not in ways
+        ]
+        given = config.model.attention_options
+        options = self.resolved(given if isinstance(given, dict) else {})
+        is_taught = train.landmark_loss in TAUGHT
+        if is_taught and options["top_k"] == 0:
+            errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
+        learns = bool(options["filter"] == "learned" or options["filter_state"])
+        if learns and not is_taught:
+            errors.append(
+                f"{way}: gives the landmarks' parameters no "
+                "gradient; use guided, or attention_options.filter=box"
+            )
+        if train.landmark_loss == CALIBRATE:
+            errors += _calibration_problems(config, learns)
+        if not errors and is_taught and not self.problems(config.model, options):
+            errors += _short_rows(way, options, config.data.context_length)
+        return errors
 
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
@@ -181,6 +243,35 @@ class Landmark(Pattern):
         from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _short_rows(way: str, options: dict[str, Any], length: int) -> list[str]:
+    """Return whether rows are too short for landmarks to learn: there is nothing to choose."""
+    block, local = options["block"], options["local"]
+    least = local + 1  # the loss compares blocks, so a single one has none
+    if least * block < length:
+        return []
+    return [
+        f"{way}: no query of data.context_length={length} tokens has two blocks to choose from "
+        f"with model.attention_options.block={block} and local={local}; {least} x block must be "
+        "below the context"
+    ]
+
+
+def _calibration_problems(config: Any, learns: bool) -> list[str]:
+    """Return what contradicts a run of which only the landmarks' parameters learn."""
+    train, way = config.train, "train.landmark_loss=calibrate"
+    errors = []
+    if not learns:
+        errors.append(f"{way}: a fixed filter learns nothing; use attention_options.filter=learned")
+    if train.init_from is None:
+        errors.append(f"{way}: changes nothing but landmarks; give the model as train.init_from")
+    if config.optimizer.weight_decay:
+        errors.append(
+            f"{way}: optimizer.weight_decay={config.optimizer.weight_decay} would change the other "
+            "weights; set it to 0"
+        )
+    return errors
 
 
 def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:

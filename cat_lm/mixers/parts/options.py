@@ -44,6 +44,12 @@ def check_positive(options: object, *names: str) -> None:
             raise ValueError(f"{name}={getattr(options, name)}: must be a number above 0")
 
 
+def check_fraction(options: object, name: str) -> None:
+    """Check an option that is a share of something. Raises ValueError."""
+    if not 0 <= getattr(options, name) < 1:
+        raise ValueError(f"{name}={getattr(options, name)}: must be at least 0 and below 1")
+
+
 def check_streams(streams: str | None) -> None:
     """Check a choice of streams. Raises ValueError."""
     if len(set(streams or "")) != len(streams or "") or not set(streams or "") <= set(STREAMS):

@@ -2,23 +2,25 @@
 
 The module that a mixer builds is causal and takes
 
-    forward(x, *, document_ids=None, padding_mask=None, state=None) -> y
+    forward(x, context) -> y
 
-with x and y [B, T, C] and of the others those that its kind `supports`:
+with x and y [B, T, C] and a `cat_lm.model.context.Context`, of which it reads what its kind
+`supports`:
 
-- documents: `document_ids` [B, T]; where the id changes a document starts, which reads no other.
-- padding: `padding_mask` [B, T] bool, False at padding: no real token reads what is there, and it
-  leaves the state exactly as it was. To the left and the right of a call's real tokens it is as if
-  it were not there. Between them it keeps its place: convolutions read zeros there, so that such a
-  row is neither the row without the gap nor the same row cut into calls, which closes a gap at the
-  end of a call. It is not refused: to look would make the host wait for the GPU. What comes out at
-  padding is anything finite.
-- state: `state` is empty before the first tokens and holds the module's decoding
-  state after each call: tensors by name, rows first, so that rows can be chosen and copied. Calls
-  with the parts of a sequence give what one call with all of it gives. Not with documents.
+- documents: `context.documents` [B, T]; where the id changes a document starts, which reads no
+  other.
+- padding: `context.padding` [B, T] bool, False at padding: no real token reads what is there, and
+  it leaves the state exactly as it was. To the left and the right of a call's real tokens it is as
+  if it were not there. Between them it keeps its place: convolutions read zeros there, so that such
+  a row is neither the row without the gap nor the same row cut into calls, which closes a gap at
+  the end of a call. It is not refused: to look would make the host wait for the GPU. What comes out
+  at padding is anything finite.
+- state: `context.state`, a layer of a cache (`cat_lm.model.cache`), empty before the first tokens,
+  holds the module's decoding state after each call. Calls with the parts of a sequence give what
+  one call with all of it gives. Not with documents.
 
-A module whose `adds_losses` is true has a loss of its own in training: its forward also takes
-`auxiliary_losses`, a list to append it to, a number; None where nobody asks for it.
+The rest is None. A module whose `adds_losses` is true has a loss of its own in training, a number,
+which it appends to the list `context.losses`, unless that is None.
 
 Parameters of its own that take no weight decay are named in the module class's `no_decay`; recall,
 whose recipe is Zoology's, decays all of them, and asks all the same, since a mixer is of both.
@@ -66,7 +68,10 @@ class MixerKind:
         layers: that the paper's comparison gives it.
         block: of eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
-        supports: which of CAPABILITIES its module takes.
+        own_loss: the name of the loss that its module adds in training, in metrics.
+        reads_borders: whether its module reads `context.document_borders` if they are known, and
+            else makes them in each layer.
+        supports: which of CAPABILITIES its module reads.
         computes_on_cpu: whether its module can be computed on a CPU; one of a plugin that can is
             checked for causality when it is first built.
     """
@@ -76,6 +81,8 @@ class MixerKind:
     layers: ClassVar[int] = 2
     block: ClassVar[str] = "layer"
     longest: ClassVar[int | None] = None
+    own_loss: ClassVar[str] = "auxiliary_loss"
+    reads_borders: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     computes_on_cpu: ClassVar[bool] = True
 
@@ -89,6 +96,12 @@ class MixerKind:
     def build(self, options: Any, setting: Setting) -> nn.Module:
         """Make the module of one layer; imports torch."""
         raise NotImplementedError
+
+    def cache_layer(self, options: Any) -> type:
+        """Import the class of a layer's cache, one that grows; see `cat_lm.model.cache`."""
+        from cat_lm.model.cache import RecurrentLayer
+
+        return RecurrentLayer
 
     def mixing_flops(self, options: Any, setting: Setting, length: int) -> float:
         """Count a token's FLOPs, forward and backward, beside products with parameter matrices."""
@@ -175,7 +188,7 @@ class Mixer:
         self.check(setting)
         try:
             module = self.kind.build(self.options, setting)
-            _check_takes(module, self.kind.supports)
+            _check_takes(module)
             check_parameters(module)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
@@ -191,6 +204,7 @@ class Mixer:
         """Check a layer of a plugin's mixer. Raises UserError where it reads later tokens."""
         from cat_lm.core import causality  # imports torch
         from cat_lm.core.parameters import start
+        from cat_lm.model.context import Context
 
         kind = self.kind
         if not kind.computes_on_cpu or (kind.longest is not None and kind.longest < causality.TIME):
@@ -201,28 +215,19 @@ class Mixer:
         def make() -> tuple[nn.Module, nn.Module, int]:
             module = kind.build(self.options, setting).eval()
             module.apply(start)
-            return module, module, setting.d_model
+            return module, lambda x: module(x, Context()), setting.d_model
 
         # The key has the kind's id, because its class may define `==`.
         causality.check_causal(f"mixer {self.label}", (id(kind), self.options, setting), make)
 
 
-# The argument by which a module can do what its kind supports.
-_ARGUMENTS = {"documents": "document_ids", "padding": "padding_mask", "state": "state"}
-
-
-def _check_takes(module: nn.Module, supports: frozenset[str]) -> None:
-    """Check that a module's forward takes what its kind supports. Raises ValueError."""
+def _check_takes(module: nn.Module) -> None:
+    """Check that a mixer's module can be called. Raises ValueError."""
     if problem := module_problem(module):
         raise ValueError(problem)
-    taken = inspect.signature(module.forward).parameters
-    for name in sorted(supports):
-        if _ARGUMENTS[name] not in taken:
-            raise ValueError(
-                f"supports {name}, but the forward of {type(module).__name__} takes no "
-                f"{_ARGUMENTS[name]}"
-            )
-    if getattr(module, "adds_losses", False) and "auxiliary_losses" not in taken:
+    try:
+        inspect.signature(module.forward).bind("x", "context")
+    except TypeError:
         raise ValueError(
-            f"adds_losses, but the forward of {type(module).__name__} takes no auxiliary_losses"
-        )
+            f"the forward of {type(module).__name__} must take x and a context"
+        ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from cat_lm.model import attention
 from cat_lm.model.attention.documents import document_attention
 from cat_lm.model.attention.modules.varlen import computing_dtype
-from cat_lm.model.hf.settings import AttentionSettings, refuse
+from cat_lm.model.attention.settings import AttentionSettings, refuse
+from cat_lm.model.context import Context
 from cat_lm.ops.landmark.layout import interior_padding
 from cat_lm.ops.runtime.documents import document_borders, document_positions, document_runs
 
@@ -35,28 +35,7 @@ _OTHER_MASK = (
 )
 
 
-@dataclass
-class SequenceLayout:
-    """The way in which the rows of a batch are read.
-
-    position_ids: [B or 1, T].
-    attention_mask: what the attention function of transformers takes: None, [B, 1, T, S], a
-        BlockMask, or for flash attention [B, S].
-    padding_mask: [B, T] bool, False at padding; None where there is no padding.
-    documents: [B, T] document numbers; None where rows are not packed.
-    document_positions: [B, T] int32, the position of each token in its document, or None.
-    attention_kwargs: more arguments for the attention function.
-    """
-
-    position_ids: Tensor
-    attention_mask: Any
-    padding_mask: Tensor | None
-    documents: Tensor | None
-    document_positions: Tensor | None = None
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-def sequence_layout(
+def context_of(
     config: AttentionSettings,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
@@ -66,8 +45,10 @@ def sequence_layout(
     padding_mask: Tensor | None = None,
     borders: Tensor | None = None,
     further: Mapping[str, Any] | None = None,
-) -> SequenceLayout:
-    """Derives the layout from what the caller said, so that attention and convolution agree.
+) -> Context:
+    """Derive a context from what the caller said, so that attention and convolution agree.
+
+    It is that of all layers, without a layer's state and the rotation.
 
     Args:
         inputs_embeds: [B, T, C].
@@ -85,7 +66,8 @@ def sequence_layout(
     Raises:
         ValueError: combinations for which the convolution could not know what to read.
     """
-    check_attention(config)
+    if config.attends:
+        check_attention(config)
     batch, time, _ = inputs_embeds.shape
     further = further or {}
     told = position_ids, attention_mask, cache, further, (batch, time)
@@ -95,37 +77,46 @@ def sequence_layout(
     if position_ids is None:
         position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
 
-    attention_kwargs: dict[str, Any] = {}
+    context = Context(
+        documents,
+        padding_mask,
+        losses=further.get("auxiliary_losses"),
+        cache=cache,
+        positions=position_ids,
+        arguments={"position_ids": position_ids} | _arguments(further),
+    )
+    if not config.attends:
+        return context
     if config.masks_keys:
         if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
             raise ValueError(
                 f"attention_mask: {attention.pattern(config).title} takes [B, S] with 1 at real "
                 "tokens, not a prepared mask"
             )
-        known = {} if borders is None or padding_mask is not None else {"document_borders": borders}
-        return SequenceLayout(position_ids, None, padding_mask, documents, None, known)
-    same_document = positions = None
+        context.document_borders = borders if padding_mask is None else None
+        return context
+    same_document = None
     if documents is not None:
-        positions = document_positions(documents).int()
+        context.document_positions = document_positions(documents).int()
         by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
         # Borders that a graph would have to find are of a length that it cannot know.
         is_known = borders is not None or not torch.compiler.is_compiling()
+        is_plain = attention_mask is None and padding_mask is None
         if by == "flash":
-            attention_kwargs = _flash_documents(documents, padding_mask, borders)
-        elif by == "varlen" and attention_mask is None and padding_mask is None and is_known:
-            borders = document_borders(documents) if borders is None else borders
-            attention_kwargs = {"document_borders": borders}
-        elif by == "rows" and attention_mask is None and padding_mask is None:
-            attention_kwargs = {"by_rows": True}
+            context.arguments |= _flash_documents(documents, padding_mask, borders)
+        elif by == "varlen" and is_plain and is_known:
+            context.document_borders = document_borders(documents) if borders is None else borders
+        elif by == "rows" and is_plain:
+            context.by_rows = True
         else:
             check_function(config)
             same_document = _same_document_function(documents)
     if config.reads_positions:
-        attention_kwargs["key_positions"] = further.get("key_positions")
-        if attention_kwargs["key_positions"] is None:
+        context.key_positions = further.get("key_positions")
+        if context.key_positions is None:
             told = attention_mask, given_padding, position_ids, cache
-            attention_kwargs["key_positions"] = _key_positions(*told)
-    prepared_mask = attention.pattern(config).mask(
+            context.key_positions = _key_positions(*told)
+    context.mask = attention.pattern(config).mask(
         config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
@@ -134,9 +125,12 @@ def sequence_layout(
         position_ids=None,
         and_mask_function=same_document,
     )
-    return SequenceLayout(
-        position_ids, prepared_mask, padding_mask, documents, positions, attention_kwargs
-    )
+    return context
+
+
+def _arguments(further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a call's further arguments is for the attention function."""
+    return {k: v for k, v in further.items() if k not in ("auxiliary_losses", "key_positions")}
 
 
 def check_attention(config: AttentionSettings) -> None:
@@ -185,7 +179,7 @@ def documents_of(
     further: Mapping[str, Any],
     shape: tuple[int, int],
 ) -> Tensor | None:
-    """Number the documents, [B, T]; None where rows are not packed. As `sequence_layout`.
+    """Number the documents, [B, T]; None where rows are not packed. As `context_of`.
 
     Args:
         shape: B and T.
@@ -279,7 +273,7 @@ def padding_of(
     Args:
         config: says by `reads_padding` whether that matters to the model, by `takes_gaps` whether
             padding may stand between tokens, and by `keeps_padding` whether states hold it.
-        attention_mask, padding_mask, cache: as of `sequence_layout`.
+        attention_mask, padding_mask, cache: as of `context_of`.
         documents: [B, T]; None where rows are not packed.
 
     Raises:
@@ -306,8 +300,8 @@ def padding_of(
             record.real = real  # of all tokens so far, for later calls
         return new
     if not config.keeps_padding:
-        if not config.takes_gaps and interior_padding(real, documents).any():
-            raise ValueError(_GAP)
+        if not config.takes_gaps:
+            check_gaps(real, documents)
         return None if new.all() else new
     if (kept is None or real.shape[1] == time) and real.all():
         return None
@@ -317,6 +311,17 @@ def padding_of(
     if hasattr(record, "real"):
         record.real = torch.cat([before, new], dim=1)
     return new
+
+
+def check_gaps(real: Tensor, documents: Tensor | None) -> None:
+    """Check that no padding stands between a row's tokens; waits for a GPU. Raises ValueError.
+
+    Args:
+        real: [B, T] bool, False at padding.
+        documents: [B, T]; None where rows are not packed.
+    """
+    if interior_padding(real, documents).any():
+        raise ValueError(_GAP)
 
 
 def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:

@@ -1,1 +1,0 @@
-"""The modules of the mixers, and the parts that they share."""

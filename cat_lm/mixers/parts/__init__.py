@@ -1,0 +1,1 @@
+"""What the mixers share: their description, options, filtered streams, attention, recurrences."""

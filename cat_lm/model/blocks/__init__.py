@@ -1,0 +1,1 @@
+"""Blocks: what stands around a mixer in a layer."""

@@ -1,0 +1,96 @@
+"""GPT-NeoX's block with convolution-augmented attention, on transformers' own modules."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXAttention,
+    GPTNeoXLayer,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.canon import CanonBlock
+from cat_lm.model.context import Context
+from cat_lm.model.convolution import PackedConvolution
+
+
+class CatAttention(AttentionMixin, GPTNeoXAttention):
+    """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
+
+    The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
+    act on the softmax instead: see `MapMixingCore`. With `conv_type: none` this is GPT-NeoX's
+    attention, bit for bit; with `position_embedding: none` nothing is rotated.
+    """
+
+    eager_attention = staticmethod(eager_attention_forward)
+    rotate = staticmethod(apply_rotary_pos_emb)
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
+            # gives the weights that it always gave.
+            width = config.hidden_size
+            self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            dense = self._modules.pop("dense")
+            self.convolution = PackedConvolution(config, self.query_key_value.bias)
+            self.query_key_value.register_parameter("bias", None)
+            self.dense = dense
+            self._take_library_names()
+        self.dense.writes_residual = True
+        self._add_parts(config)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: [B, T, C].
+
+        Returns:
+            The output [B, T, C], and the attention maps if the attention function gives them.
+        """
+        streams = self._divided(self._streams, (self.query_key_value(x),), context)
+        output, maps = self._meet(streams, context)
+        return self.dense(output.flatten(2).contiguous()), maps
+
+    def _streams(self, projected: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`.
+
+        Args:
+            projected: [B, T, H·3·D].
+        """
+        if self.convolution is not None:
+            return self.convolution(projected, context, norm=self.qk_norm)
+        # Before heads and time change places: the backward pass joins the three as they lie.
+        width = self.config.head_width
+        streams = projected.view(*projected.shape[:2], -1, 3, width).unbind(dim=3)
+        return self._unconvolved(*streams, context)
+
+
+class CatLayer(CanonBlock, GPTNeoXLayer):
+    """GPT-NeoX's layer with `CatAttention`, and Canon layers where the configuration says."""
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attention = CatAttention(config, layer_idx)
+        self.mlp.dense_4h_to_h.writes_residual = True
+        self._add_canon(config, config.intermediate_size)
+
+    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the layer, [B, T, C]."""
+        read = self._with_canon("A", self.input_layernorm(hidden_states), context)
+        attended = self.post_attention_dropout(self.attention(read, context)[0])
+        base = hidden_states if self.use_parallel_residual else attended + hidden_states
+        read = self._with_canon("C", self.post_attention_layernorm(base), context)
+        inner = self._with_canon("D", self.mlp.dense_h_to_4h(read), context)
+        made = self.post_mlp_dropout(self.mlp.dense_4h_to_h(self.mlp.act(inner)))
+        if not self.use_parallel_residual:
+            return made + base
+        if self.canon is None:
+            return made + attended + hidden_states  # in transformers' order, for the same bits
+        return attended + hidden_states + made
