@@ -346,10 +346,10 @@ WRONG = {
         ('no_decay = ("rate",)', 'no_decay = ("rates",)'),
         "mixer leaky:memory=8.0: LeakyAverage.no_decay names 'rates'; must be of its own",
     ),
-    "documents that the module does not take": (
+    "a module that takes no context": (
         "mixer",
-        ("        document_ids: Tensor | None = None,\n", "        documents: Any = None,\n"),
-        "mixer leaky:memory=8.0: supports documents, but the forward of LeakyAverage takes no",
+        ("def forward(self, x: Tensor, context: Context)", "def forward(self, x: Tensor)"),
+        "mixer leaky:memory=8.0: the forward of LeakyAverage must take x and a context",
     ),
     "a type that is not its configuration's": (
         "family",

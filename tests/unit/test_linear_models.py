@@ -318,7 +318,7 @@ def test_a_backend_that_cannot_serve_ends_the_run(changes, said, tmp_path):
 def test_the_backend_is_named(tmp_path):
     config = run({"train.mixer_backend": "torch"}, tmp_path)
     model = build_model(config, 50)
-    assert model.model.layers[0].attn.mixer_backend == "torch"
+    assert model.model.mixer_backend == "torch"
     said = "gated linear attention: torch, asked for by name; in fp32"
     assert mixer_backend(config, model, CPU) == said
     plain = run({"model.architecture": "llama", "model.num_attention_heads": 2}, tmp_path)

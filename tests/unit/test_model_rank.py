@@ -6,6 +6,7 @@ import torch
 from cat_lm import architectures
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.context import Context
 from cat_lm.model.stream_convolution import RANK_START
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
@@ -139,5 +140,5 @@ class TestMultiToken:
             "attention=multi_token: reads rows of at most 512 tokens, not of 513"
         ]
         mixer = make_mixer("multi-token").build(Setting(4))
-        with pytest.raises(UserError, match="mixer multi-token: reads rows of at most 512"):
-            mixer(torch.zeros(1, 513, 4))
+        with pytest.raises(UserError, match="attention=multi_token: reads rows of at most 512"):
+            mixer(torch.zeros(1, 513, 4), Context())

@@ -77,7 +77,7 @@ RUNS = {
     "--mixer cat:heads=1.5": "must be a whole number",
     "--mixer cat:init=zeros": "init='zeros'",
     "--mixer cat:dropout=2": "dropout",
-    "--mixer attention:heads=5": "heads=5: must divide d_model=16",
+    "--mixer attention:heads=5": "heads=5 do not divide d_model=16",
     "--mixer mamba:init=none": "init='none'",
     "--mixer deltanet:heads=5": "heads=5 do not divide",
     "--mixer gla --d-model 18": "do not divide",

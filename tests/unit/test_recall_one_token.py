@@ -12,6 +12,7 @@ import torch
 from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.mixers.parts.base import Setting
+from cat_lm.model.context import Context
 from eval.recall.grids.plan import SCALES, plan
 from eval.recall.tasks import generate, make_task
 from eval.recall.train.cell import Cell
@@ -213,7 +214,7 @@ def bigram_scores(layer: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         for asked in bigrams
         for key in bigrams
     ]
-    q, k, _ = layer.streams(torch.stack(rows))
+    q, k, _ = layer.streams(torch.stack(rows), Context())
     return (q[:, -1] * k[:, 3]).sum(dim=(1, 2)).view(4, 4)
 
 
@@ -230,18 +231,20 @@ def test_one_filter_a_head_does_not_rank_all_bigrams():
     proportional = {"head": 0, "depthwise": 0}
     for conv_type, _ in itertools.product(proportional, range(20)):
         layer = cat_of(conv_type)
-        for filters in layer.streams.filters.values():
+        own = layer.streams.convolution.filters()
+        for filters in own.values():
             filters.normal_(generator=generator)
         scores = bigram_scores(layer, torch.randn(2, 16, generator=generator))
         same, last, first = scores[:, 0], scores[:, 1], scores[:, 2]  # (x, x), (x, y), (y, x)
-        _, lag1, lag2 = layer.streams.filters["k"].reshape(-1, 3)[0]
+        _, lag1, lag2 = own["k"].reshape(-1, 3)[0]
         alike = torch.allclose(lag1 * (same - first), lag2 * (same - last), rtol=1e-3, atol=1e-4)
         proportional[conv_type] += alike
         assert conv_type != "head" or scores.argmax(dim=1).tolist() != [0, 1, 2, 3]
     assert proportional == {"head": 20, "depthwise": 0}
     built = cat_of("depthwise")
     built.streams.projection.weight.copy_(torch.eye(16).repeat(3, 1))
-    q, k = (built.streams.filters[name].zero_().view(2, 8, 3) for name in "qk")
+    own = built.streams.convolution.filters()
+    q, k = (own[name].zero_().view(2, 8, 3) for name in "qk")
     q[0, :, 0] = q[1, :, 1] = k[0, :, 1] = k[1, :, 2] = 1
     scores = bigram_scores(built, torch.eye(8)[:2].repeat(1, 2))
     assert scores.argmax(dim=1).tolist() == [0, 1, 2, 3]

@@ -15,6 +15,7 @@ from cat_lm.mixers import make_mixer
 from eval.common.grids import cells
 from eval.common.grids.execution import Execution, run_unfinished, stacks
 from eval.common.grids.options import add_grid_options
+from eval.recall import model
 from eval.recall.grids.plan import Run
 from eval.recall.train import stack
 from eval.recall.train import trial as training
@@ -49,7 +50,7 @@ def three(**changes):
 @pytest.fixture
 def no_dropout(monkeypatch):
     """Draws that a stack and its models alone do not share. Mixers have an option for theirs."""
-    monkeypatch.setattr("eval.recall.model.Block.embedding_dropout", 0.0)
+    monkeypatch.setitem(model.DROPOUT, "layer", 0.0)
 
 
 def assert_same(stacked, alone, rtol=1e-4):
@@ -101,9 +102,7 @@ def test_answers_fed_back_equal_those_of_a_model_alone(no_dropout):
 
 @pytest.mark.parametrize("where", ["embedding", "attention"])
 def test_every_model_draws_its_own_dropout(where, monkeypatch):
-    monkeypatch.setattr(
-        "eval.recall.model.Block.embedding_dropout", 0.5 if where == "embedding" else 0.0
-    )
+    monkeypatch.setitem(model.DROPOUT, "layer", 0.5 if where == "embedding" else 0.0)
     mixer = f"cat:dropout={0.5 if where == 'attention' else 0}"
     first, second = (record for _, record in run_stack([three(mixer=mixer)[0]] * 2))
     assert first["history"][-1]["loss"] != second["history"][-1]["loss"]

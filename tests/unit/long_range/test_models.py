@@ -100,7 +100,8 @@ def test_a_layer_is_its_definition(mixer, is_causal, time):
             logits = (q[:, i, None, h] * k[:, keys, h]).sum(-1) / 2**0.5
             weights = (logits * factor**distance - slope * distance).softmax(1)
             wanted[:, i, h] = (weights[..., None] * v[:, keys, h]).sum(1)
-    torch.testing.assert_close(made(x, Context()), made.out_proj(wanted.flatten(2)), rtol=1e-9, atol=1e-9)
+    wanted = made.out_proj(wanted.flatten(2))
+    torch.testing.assert_close(made(x, Context()), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_a_filter_that_starts_as_the_identity_or_the_box():
