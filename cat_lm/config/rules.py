@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.core import numbers
 from cat_lm.model import attention
+from cat_lm.model.attention import Pattern
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
@@ -15,7 +16,7 @@ def inconsistencies(config: RunConfig) -> list[str]:
     """Return what does not go together, a line each."""
     errors = [*_model(config), *_training(config), *_objective(config), *_schedule(config)]
     if not errors:
-        errors = [*_sequences(config), *_size(config), *_length(config)]
+        errors = [*_sequences(config), *_rows(config), *_size(config), *_length(config)]
     return errors
 
 
@@ -63,18 +64,21 @@ def _sequences(config: RunConfig) -> list[str]:
 
 
 def _objective(config: RunConfig) -> list[str]:
-    """Return what of the training of a pattern of attention contradicts the model."""
-    chosen, errors = getattr(config.model, "attention", None), []
-    for pattern in map(attention.PATTERNS.get, attention.PATTERNS.names()):
-        if pattern.name == chosen:
-            errors += pattern.objective_problems(config)
-            continue
-        errors += [
-            f"train.{key}={value}: needs model.attention={pattern.name}"
-            for key, usual in pattern.train_keys.items()
-            if (value := getattr(config.train, key)) != usual
-        ]
-    return errors
+    """Return what of the training of patterns of attention contradicts the model."""
+    return [problem for p in _patterns(config) for problem in p.objective_problems(config)]
+
+
+def _rows(config: RunConfig) -> list[str]:
+    """Return whether rows are too short for what a pattern of attention learns in training."""
+    return [problem for p in _patterns(config) for problem in p.row_problems(config)]
+
+
+def _patterns(config: RunConfig) -> list[Pattern]:
+    """List this project's patterns, of which keys of `train` are, and the model's own."""
+    own = attention.PATTERNS.own_names()
+    chosen = getattr(config.model, "attention", None)
+    known = chosen in attention.PATTERNS
+    return [*map(attention.PATTERNS.get, dict.fromkeys((*own, *([chosen] if known else []))))]
 
 
 def _schedule(config: RunConfig) -> list[str]:

@@ -48,16 +48,17 @@ class MixerRegistry(Registry[MixerKind]):
 
     def names(self) -> tuple[str, ...]:
         """List all mixers, this project's first. Raises UserError for a broken plugin."""
+        from cat_lm.mixers.patterns import mixer_names
+
         known = super().names()
-        patterns = (name.replace("_", "-") for name in PATTERNS.names())
-        return (*known, *(name for name in patterns if name not in (*known, *_OTHER_PATTERNS)))
+        return (*known, *(n for n in mixer_names() if n not in (*known, *_OTHER_PATTERNS)))
 
     def _find(self, name: Any, what: str) -> None:
         if isinstance(name, str) and name not in self._modules and name in self.names():
-            from cat_lm.mixers.patterns import PatternAttention
+            from cat_lm.mixers.patterns import PatternAttention, mixer_names
 
-            pattern = name.replace("-", "_")
-            self.register(PatternAttention(PATTERNS.get(pattern)))
+            if name not in self._entries:
+                self.register(PatternAttention(PATTERNS.get(mixer_names()[name])))
         else:
             super()._find(name, what)
 

@@ -11,16 +11,28 @@ from typing import Any
 from cat_lm.mixers.kinds import cat
 from cat_lm.mixers.parts.base import Setting
 from cat_lm.model import attention
-from cat_lm.model.attention import Pattern
+from cat_lm.model.attention import PATTERNS, Pattern
+
+
+def mixer_names() -> dict[str, str]:
+    """Return the patterns that are mixers, by their names as such.
+
+    A pattern whose options have names of CAT's, or defaults that no text can give, is none.
+    """
+    found = {}
+    for name in PATTERNS.names():
+        options = PATTERNS.get(name).options
+        are_plain = all(isinstance(value, int | float | str) for value in options.values())
+        if are_plain and not _CAT_OPTIONS & set(options):
+            found[name.replace("_", "-")] = name
+    return found
+
+
+_CAT_OPTIONS = {field.name for field in dataclasses.fields(cat.Options)}
 
 
 def _make_options(pattern: Pattern) -> type:
-    """Make the class of options: CAT's and the pattern's, whose names it may not share."""
-    shared = {field.name for field in dataclasses.fields(cat.Options)} & set(pattern.options)
-    if shared:
-        raise ValueError(
-            f"attention {pattern.name!r}: is no mixer, as CAT has the option {min(shared)} too"
-        )
+    """Make the class of options: CAT's and the pattern's."""
     own = [(name, type(value), value) for name, value in pattern.options.items()]
     return dataclasses.make_dataclass("Options", own, bases=(cat.Options,), frozen=True)
 

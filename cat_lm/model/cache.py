@@ -154,7 +154,7 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             before = torch.cat([zeros, before], dim=1)
 
         history = torch.cat([past, inputs.detach()], dim=1)
-        if padding_mask is not None and not padding_mask[:, -1].all():
+        if padding_mask is not None and self._ends_in_padding(padding_mask):
             if self.record_past:
                 raise RuntimeError("a cache that records its past cannot take right-padded input")
             history = _skip_trailing_padding(history, padding_mask)
@@ -162,6 +162,10 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             history = history[:, -(window - 1) :].clone()  # a slice would keep the prompt's memory
         self.inputs[name], self.windows[name] = history, window
         return before
+
+    def _ends_in_padding(self, padding_mask: Tensor) -> bool:
+        """Return True if a row may end in padding; waits for a GPU."""
+        return not padding_mask[:, -1].all()
 
     def newest_inputs(self, name: str, window: int) -> Tensor | None:
         return None if self.record_past else super().newest_inputs(name, window)
@@ -227,6 +231,9 @@ class RecurrentLayer(StateDynamicLayer):
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Refuse keys and values: no module of the model has any to store."""
         raise RuntimeError("this cache holds the states of mixers, not keys and values")
+
+    def _ends_in_padding(self, padding_mask: Tensor) -> bool:
+        return True  # To look would make the host wait for a GPU.
 
     def get_seq_length(self) -> int:
         return self.length

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cat_lm.model.cache import LayerStateMixin, follows_cache
-from cat_lm.model.sequence import SequenceGroup
-
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
+
+    from cat_lm.model.cache import LayerStateMixin
+    from cat_lm.model.sequence import SequenceGroup
 
 
 @dataclass
 class Context:
     """The layout of a batch's rows, and the decoding state of a layer.
 
-    Every mixer takes `documents`, `padding`, `state` and `losses`; the others are for attention,
-    which reads them as a model's body has made them.
+    A mixer called by itself needs no more than `documents`, `padding`, `state` and `losses`. A
+    model's body adds the rest, most of which attention alone reads.
 
     Attributes:
         documents: [B, T] numbers; where the number changes a document starts, which reads no other.
@@ -36,6 +36,7 @@ class Context:
         mixer_backend: what computes recurrences, `auto` or one of
             `cat_lm.ops.recurrence.backends`.
         cache: keys and values of all layers; None outside decoding.
+        layer: the layer's number, by which it finds its own in the cache.
         continues: whether attention reads keys that are not among the new ones.
         document_positions: [B, T] int32, the position of each token in its document, if known.
         document_borders: those of all documents, see `cat_lm.ops.runtime.documents`, if known.
@@ -56,6 +57,7 @@ class Context:
     conv_backend: str = "auto"
     mixer_backend: str = "auto"
     cache: Cache | None = None
+    layer: int = 0
     continues: bool = False
     document_positions: Tensor | None = None
     document_borders: Tensor | None = None
@@ -139,13 +141,15 @@ class Context:
 
 def layer_context(context: Context, index: int) -> Context:
     """Return the context of a layer, with its part of the cache."""
-    cache = context.cache
+    from cat_lm.model.cache import LayerStateMixin, follows_cache  # imports transformers
+
+    cache, state = context.cache, None
     # transformers may make a layer's part when it is first filled.
-    if cache is None or index >= len(cache.layers):
-        return context
-    part = cache.layers[index]
-    state = part if isinstance(part, LayerStateMixin) else None
-    return replace(context, state=state, continues=follows_cache(cache, index))
+    if cache is not None and index < len(cache.layers):
+        part = cache.layers[index]
+        state = part if isinstance(part, LayerStateMixin) else None
+    continues = follows_cache(cache, index)
+    return replace(context, layer=index, state=state, continues=continues)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

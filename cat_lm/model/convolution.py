@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -196,14 +196,17 @@ class SeparateConvolution(StreamConvolution):
         value: Tensor,
         context: Context,
         norm: QueryKeyNorm | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Convolve and rotate, as `PackedConvolution`.
 
         Args:
             query, key, value: what the projections make without biases, [B, T, heads · D] each.
+            activation: of all three streams, convolved or not.
 
         Returns:
-            Queries, keys and values, each [B, T, its heads, D], the first two R times as wide.
+            Queries, keys and values, each [B, T, its heads, D], the first two R times as wide; if
+            maps are mixed, a fourth tensor follows, see `with_maps`.
         """
         inputs = {
             stream: projected.unflatten(2, (-1, self.widths[stream]))
@@ -221,7 +224,7 @@ class SeparateConvolution(StreamConvolution):
         if norm is None:
             streams = self._next_token(inputs, biases, context)
             if streams is not None:
-                return streams
+                return self._finished(streams, activation, context)
         rotary = context.rotary
         query, key, value = (
             self.convolve_one(
@@ -229,7 +232,18 @@ class SeparateConvolution(StreamConvolution):
             )
             for stream, x in inputs.items()
         )
-        return *self._turned(query, key, norm, context), value
+        streams = *self._turned(query, key, norm, context), value
+        return self._finished(streams, activation, context)
+
+    def _finished(
+        self,
+        streams: tuple[Tensor, ...],
+        activation: Callable[[Tensor], Tensor] | None,
+        context: Context,
+    ) -> tuple[Tensor, ...]:
+        if activation is not None:
+            streams = tuple(map(activation, streams))
+        return self.with_maps(streams, context)
 
     def _bias(self, stream: str, group: SequenceGroup | None) -> Tensor | None:
         """A stream's bias [its heads, D]."""

@@ -10,9 +10,9 @@ norms, projections, MLP, loss) needs nothing. What mixes tokens is reached in on
 - `with_halo`: the last n tokens of the part before, where a short convolution mixes heads or
   belongs to none.
 
-Gradients take the same way back. Modules ask the `SequenceGroup` that
-`CausalLanguageModel.set_sequence_group` gave them; without one, as nearly always, they compute as
-if this file were not there.
+Gradients take the same way back. Modules ask the `SequenceGroup` of their context, which
+`CausalLanguageModel.set_sequence_group` gave the model; without one, as nearly always, they compute
+as if this file were not there.
 """
 
 from __future__ import annotations

@@ -123,9 +123,7 @@ def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
 
 def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
     """Gated linear attention, with the output gate of its paper."""
-    gates = linear(linear(x, weights, "gk_proj.0"), weights, "gk_proj.1").sigmoid() ** (
-        1 / 16
-    )
+    gates = linear(linear(x, weights, "gk_proj.0"), weights, "gk_proj.1").sigmoid() ** (1 / 16)
     heads = (
         linear(x, weights, "q_proj"),
         linear(x, weights, "k_proj"),

@@ -98,7 +98,7 @@ def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
         ),
         _micro_batches=lambda batch: [batch],
         _outputs=loss,
-        _objective=lambda outputs: outputs,
+        _weighted=lambda outputs: outputs,
     )
     loader = SimpleNamespace(batch=lambda *place: {})
     with pytest.raises(UserError, match=r"train.deterministic=True: torch's put_ gives other bits"):

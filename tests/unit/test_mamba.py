@@ -91,10 +91,10 @@ def test_ranks_copy_no_other_heads_keys(groups, parts):
     mixer = model.backbone.layers[0].mixer
     x = torch.randn(2, 5, groups * model.config.state_size).bfloat16()
     whole = x.unflatten(-1, (groups, -1)).repeat_interleave(12 // groups, dim=2).float()
-    assert torch.equal(mixer._for_own_heads(x), whole)
+    assert torch.equal(mixer._for_own_heads(x, None), whole)
     for rank in range(parts):
-        mixer.sequence_group = group = SequenceGroup(parts, rank, None)
-        own = mixer._for_own_heads(x)
+        group = SequenceGroup(parts, rank, None)
+        own = mixer._for_own_heads(x, group)
         assert torch.equal(own, group.own(whole, 2))
         read = {head * groups // 12 for head in range(12)[group.span(12)]}
         heads = 1 if len(read) == 1 else len(read) * 12 // groups

@@ -27,6 +27,7 @@ MODELS = {
     **{name: {} for name in mixers.names()},
     "attention": {"dropout": 0.0},
     "cat": {"dropout": 0.0},
+    "chunk": {"dropout": 0.0},
     "landmark": {"dropout": 0.0},
     "attention with rope": {"dropout": 0.0, "position": "rope", "heads": 2},
     "cat with rope": {"dropout": 0.0, "position": "rope"},

@@ -20,7 +20,8 @@ from tests.unit.kept_memory import kept_bytes
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
 SPECIFICATIONS = [
-    *mixers.names(),
+    *(name for name in mixers.names() if name != "chunk"),
+    "chunk:dropout=0.0",
     "attention:position=rope,heads=2",
     "cat:heads=4,window=5",
     "cat:place=before,window=2",

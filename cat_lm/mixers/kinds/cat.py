@@ -7,11 +7,8 @@ bias, dropout 0.1 on the attention map, an output projection with bias.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from cat_lm.mixers.parts.attention import Attention
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.options import (
     ConvolutionOptions,
@@ -20,10 +17,12 @@ from cat_lm.mixers.parts.options import (
     check_choice,
     check_fraction,
 )
-from cat_lm.mixers.parts.streams import StreamSettings, stream_settings
+from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
 from cat_lm.model import attention
-from cat_lm.model.cache import StateDynamicLayer
 from cat_lm.ops.convolution import kinds
+
+if TYPE_CHECKING:
+    from torch import nn
 
 POSITIONS = ("none", "learned", "rope")
 
@@ -74,7 +73,6 @@ class ConvolvedAttention(MixerKind):
     name = "cat"
     Options = Options
     layers = 1
-    reads_borders = True
     supports = ALL
 
     def learned_positions(self, options: Any) -> bool:
@@ -101,10 +99,17 @@ class ConvolvedAttention(MixerKind):
         }
 
     def build(self, options: Any, setting: Setting) -> nn.Module:
+        from cat_lm.mixers.parts.attention import Attention
+
         settings = self.settings(options, setting.d_model)
         return Attention(options.plain, settings, options.plain.bias)
 
+    def layout_settings(self, options: Any, width: int) -> StreamSettings:
+        return self.settings(options, width).of_model()
+
     def cache_layer(self, options: Any) -> type:
+        from cat_lm.model.cache import StateDynamicLayer
+
         own = attention.pattern(self.settings(options, options.heads)).cache_layers()
         return StateDynamicLayer if own is None else own[0]
 

@@ -47,7 +47,7 @@ class DeltaRule(LinearMixer):
         **how: Any,
     ) -> None:
         super().__init__(width, heads, keys, values, is_gated=is_gated, **how)
-        self.unit_epsilon = unit_epsilon
+        self.unit_epsilon, self.is_gated = unit_epsilon, is_gated
         self.b_proj = nn.Linear(width, heads, bias=False)
         self.o_norm = (GatedNorm if is_gated else nn.RMSNorm)(values // heads, norm_eps)
 
@@ -60,7 +60,7 @@ class DeltaRule(LinearMixer):
         q, k = self._unit(q), self._unit(k)
         y = context.recur(self.operator(v, context.mixer_backend), q, k, v, *rates)
         y = to_tokens(context.group, y)
-        gate = [self.of_heads(self.g_proj(x))] if isinstance(self.o_norm, GatedNorm) else []
+        gate = [self.of_heads(self.g_proj(x))] if self.is_gated else []
         return self.o_proj(self.o_norm(y, *gate).flatten(2))
 
     def rates(self, x: Tensor) -> list[Tensor]:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from cat_lm.mixers.kinds import cat
 from cat_lm.mixers.parts.base import Setting
 from cat_lm.mixers.parts.options import attention_flops, attention_maps, check_choice, check_counts
 from cat_lm.ops.landmark import options as landmark
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.linear_attention import linear_attention
 from cat_lm.mixers.parts.options import ConvolutionOptions, attention_flops
-from cat_lm.mixers.parts.streams import Streams, StreamSettings, stream_settings
-from cat_lm.mixers.parts.weighted_sums import linear_attention
+from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
+from cat_lm.mixers.parts.streams import Streams
 from cat_lm.model.context import Context
 
 

@@ -6,6 +6,8 @@ filtered as in the language models.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -16,7 +18,8 @@ from transformers.models.llama.modeling_llama import (
 
 from cat_lm.core.parameters import start
 from cat_lm.mixers.parts.options import ConvolutionOptions
-from cat_lm.mixers.parts.streams import Streams, StreamSettings
+from cat_lm.mixers.parts.settings import StreamSettings
+from cat_lm.mixers.parts.streams import Streams
 from cat_lm.model import attention
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.masks import check_gaps, context_of
@@ -26,7 +29,7 @@ ROPE_BASE = 10_000.0
 
 
 class Attention(AttentionMixin, nn.Module):
-    """One layer of attention, whose mask comes of the documents and the padding alone.
+    """One layer of attention.
 
     Args:
         options: of the streams.
@@ -36,7 +39,7 @@ class Attention(AttentionMixin, nn.Module):
 
     eager_attention = staticmethod(eager_attention_forward)
     rotate = staticmethod(apply_rotary_pos_emb)
-    is_causal, num_key_value_groups, layer_idx = True, 1, 0
+    is_causal, num_key_value_groups = True, 1
 
     def __init__(self, options: ConvolutionOptions, settings: StreamSettings, bias: bool) -> None:
         super().__init__()
@@ -57,8 +60,9 @@ class Attention(AttentionMixin, nn.Module):
         return getattr(self.core, "adds_losses", False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
-        context = self._with_layout(x, context)
+        """Mix x [B, T, C]; a context without positions is one of documents and padding alone."""
+        if context.positions is None:
+            context = self._with_layout(x, context)
         query, key, *others = self.streams(x, context)
         # Not in the convolution's kernel, which would rotate a stack of models one by one.
         if self.config.position_embedding == "rope":
@@ -68,16 +72,15 @@ class Attention(AttentionMixin, nn.Module):
         return self.out_proj(output.flatten(2))
 
     def _with_layout(self, x: Tensor, context: Context) -> Context:
-        """Return the context with what attention reads of documents, padding and the state."""
-        state, padding = context.state, context.padding
+        """Return the context with what attention reads, as a model's body makes it."""
+        state, padding, documents = context.state, context.padding, context.documents
         cache = None if state is None else Cache(layers=[state])
         if padding is not None and self.refuses_gaps:
-            check_gaps(padding, context.documents)
-        documents, real = context.documents, _real_tokens(x, context)
-        borders = context.document_borders
-        found = context_of(self.config, x, real, None, documents, cache, None, borders)
-        found.padding, found.losses = padding, context.losses
-        return layer_context(found, 0)
+            check_gaps(padding, documents)
+        real = _real_tokens(x, context)
+        found = context_of(self.config, x, real, None, documents, cache)
+        kept = {name: getattr(context, name) for name in ("padding", "losses", "conv_backend")}
+        return layer_context(replace(found, **kept), 0)
 
 
 def _real_tokens(x: Tensor, context: Context) -> Tensor | None:

@@ -14,7 +14,8 @@ with x and y [B, T, C] and a `cat_lm.model.context.Context`, of which it reads w
   if it were not there. Between them it keeps its place: convolutions read zeros there, so that such
   a row is neither the row without the gap nor the same row cut into calls, which closes a gap at
   the end of a call. It is not refused: to look would make the host wait for the GPU. What comes out
-  at padding is anything finite.
+  at padding is anything finite. Attention that reads keys in blocks or side by side refuses gaps,
+  and landmark attention tokens after padding at a row's end, by a ValueError.
 - state: `context.state`, a layer of a cache (`cat_lm.model.cache`), empty before the first tokens,
   holds the module's decoding state after each call. Calls with the parts of a sequence give what
   one call with all of it gives. Not with documents.
@@ -69,8 +70,6 @@ class MixerKind:
         block: of eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
         own_loss: the name of the loss that its module adds in training, in metrics.
-        reads_borders: whether its module reads `context.document_borders` if they are known, and
-            else makes them in each layer.
         supports: which of CAPABILITIES its module reads.
         computes_on_cpu: whether its module can be computed on a CPU; one of a plugin that can is
             checked for causality when it is first built.
@@ -82,7 +81,6 @@ class MixerKind:
     block: ClassVar[str] = "layer"
     longest: ClassVar[int | None] = None
     own_loss: ClassVar[str] = "auxiliary_loss"
-    reads_borders: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     computes_on_cpu: ClassVar[bool] = True
 
@@ -96,6 +94,10 @@ class MixerKind:
     def build(self, options: Any, setting: Setting) -> nn.Module:
         """Make the module of one layer; imports torch."""
         raise NotImplementedError
+
+    def layout_settings(self, options: Any, width: int) -> Any | None:
+        """Return the settings by which a model's body makes what attention reads; None for none."""
+        return None
 
     def cache_layer(self, options: Any) -> type:
         """Import the class of a layer's cache, one that grows; see `cat_lm.model.cache`."""

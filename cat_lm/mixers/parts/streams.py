@@ -6,15 +6,14 @@ their biases before the convolution, as in Zoology's layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.parts.options import ConvolutionOptions, DeltaOptions
-from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
 from cat_lm.model.context import Context
 from cat_lm.model.convolution import SeparateConvolution
 from cat_lm.model.stream_convolution import first_filters
@@ -23,53 +22,6 @@ from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter.chunks import taps_of
 
 _SHOWN = 64  # taps of a filter without an end
-
-
-@dataclass(kw_only=True, repr=False, eq=False)
-class StreamSettings(AttentionSettings):
-    """The settings of a mixer's streams and attention, as a configuration has them.
-
-    Attributes:
-        value_width: channels of a head of values; None for those of queries and keys.
-    """
-
-    hidden_size: int
-    num_attention_heads: int
-    value_width: int | None = None
-    attention_dropout: float = 0.0
-    position_embedding: str = "none"
-    rope_parameters: dict[str, Any] | None = None
-    _attn_implementation: str = "sdpa"
-    # What padding in a mixer's row means is said in `cat_lm.mixers.parts.base`.
-    takes_gaps: ClassVar[bool] = True
-    keeps_padding: ClassVar[bool] = False
-
-    def stream_width(self, stream: str) -> int:
-        """Return the channels of a stream's heads."""
-        return self.value_width if stream == "v" and self.value_width else self.head_width
-
-
-def stream_settings(
-    options: ConvolutionOptions | DeltaOptions, width: int, **more: Any
-) -> StreamSettings:
-    """Make the settings that options of filters stand for, in a layer of `width` channels.
-
-    Args:
-        more: other settings.
-    """
-    convolved = {"conv_type": "none"}
-    if options.streams:
-        convolved = {"conv_type": options.conv_type, "conv_streams": options.streams}
-    return StreamSettings(
-        hidden_size=width,
-        num_attention_heads=options.heads,
-        conv_window=options.window,
-        conv_init=options.init,
-        conv_filter=getattr(options, "filter", "taps"),
-        conv_state=getattr(options, "filter_state", None) or 0,
-        **convolved,
-        **more,
-    )
 
 
 def make_convolution(settings: StreamSettings) -> SeparateConvolution | None:
@@ -97,33 +49,28 @@ class Streams(nn.Module):
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the streams, and a fourth tensor if maps are mixed, see `with_maps`."""
         of = [STREAMS.index(name) for name in self.projected]
-        if self.options.place == "before" and self.convolution is not None:
-            streams = self._projected_after(x, of, context)
-        else:
-            made = self.projection(x).unflatten(-1, (-1, x.shape[-1])).unbind(dim=2)
-            streams = tuple(made[i] for i in of)
-            if self.convolution is not None:
-                streams = self.convolution(*streams, context)
-            else:
-                streams = tuple(s.unflatten(-1, (self.options.heads, -1)) for s in streams)
-        if self.options.activation == "silu":
-            streams = tuple(map(F.silu, streams))
-        mixes = self.settings.mixes_maps
-        return self.convolution.with_maps(streams, context) if mixes else streams
+        activation = F.silu if self.options.activation == "silu" else None
+        if self.convolution is None:
+            made = [self._heads(y) for y in self._projections(x)]
+            return tuple(made[i] if activation is None else activation(made[i]) for i in of)
+        if self.options.place == "after":
+            made = self._projections(x)
+            return self.convolution(*(made[i] for i in of), context, activation=activation)
+        streams = self._of_filtered(self.convolution(x, x, x, context), of)
+        return tuple(streams if activation is None else map(activation, streams))
 
-    def _projected_after(self, x: Tensor, of: list[int], context: Context) -> tuple[Tensor, ...]:
-        """Filter the input, and project what comes out; `of` names each stream's projection."""
-        width, bias = x.shape[-1], self.projection.bias
+    def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.projection(x).unflatten(-1, (-1, x.shape[-1])).unbind(dim=2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.options.heads, -1))
+
+    def _of_filtered(self, inputs: tuple[Tensor, ...], of: list[int]) -> list[Tensor]:
+        """Project inputs [B, T, 1, C] that are filtered; `of` names each stream's projection."""
+        width, bias = self.settings.hidden_size, self.projection.bias
         weights = self.projection.weight.split(width)
         biases = [None] * len(weights) if bias is None else bias.split(width)
-        inputs = [
-            self.convolution.convolve_one(s, x[:, :, None], None, None, context).squeeze(2)
-            for s in STREAMS
-        ]
-        return tuple(
-            F.linear(value, weights[i], biases[i])[:, :, None]
-            for value, i in zip(inputs, of, strict=True)
-        )
+        return [F.linear(x, weights[i], biases[i]) for x, i in zip(inputs, of, strict=True)]
 
 
 class FilteredStreams:

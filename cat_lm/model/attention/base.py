@@ -117,7 +117,6 @@ class Pattern(Entry):
         masks_keys: whether its module itself leaves out padding and other documents' keys, which
             `call` tells it, so that no mask is made; one that was prepared is refused.
         longest: the most tokens that a row may have; None for any number.
-        train_keys: the keys of `train` that are for this pattern alone, with their defaults.
     """
 
     takes_transforms: ClassVar[bool] = True
@@ -126,7 +125,6 @@ class Pattern(Entry):
     keeps_mask: ClassVar[bool] = True
     masks_keys: ClassVar[bool] = False
     longest: ClassVar[int | None] = None
-    train_keys: ClassVar[Mapping[str, Any]] = {}
 
     def length_problems(self, model: Any, length: int) -> list[str]:
         """Return whether rows have more than `longest` tokens."""
@@ -170,8 +168,12 @@ class Pattern(Entry):
     def objective_problems(self, config: Any) -> list[str]:
         """Return what of a run's `train` contradicts its model, in lines that begin with the key.
 
-        Of a run that names this pattern.
+        It is asked of the model's pattern, and of this project's whatever the model's.
         """
+        return []
+
+    def row_problems(self, config: Any) -> list[str]:
+        """Return whether a run's rows are too short to learn from, where nothing else is wrong."""
         return []
 
     def prepare(self, model: Any, train: Any) -> None:
@@ -246,11 +248,9 @@ class ScoreTransform(Entry):
 class ValueTransform(Entry):
     """What is done to the values, biases included, before they are cached and attended to.
 
-    `build` gives a module whose forward takes values [B, T, H, D] of the heads of values,
-    `padding_mask`, `document_ids` and `state` as `cat_lm.model.convolution` does, and returns
-    values. What it reads of earlier tokens it keeps in the state under "value". One with a true
-    `reads_positions` is also given `positions` [B or 1, T], of the tokens in their documents. One
-    that convolves asks for the backend in `context.conv_backend`.
+    `build` gives a module whose forward takes values [B, T, H, D] of the heads of values, and a
+    `cat_lm.model.context.Context`, and returns values. What it reads of earlier tokens it keeps in
+    `context.state` under "value". One that convolves asks for `context.conv_backend`.
     """
 
     def taps(self, model: Any) -> int:

@@ -117,7 +117,7 @@ class AttentionMixin:
         # [B, T, H, D] to [B, H, T, D]
         query, key, value = (stream.transpose(1, 2) for stream in (query, key, value))
         if context.cache is not None:
-            key, value = context.cache.update(key, value, self.layer_idx)
+            key, value = context.cache.update(key, value, context.layer)
         positions = None, None
         if self.config.reads_positions:
             positions = self._positions(query, key, context)

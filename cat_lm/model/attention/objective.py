@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+OWN_WEIGHT = 0.3  # of layers' own losses, where nothing else is said
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -24,7 +26,7 @@ class Objective:
 
     name: str = "auxiliary_loss"
     token_weight: float = 1.0
-    own_weight: float = 0.3
+    own_weight: float = OWN_WEIGHT
     trains_all: bool = True
     section: Mapping[str, Any] = field(default_factory=dict)
     said: str = "the tokens' loss"

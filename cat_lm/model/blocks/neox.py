@@ -87,10 +87,17 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         attended = self.post_attention_dropout(self.attention(read, context)[0])
         base = hidden_states if self.use_parallel_residual else attended + hidden_states
         read = self._with_canon("C", self.post_attention_layernorm(base), context)
-        inner = self._with_canon("D", self.mlp.dense_h_to_4h(read), context)
-        made = self.post_mlp_dropout(self.mlp.dense_4h_to_h(self.mlp.act(inner)))
+        made = self.post_mlp_dropout(self._feed_forward(read, context))
         if not self.use_parallel_residual:
             return made + base
         if self.canon is None:
             return made + attended + hidden_states  # in transformers' order, for the same bits
         return attended + hidden_states + made
+
+    def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the MLP, and the Canon layer of what its activation reads."""
+        mlp = self.mlp
+        if self.canon is None or "D" not in self.canon:
+            return mlp(hidden_states)
+        inner = self._with_canon("D", mlp.dense_h_to_4h(hidden_states), context)
+        return mlp.dense_4h_to_h(mlp.act(inner))

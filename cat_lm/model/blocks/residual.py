@@ -34,7 +34,8 @@ class Block(GradientCheckpointingLayer):
         mixer: takes x [B, T, C] and a `Context`.
         mlp_norm: of what the feed-forward network reads; None without one.
         mlp: the feed-forward network.
-        residual_in_fp32: whether the residual stream stays in fp32 whatever the precision.
+        residual_in_fp32: whether the residual stream stays in fp32 whatever the precision; the
+            norm then gets its own precision. None for what the inputs have.
         norm_first: whether norms stand before what they belong to.
 
     Attributes:
@@ -49,7 +50,7 @@ class Block(GradientCheckpointingLayer):
         mixer: nn.Module,
         mlp_norm: nn.Module | None = None,
         mlp: nn.Module | None = None,
-        residual_in_fp32: bool = False,
+        residual_in_fp32: bool | None = None,
         norm_first: bool = True,
     ) -> None:
         super().__init__()
@@ -68,9 +69,8 @@ class Block(GradientCheckpointingLayer):
         if not self.norm_first:
             hidden_states = norm(hidden_states + mixer(hidden_states, context))
             return hidden_states if mlp is None else mlp_norm(hidden_states + mlp(hidden_states))
-        residual = hidden_states
-        if self.residual_in_fp32:
-            residual = at_least_fp32(hidden_states)
+        residual = at_least_fp32(hidden_states) if self.residual_in_fp32 else hidden_states
+        if self.residual_in_fp32 is not None:
             hidden_states = hidden_states.to(norm.weight.dtype)
         hidden_states = residual + mixer(norm(hidden_states), context)
         return hidden_states if mlp is None else hidden_states + mlp(mlp_norm(hidden_states))

@@ -2,8 +2,9 @@
 
 `CausalLanguageModel` is the contract with the training engine, generation and evaluation: loss,
 labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
-transformers. `CausalBody` and `PreTrainedMixin` want a configuration that extends
-`cat_lm.model.hf.settings.AttentionSettings`; `CausalLanguageModel` takes any.
+transformers. `PreTrainedMixin` wants a configuration that extends
+`cat_lm.model.attention.settings.AttentionSettings`, `CausalBody` that or
+`cat_lm.model.hf.settings.RecurrentSettings`; `CausalLanguageModel` takes any.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -40,6 +41,8 @@ from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.ops import BACKENDS
 from cat_lm.ops.loss.linear_cross_entropy import IGNORE_INDEX, LanguageModelHead
 from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
+
+logger = logging.get_logger(__name__)
 
 # What decides which configuration a name means.
 _HUB_OPTIONS = (
@@ -110,6 +113,15 @@ class CausalBody:
             check_attention(self)
         super().post_init()
 
+    @property
+    def layout_settings(self) -> Any:
+        """What says how rows are read: the configuration, where that has the settings for it."""
+        return self.config
+
+    def _computes_again(self) -> bool:
+        """Return True if layers are computed once more in the backward pass."""
+        return self.training and any(layer.gradient_checkpointing for layer in self.layers)
+
     def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
         """Do what comes between the embeddings [B, T, C] and the first layer."""
         return inputs_embeds
@@ -141,21 +153,24 @@ class CausalBody:
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        settings = self.layout_settings
         said = position_ids, attention_mask, padding_mask, document_ids, past_key_values
-        check_call(self.config, kwargs, *said)
+        check_call(settings, kwargs, *said)
+        if document_borders is not None and not settings.attends:
+            raise ValueError("document_borders: no layer reads them; say document_ids")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if past_key_values is not None:
             attach_layer_state(past_key_values, self.config)
         elif use_cache and getattr(self.config, "keeps_state", True):
             past_key_values = CatCache(self.config)
-        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
-            past_key_values = None  # a layer that is computed again would add its tokens again
-
+        if past_key_values is not None and self._computes_again():
+            check_leaves_nothing_out(past_key_values)
+            past_key_values = None
         group = self.sequence_group
         check_divided(group, attention_mask, padding_mask, past_key_values)
         context = context_of(
-            self.config,
+            settings,
             inputs_embeds if group is None else group.whole_like(inputs_embeds),
             attention_mask,
             position_ids,
@@ -178,6 +193,20 @@ class CausalBody:
             last_hidden_state=self._leave(hidden_states),
             past_key_values=past_key_values,
         )
+
+
+def check_leaves_nothing_out(cache: Cache) -> None:
+    """Warn that a cache is not used, to which a layer computed again would add its tokens twice.
+
+    Raises:
+        ValueError: it holds tokens.
+    """
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values: gradient checkpointing cannot train after cached tokens; give all "
+            "tokens, or disable it"
+        )
+    logger.warning_once("no cache is kept: gradient checkpointing computes layers again")
 
 
 @dataclass
@@ -229,7 +258,9 @@ class CausalLanguageModel:
         """
         if problem := BACKENDS.problem(name):
             raise ValueError(f"backend={name!r}: {problem}")
-        self.base_model.conv_backend = name
+        for module in self.modules():
+            if isinstance(module, CausalBody):
+                module.conv_backend = name
 
     def set_mixer_backend(self, name: str) -> None:
         """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
@@ -239,7 +270,9 @@ class CausalLanguageModel:
         """
         if name not in (known := ("auto", *MIXER_BACKENDS)):
             raise ValueError(f"backend={name!r}: {one_of(name, known)}")
-        self.base_model.mixer_backend = name
+        for module in self.modules():
+            if isinstance(module, CausalBody):
+                module.mixer_backend = name
 
     def set_sequence_group(self, group: SequenceGroup | None) -> None:
         """Have every sequence computed by a group of ranks, each a part of it; None for one alone.

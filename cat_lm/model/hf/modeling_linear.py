@@ -32,13 +32,17 @@ from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 
 
+class LinearLayer(Block):
+    """RMSNorm and the mixer, RMSNorm and the MLP, by their names in flash-linear-attention."""
+
+
 class LinearPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     """Share with the classes below what transformers may do."""
 
     base_model_prefix = "model"
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("Block",)
-    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    _no_split_modules = ("LinearLayer",)
+    _can_record_outputs = {"hidden_states": LinearLayer}  # noqa: RUF012
 
 
 class LinearModel(CausalBody, LinearPreTrainedModel):
@@ -51,7 +55,7 @@ class LinearModel(CausalBody, LinearPreTrainedModel):
         width, eps = config.hidden_size, config.norm_eps
         self.embeddings = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(
-            Block(
+            LinearLayer(
                 nn.RMSNorm(width, eps),
                 self._make_mixer(),
                 nn.RMSNorm(width, eps),

@@ -19,7 +19,7 @@ from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 
 
-class MambaBlock(Block):
+class MambaLayer(Block):
     """The norm and the mixer, by their names in transformers' Mamba."""
 
     names = ("norm", "mlp_norm", "mixer", "mlp")
@@ -39,12 +39,14 @@ class MambaPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     config: CatMambaConfig
     base_model_prefix = "backbone"
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("MambaBlock",)
-    _can_record_outputs = {"hidden_states": MambaBlock}  # noqa: RUF012
+    _no_split_modules = ("MambaLayer",)
+    _can_record_outputs = {"hidden_states": MambaLayer}  # noqa: RUF012
 
 
 class CatMambaModel(CausalBody, MambaPreTrainedModel):
     """The model without its head."""
+
+    layer_class: type[MambaLayer] = MambaLayer
 
     def __init__(self, config: CatMambaConfig) -> None:
         super().__init__(config)
@@ -52,7 +54,7 @@ class CatMambaModel(CausalBody, MambaPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, width)
         fp32 = config.residual_in_fp32
         self.layers = nn.ModuleList(
-            MambaBlock(nn.RMSNorm(width, eps), self._make_mixer(), residual_in_fp32=fp32)
+            self.layer_class(nn.RMSNorm(width, eps), self._make_mixer(), residual_in_fp32=fp32)
             for _ in range(config.num_hidden_layers)
         )
         self.norm_f = nn.RMSNorm(width, eps)

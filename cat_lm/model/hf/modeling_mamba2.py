@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from cat_lm.mixers.parts.mamba2 import Mamba2Mixer
 from cat_lm.model.hf.configuration_mamba import CatMamba2Config
-from cat_lm.model.hf.modeling_mamba import CatMambaForCausalLM, CatMambaModel, starts_of
+from cat_lm.model.hf.modeling_mamba import (
+    CatMambaForCausalLM,
+    CatMambaModel,
+    MambaLayer,
+    starts_of,
+)
+
+
+class Mamba2Layer(MambaLayer):
+    """Mamba's layer around `Mamba2Mixer`."""
 
 
 class CatMamba2Model(CatMambaModel):
@@ -12,6 +21,9 @@ class CatMamba2Model(CatMambaModel):
 
     config_class = CatMamba2Config
     config: CatMamba2Config
+    layer_class = Mamba2Layer
+    _no_split_modules = ("Mamba2Layer",)
+    _can_record_outputs = {"hidden_states": Mamba2Layer}  # noqa: RUF012
 
     def _make_mixer(self) -> Mamba2Mixer:
         config = self.config
@@ -36,3 +48,5 @@ class CatMamba2ForCausalLM(CatMambaForCausalLM):
     config_class = CatMamba2Config
     config: CatMamba2Config
     body_class = CatMamba2Model
+    _no_split_modules = ("Mamba2Layer",)
+    _can_record_outputs = {"hidden_states": Mamba2Layer}  # noqa: RUF012

@@ -9,6 +9,8 @@ generation computes the whole text anew for every token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -24,10 +26,9 @@ from cat_lm.model.hf.causal_lm import CausalBody
 from cat_lm.model.hf.configuration_mixer import CatMixerConfig
 from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
-from cat_lm.ops.runtime.documents import document_borders
 
 
-class MixerBlock(Block):
+class MixerLayer(Block):
     """RMSNorm and the mixer, RMSNorm and the MLP, on the residual stream."""
 
     names = ("mixer_norm", "mlp_norm", "mixer", "mlp")
@@ -68,8 +69,8 @@ class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     config_class = CatMixerConfig
     config: CatMixerConfig
     base_model_prefix = "model"
-    _no_split_modules = ("MixerBlock",)
-    _can_record_outputs = {"hidden_states": MixerBlock}  # noqa: RUF012
+    _no_split_modules = ("MixerLayer",)
+    _can_record_outputs = {"hidden_states": MixerLayer}  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -93,25 +94,27 @@ class CatMixerModel(CausalBody, MixerPreTrainedModel):
 
     def __init__(self, config: CatMixerConfig) -> None:
         super().__init__(config)
-        kind = mixer_of(config).kind
-        self.supports, self.reads_borders = kind.supports, kind.reads_borders
+        mixer = mixer_of(config)
+        self.supports = mixer.kind.supports
+        self.attention = mixer.kind.layout_settings(mixer.options, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         rows = config.learned_positions
         self.embed_positions = None if rows is None else nn.Embedding(rows, config.hidden_size)
         self.layers = nn.ModuleList(
-            MixerBlock(config, index) for index in range(config.num_hidden_layers)
+            MixerLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
+    @property
+    def layout_settings(self) -> Any:
+        """The settings of the mixer's attention; the configuration where it has none."""
+        return self.config if self.attention is None else self.attention
+
     def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
         """Add the table of positions; leave out of the context what the mixer cannot read."""
         self._check(context)
-        is_known = not torch.compiler.is_compiling()
-        if self.reads_borders and context.documents is not None and is_known:
-            # Once for all layers, as a GPU is waited for.
-            context.document_borders = document_borders(context.documents)
         if self.embed_positions is None:
             return inputs_embeds
         return inputs_embeds + self._positions(context.positions)

@@ -16,7 +16,6 @@ CALIBRATE = "calibrate"
 # Those that add a loss for the landmarks, and those whose forward attends to all keys.
 TAUGHT = ("guided", CALIBRATE)
 DENSE = ("dense", *TAUGHT)
-USUAL_WEIGHT = 0.3  # of the landmarks' loss
 USUAL_ROWS = 64  # queries of a sequence on which landmarks are taught
 
 

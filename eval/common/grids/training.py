@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cat_lm.ops.landmark.options import USUAL_WEIGHT
+from cat_lm.model.attention.objective import OWN_WEIGHT
 
 
 class Step(NamedTuple):
@@ -112,7 +112,7 @@ class BaseTrial(ABC):
 
 def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
     """Return what layers' own losses add to the task's: their mean, weighted as in training."""
-    return USUAL_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
+    return OWN_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
 def train(trial: BaseTrial, quiet: bool) -> None:

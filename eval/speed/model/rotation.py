@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What the modules of transformers' families, and this project's of them, call their rotation.
+from cat_lm.model.attention.core import AttentionMixin
+
+# What the modules of transformers' families call their rotation.
 _ROTATION = "apply_rotary_pos_emb"
 
 
@@ -25,10 +27,13 @@ def compile_rotation(model: nn.Module, ids: Tensor) -> str | None:
     Returns:
         Why it cannot; None where it does.
     """
+    own = [m for m in model.modules() if isinstance(m, AttentionMixin)]
     home = sys.modules[type(model).__module__]
-    eager = getattr(home, _ROTATION)
+    eager = own[0].rotate if own else getattr(home, _ROTATION)
     # One graph a shape: those that are timed are few, and sizes that may change cost speed.
     compiled = torch.compile(eager, dynamic=False)
+    for attention in own:
+        attention.rotate = compiled
 
     def begin(*_: Any) -> None:
         setattr(home, _ROTATION, compiled)
@@ -36,9 +41,10 @@ def compile_rotation(model: nn.Module, ids: Tensor) -> str | None:
     def end(*_: Any) -> None:
         setattr(home, _ROTATION, eager)
 
-    # The model's alone: others of its module keep the eager one.
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(end, always_call=True)
+    if not own:
+        # The model's alone: others of its module keep the eager one.
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
     try:
         model(input_ids=ids, labels=ids).loss.backward()
     except Exception as error:  # whatever a compiler that is broken or missing makes torch raise

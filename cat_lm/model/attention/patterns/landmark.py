@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm.core.numbers import CONV_STATE
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
-from cat_lm.model.attention.objective import Objective
+from cat_lm.model.attention.objective import OWN_WEIGHT, Objective
 from cat_lm.model.rules import attention_channels, head_width, key_heads
 from cat_lm.ops.landmark.options import (
     CALIBRATE,
@@ -16,7 +16,6 @@ from cat_lm.ops.landmark.options import (
     FILTERS,
     TAUGHT,
     USUAL_ROWS,
-    USUAL_WEIGHT,
     is_sharp,
     value_problems,
 )
@@ -59,11 +58,6 @@ class Landmark(Pattern):
         "share": "head",
     }
     free_options = frozenset(options)
-    train_keys: ClassVar[Mapping[str, Any]] = {
-        "landmark_loss": "hard",
-        "landmark_weight": None,
-        "landmark_rows": None,
-    }
 
     def objective(self, train: Any) -> Objective:
         """Return the loss of `landmark_loss`, with attention to all keys where it only teaches."""
@@ -73,7 +67,7 @@ class Landmark(Pattern):
         return Objective(
             "landmark_loss",
             token_weight=0.0 if way == CALIBRATE else 1.0,
-            own_weight=train.landmark_weight or USUAL_WEIGHT,
+            own_weight=train.landmark_weight or OWN_WEIGHT,
             trains_all=way != CALIBRATE,
             section=dense if way in DENSE else {},
             said=f"train.landmark_loss={way}",
@@ -95,6 +89,9 @@ class Landmark(Pattern):
             for (key, ways), what in zip(told.items(), ("that loss", "such queries"), strict=True)
             if getattr(train, key) is not None and train.landmark_loss not in ways
         ]
+        if getattr(config.model, "attention", None) != self.name:
+            needs = [f"{way}: needs model.attention=landmark"]
+            return errors + (needs if train.landmark_loss != "hard" else [])
         given = config.model.attention_options
         options = self.resolved(given if isinstance(given, dict) else {})
         is_taught = train.landmark_loss in TAUGHT
@@ -108,9 +105,23 @@ class Landmark(Pattern):
             )
         if train.landmark_loss == CALIBRATE:
             errors += _calibration_problems(config, learns)
-        if not errors and is_taught and not self.problems(config.model, options):
-            errors += _short_rows(way, options, config.data.context_length)
         return errors
+
+    def row_problems(self, config: Any) -> list[str]:
+        """Return whether rows have too few blocks to choose from."""
+        way, length = config.train.landmark_loss, config.data.context_length
+        if way not in TAUGHT:
+            return []
+        options = self.resolved(config.model.attention_options)
+        block, local = options["block"], options["local"]
+        least = local + 1  # the loss compares blocks, so a single one has none
+        if least * block < length:
+            return []
+        return [
+            f"train.landmark_loss={way}: no query of data.context_length={length} tokens has two "
+            f"blocks to choose from with model.attention_options.block={block} and local={local}; "
+            f"{least} x block must be below the context"
+        ]
 
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
@@ -243,19 +254,6 @@ class Landmark(Pattern):
         from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
-
-
-def _short_rows(way: str, options: dict[str, Any], length: int) -> list[str]:
-    """Return whether rows are too short for landmarks to learn: there is nothing to choose."""
-    block, local = options["block"], options["local"]
-    least = local + 1  # the loss compares blocks, so a single one has none
-    if least * block < length:
-        return []
-    return [
-        f"{way}: no query of data.context_length={length} tokens has two blocks to choose from "
-        f"with model.attention_options.block={block} and local={local}; {least} x block must be "
-        "below the context"
-    ]
 
 
 def _calibration_problems(config: Any, learns: bool) -> list[str]:
