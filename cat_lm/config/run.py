@@ -135,7 +135,7 @@ class RunConfig(Section):
 
     @property
     def objective(self) -> Objective:
-        """What a step minimises."""
+        """Return the loss that a step minimises."""
         return self.architecture.objective(self.model, self.train)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:

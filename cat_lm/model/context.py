@@ -1,4 +1,4 @@
-"""What a layer is told of the tokens that it mixes, beside their hidden states x [B, T, C]."""
+"""The context of the tokens that a layer mixes, beside their hidden states x [B, T, C]."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def layer_context(context: Context, index: int) -> Context:
     from cat_lm.model.cache import LayerStateMixin, follows_cache  # imports transformers
 
     cache, state = context.cache, None
-    # transformers may make a layer's part when it is first filled.
+    # A layer may have no part yet: transformers can make it when it is first filled.
     if cache is not None and index < len(cache.layers):
         part = cache.layers[index]
         state = part if isinstance(part, LayerStateMixin) else None

@@ -1,1 +1,1 @@
-"""What the mixers share: their description, options, filtered streams, attention, recurrences."""
+"""Parts of the mixers: descriptions, options, filtered streams, attention, recurrences."""

@@ -1,4 +1,4 @@
-"""What the layers of Mamba and Mamba-2 start from."""
+"""Initialization of the layers of Mamba and Mamba-2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Starts:
-    """What the parameters of a Mamba layer start from, of Mamba-2's too.
+    """The initialization of the parameters of a Mamba or Mamba-2 layer.
 
     Attributes:
         fastest, slowest: the bounds of Δ, which is spread evenly in its logarithm.

@@ -1,4 +1,4 @@
-"""What GLA, DeltaNet and Gated DeltaNet have in common, in flash-linear-attention's names."""
+"""The base of GLA, DeltaNet and Gated DeltaNet, in flash-linear-attention's names."""
 
 from __future__ import annotations
 

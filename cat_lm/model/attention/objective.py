@@ -1,4 +1,4 @@
-"""What a training step minimises: the tokens' loss, and losses that layers have of their own.
+"""The objective of a training step: the tokens' loss, and losses that layers have of their own.
 
 This module imports no torch.
 """

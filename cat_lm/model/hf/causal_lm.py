@@ -115,7 +115,7 @@ class CausalBody:
 
     @property
     def layout_settings(self) -> Any:
-        """What says how rows are read: the configuration, where that has the settings for it."""
+        """Return the settings by which rows are read, here the configuration."""
         return self.config
 
     def _computes_again(self) -> bool:

@@ -1,4 +1,4 @@
-"""What configurations of every family share: the keys that they know, and checks of their fields.
+"""The keys that configurations of every family know, and checks of their fields.
 
 This module imports neither torch nor transformers.
 """
