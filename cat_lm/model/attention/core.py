@@ -52,6 +52,7 @@ class AttentionMixin:
 
     eager_attention: Callable  # the family's own, of transformers, as is `rotate`
     rotate: Callable
+    output_name: str  # of the family's last projection
 
     def _add_parts(self, config: AttentionSettings) -> None:
         """Add what lies between the module's projections, and the temperature."""
@@ -66,6 +67,19 @@ class AttentionMixin:
     def _take_library_names(self) -> None:
         """Read the library's names of what the convolution holds."""
         self.register_load_state_dict_pre_hook(_rename_library_parameters)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: [B, T, C].
+
+        Returns:
+            The output [B, T, C], and the attention maps if the attention function gives them.
+        """
+        streams = self._divided(self._streams, self._project(x), context)
+        output, maps = self._meet(streams, context)
+        return getattr(self, self.output_name)(output.flatten(2).contiguous()), maps
 
     def _divided(
         self,

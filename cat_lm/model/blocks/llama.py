@@ -37,6 +37,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
 
     eager_attention = staticmethod(eager_attention_forward)
     rotate = staticmethod(apply_rotary_pos_emb)
+    output_name = "o_proj"
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -54,18 +55,8 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
         self.o_proj.writes_residual = True
         self._add_parts(config)
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            x: [B, T, C].
-
-        Returns:
-            The output [B, T, C], and the attention maps if the attention function gives them.
-        """
-        projected = tuple(getattr(self, f"{stream}_proj")(x) for stream in STREAMS)
-        output, maps = self._meet(self._divided(self._streams, projected, context), context)
-        return self.o_proj(output.flatten(2).contiguous()), maps
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, f"{stream}_proj")(x) for stream in STREAMS)
 
     def _streams(
         self, query: Tensor, key: Tensor, value: Tensor, context: Context

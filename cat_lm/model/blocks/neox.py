@@ -27,6 +27,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
 
     eager_attention = staticmethod(eager_attention_forward)
     rotate = staticmethod(apply_rotary_pos_emb)
+    output_name = "dense"
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -45,18 +46,8 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         self.dense.writes_residual = True
         self._add_parts(config)
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            x: [B, T, C].
-
-        Returns:
-            The output [B, T, C], and the attention maps if the attention function gives them.
-        """
-        streams = self._divided(self._streams, (self.query_key_value(x),), context)
-        output, maps = self._meet(streams, context)
-        return self.dense(output.flatten(2).contiguous()), maps
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.query_key_value(x),)
 
     def _streams(self, projected: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`.
