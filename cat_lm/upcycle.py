@@ -204,10 +204,10 @@ def _target_weights(
     weights = load_weights(folder, source)
     if source.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights[architecture.embedding])
-    for name in _filters(folder, source):
+    for name, like in _filters(folder, source).items():
         own = weights.pop(name)
         # As it was stored: the rates of long filters are no numbers of half precision.
-        difference = (own - architecture.identity_filter(source, name).to(own.dtype)).abs().max()
+        difference = (own - _identity_filter(source, name, like).to(own.dtype)).abs().max()
         if not difference == 0:
             raise UserError(
                 f"model {folder}: {name} is no longer the identity (it differs by "
@@ -220,13 +220,31 @@ def _target_weights(
     for name in list(weights):
         new = architecture.own_name(target, name) if convolved else architecture.plain_name(name)
         weights[new] = weights.pop(name)
-    for name in added:
-        weights[name] = architecture.identity_filter(target, name).to(dtype)
+    for name, like in added.items():
+        weights[name] = _identity_filter(target, name, like).to(dtype)
     return weights
 
 
-def _filters(folder: Path, config: PreTrainedConfig) -> list[str]:
-    return [name for name in skeleton(folder, config).state_dict() if name.endswith("_filter")]
+def _filters(folder: Path, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Return a model's filters by name, on the meta device."""
+    weights = skeleton(folder, config).state_dict()
+    return {name: x for name, x in weights.items() if name.endswith("_filter")}
+
+
+def _identity_filter(config: PreTrainedConfig, name: str, like: Tensor) -> Tensor:
+    """Make the filter that changes nothing, for a parameter named `…q_filter` or so.
+
+    That of a Canon layer, named `….canon.A.canon_filter`, adds nothing to what it reads.
+    """
+    import torch
+
+    from cat_lm.model.stream_convolution import identity_filters, rank_start
+
+    if name.endswith(".canon_filter"):
+        return torch.zeros(like.shape)
+    if name.endswith("_rank_filter"):
+        return rank_start(config, name.removesuffix("_rank_filter")[-1])
+    return identity_filters(config, name.removesuffix("_filter")[-1])
 
 
 def _model_with(

@@ -17,7 +17,6 @@ from cat_lm.model.attention.objective import Objective
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -220,98 +219,11 @@ class Architecture:
         """
         return [f"cannot divide the sequences of model.architecture={self.name}"]
 
-    def exchanged_numbers(self, section: Any, parts: int) -> float:
-        """Count what a rank sends for a token of its part in a layer's forward pass.
-
-        Only for a family that divides its sequences. What is in fp32 counts twice.
-        """
-        raise NotImplementedError
-
     def portable(self, section: Any) -> Any:
         """Return the same model, computed by what every machine has."""
         return section
 
     # Counts
-
-    def num_parameters(self, section: Any, vocab_size: int) -> int:
-        """Count the parameters of the model.
-
-        By default a model without memory is made, which needs torch and must have no parameters for
-        each position.
-
-        Args:
-            vocab_size: the tokenizer's; the section's comes before it.
-        """
-        import torch
-
-        config = self.config_class()(**self.fields(section, vocab_size, context_length=1))
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = self.classes().causal_lm(config)
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    def lookup_parameters(self, section: Any) -> int:
-        """Count the input embedding's parameters where it multiplies nothing: not tied."""
-        return 0 if section.tie_word_embeddings else section.vocab_size * section.hidden_size
-
-    def elementwise_parameters(self, section: Any) -> int:
-        """Count the other parameters that belong to no matrix product: filters, rates."""
-        return 0
-
-    def mixing_flops(self, section: Any, context_length: int) -> float:
-        """Count a token's FLOPs, forward and backward, of what mixes positions."""
-        raise NotImplementedError
-
-    def flops_per_token(self, section: Any, parameters: int, context_length: int) -> float:
-        """Count a token's FLOPs, forward and backward.
-
-        6 per parameter that multiplies once (all but the embedding that is only looked up and
-        `elementwise_parameters`), and `mixing_flops`.
-        """
-        matrices = parameters - self.lookup_parameters(section)
-        matrices -= self.elementwise_parameters(section)
-        return 6 * matrices + self.mixing_flops(section, context_length)
-
-    def saved_tensors(self, section: Any) -> float:
-        """Count the tensors of [B, T, C] that autograd keeps of a layer for the backward pass."""
-        raise NotImplementedError
-
-    def saved_in_fp32(self, section: Any) -> float:
-        """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
-        return 0.0
-
-    def stream_in_fp32(self, section: Any) -> bool:
-        """Return whether the residual stream is in fp32 whatever the precision of training."""
-        return False
-
-    def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32.
-
-        Args:
-            precision: "bf16" or "fp32", in which layers compute.
-        """
-        return 0
-
-    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
-        """Count the masks of [B, 1, T, T] that autograd keeps of a layer for packed documents.
-
-        Rounded, and whole on each rank even where ranks share sequences.
-        """
-        return 0.0
-
-    def forward_channels(self, section: Any) -> int:
-        """Count the numbers a token that a forward pass without gradients holds at once."""
-        return layer_channels(section)
-
-    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count the bytes of the decoding state of one sequence after `length` tokens.
-
-        By default those of a model without state, of which the whole sequence is computed anew for
-        each token: what its layers hand over.
-
-        Args:
-            itemsize: bytes of one of its numbers.
-        """
-        return section.num_hidden_layers * section.hidden_size * length * itemsize
 
     # Words
 
@@ -391,10 +303,6 @@ class Architecture:
 
     # Upcycling: models with convolutions, and the same without
 
-    def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
-        """Make the filter that changes nothing, for the parameter `name`."""
-        raise NotImplementedError
-
     def plain_name(self, name: str) -> str:
         """Translate the name of a parameter of a model with convolutions into that without."""
         return name
@@ -416,25 +324,3 @@ def halo_problems(parts: int, context_length: int, windows: Mapping[str, int]) -
         for key, window in windows.items()
         if window - 1 > share
     ]
-
-
-def layer_channels(model: Any) -> int:
-    """Count a token's numbers in a layer of a transformer, as a forward pass holds them at once.
-
-    The residual stream and its norms, queries, keys and values as projected, convolved and rotated,
-    the attention's output, and the MLP before and after the activation.
-
-    Args:
-        model: a section, or the configuration of a model of any kind.
-    """
-    width = model.hidden_size
-    inner = getattr(model, "intermediate_size", None) or 4 * width
-    return 8 * width + 2 * inner
-
-
-def key_value_bytes(model: Any, length: int, itemsize: int) -> int:
-    """Count the bytes of keys and values of `length` tokens in all layers; `model` as above."""
-    heads = model.num_attention_heads
-    channels = getattr(model, "head_dim", None) or model.hidden_size // heads
-    width = channels * (getattr(model, "num_key_value_heads", None) or heads)
-    return 2 * model.num_hidden_layers * width * itemsize * length

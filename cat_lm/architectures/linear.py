@@ -15,10 +15,8 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers.parts.options import convolution_flops
 from cat_lm.model.linear_rules import exact
 from cat_lm.model.rules import gated_width, tap_problems
-from cat_lm.ops.recurrence import GLA_LOW_RANK
 
 if TYPE_CHECKING:
     import torch
@@ -127,87 +125,7 @@ class LinearArchitecture(Architecture):
             *halo_problems(parts, context_length, {"conv_size": section.window}),
         ]
 
-    def exchanged_numbers(self, section: Any, parts: int) -> float:
-        """Count queries, keys, their decays, and values there and back; rates of heads are few."""
-        keys = 3 if section.decays == "keys" else 2
-        numbers = keys * section.key_channels + 2 * section.value_channels
-        return numbers * (parts - 1) / parts
-
     # Counts
-
-    def convolved_channels(self, section: Any) -> int:
-        """Count the channels of a layer that have a filter."""
-        read = 2 * section.key_channels + section.value_channels
-        return read if section.window else 0
-
-    def state_numbers(self, section: Any) -> int:
-        """Count the numbers of a layer's state, which is in fp32."""
-        return section.key_channels * section.value_channels // section.num_heads
-
-    def num_parameters(self, section: Any, vocab_size: int) -> int:
-        """Count the parameters."""
-        width, keys, values = section.hidden_size, section.key_channels, section.value_channels
-        mixer = 2 * keys + (3 if section.gated_output else 2) * values
-        if section.decays == "keys":
-            mixer += GLA_LOW_RANK
-        else:
-            mixer += section.num_heads * (2 if section.decays else 1)
-        layer = width * (mixer + 2 + 3 * section.inner_size)
-        layer += GLA_LOW_RANK * keys if section.decays == "keys" else 0
-        tables = 1 if section.tie_word_embeddings else 2
-        return (
-            section.num_hidden_layers * layer
-            + self.elementwise_parameters(section)
-            + width
-            + tables * (section.vocab_size or vocab_size) * width
-        )
-
-    def elementwise_parameters(self, section: Any) -> int:
-        """Count filters, rates with their biases, and the weights of the heads' norms."""
-        own = section.window * self.convolved_channels(section)
-        own += section.value_channels // section.num_heads
-        rates = {"keys": section.key_channels, "heads": 2 * section.num_heads, "": 0}
-        return section.num_hidden_layers * (own + rates[section.decays])
-
-    def mixing_flops(self, section: Any, context_length: int) -> float:
-        """Count a token's FLOPs of recurrences and short convolutions, forward and backward."""
-        own = section.each * self.state_numbers(section)
-        own += convolution_flops(section.window, self.convolved_channels(section))
-        return section.num_hidden_layers * own
-
-    def saved_tensors(self, section: Any) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C].
-
-        The mixer's, the inputs of two norms, normed (which their weights multiply) and as they
-        leave, and the MLP's four of width I: the gate before and after its activation, what it
-        multiplies, and the product.
-        """
-        numbers = self.mixer_numbers(section) + self.recurrence_numbers(section)
-        return 6 + (numbers + 4 * section.inner_size) / section.hidden_size
-
-    def saved_in_fp32(self, section: Any) -> float:
-        """Count what the recurrence keeps."""
-        return self.recurrence_numbers(section) / section.hidden_size
-
-    def mixer_numbers(self, section: Any) -> float:
-        """Count a token's numbers that a mixer keeps around its recurrence."""
-        raise NotImplementedError
-
-    def recurrence_numbers(self, section: Any) -> float:
-        """Count a token's numbers that the recurrence keeps."""
-        raise NotImplementedError
-
-    def forward_channels(self, section: Any) -> int:
-        """Count the numbers of a token in a layer, as a forward pass holds them at once."""
-        keys, values = section.key_channels, section.value_channels
-        mixer = int(self.recurrence_numbers(section)) + 2 * (keys + values)
-        return 3 * section.hidden_size + max(mixer, 3 * section.inner_size)
-
-    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count the states, in fp32 at least, and the convolutions' last W−1 inputs."""
-        inputs = max(0, section.window - 1) * self.convolved_channels(section)
-        state = self.state_numbers(section) * max(4, itemsize)
-        return section.num_hidden_layers * (state + inputs * itemsize)
 
     # Words
 

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from cat_lm.architectures import filter_counts
 from cat_lm.architectures.base import (
     Architecture,
     ModelSection,
     halo_problems,
     head_division_problems,
-    key_value_bytes,
-    layer_channels,
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import entry_of, number, whole
@@ -23,10 +20,10 @@ from cat_lm.model.attention.objective import Objective
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import check_rope_parameters
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # In the names of the parameters of patterns of attention, and of no others.
@@ -145,35 +142,6 @@ class Transformer(Architecture):
         "value_transform": "none",
     }
 
-    def heads_of(self, section: Any, stream: str) -> int:
-        """Count the heads of a stream: q, k or v."""
-        return section.num_attention_heads
-
-    def head_channels(self, section: Any) -> int:
-        """Count the channels of a head."""
-        return section.hidden_size // section.num_attention_heads
-
-    def streams(self, section: Any) -> str:
-        """Return the streams that have filters; "" without convolutions."""
-        return "" if section.conv_type == "none" else section.conv_streams
-
-    def activated_channels(self, section: Any) -> int:
-        """Count the channels that the MLP's activation reads, with those that it gates."""
-        return section.inner_size
-
-    def canon_channels(self, section: Any) -> int:
-        """Count a token's channels that pass Canon layers in a layer."""
-        widths = dict.fromkeys("AC", section.hidden_size) | {"D": self.activated_channels(section)}
-        return sum(widths[place] for place in rules.canon_places(section))
-
-    def _rank_heads(self, section: Any) -> int:
-        """Count the heads of queries and keys that a layer's ranks beyond the first add."""
-        return (section.conv_rank - 1) * sum(self.heads_of(section, stream) for stream in "qk")
-
-    def mixes_maps(self, section: Any) -> bool:
-        """Return True if the values' filters mix attention maps."""
-        return rules.mixes_maps(section)
-
     def attention_entries(self, section: Any) -> list[attention.Entry]:
         """List the pattern of attention and the transforms, see `cat_lm.model.attention`."""
         return list(attention.chosen_entries(section).values())
@@ -221,7 +189,7 @@ class Transformer(Architecture):
     def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
         """Return which heads do not divide, and what of a layer knows of all of them."""
         counts = {"num_attention_heads": section.num_attention_heads}
-        if (shared := self.heads_of(section, "k")) != section.num_attention_heads:
+        if (shared := rules.key_heads(section)) != section.num_attention_heads:
             counts["num_key_value_heads"] = shared
         entries = self.attention_entries(section)
         windows = {}
@@ -234,11 +202,6 @@ class Transformer(Architecture):
             *(problem for entry in entries for problem in entry.division_problems(section)),
             *halo_problems(parts, context_length, windows),
         ]
-
-    def exchanged_numbers(self, section: Any, parts: int) -> float:
-        """Count queries, keys and values, and what attention makes of them."""
-        heads = sum(self.heads_of(section, stream) for stream in "qkvq")
-        return heads * self.head_channels(section) * (parts - 1) / parts
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""
@@ -268,99 +231,26 @@ class Transformer(Architecture):
         ]
 
     def portable(self, section: Any) -> Any:
-        """Return the same model with attention that needs nothing installed."""
-        return section.model_copy(update={"attn_implementation": "eager"})
-
-    # Counts
-
-    def elementwise_parameters(self, section: Any) -> int:
-        """Count the filters' taps, the norm's of queries and keys, and what attention adds."""
-        channels = self.head_channels(section)
-        own = sum(entry.parameters(section) for entry in self.attention_entries(section))
-        own += filter_counts.parameters(self, section)
-        own += self.canon_channels(section) * section.canon_window
-        own += self._rank_heads(section) * section.conv_window
-        own += {"none": 0, "l2": section.num_attention_heads, "rms": 2 * channels}[section.qk_norm]
-        return section.num_hidden_layers * own
-
-    def mixing_flops(self, section: Any, context_length: int) -> float:
-        """Count a token's FLOPs of attention and convolutions, forward and backward.
-
-        The pattern's, and those of transforms (see `cat_lm.model.attention`), those of filters,
-        and 6·W per channel of each further rank and Canon layer.
-        """
-        layers, channels = section.num_hidden_layers, self.head_channels(section)
-        entries = self.attention_entries(section)
-        attended = layers * sum(entry.flops(section, context_length) for entry in entries)
-        convolution = 6 * layers * section.canon_window * self.canon_channels(section)
-        convolution += 6 * layers * section.conv_window * self._rank_heads(section) * channels
-        return attended + convolution + layers * filter_counts.flops(self, section)
-
-    def saved_maps(self, section: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count attention's maps, which no fused attention keeps, and those of transforms."""
-        kept = section.num_attention_heads if section.attn_implementation == "eager" else 0
-        given, entries = (context_length, on_gpu, precision), self.attention_entries(section)
-        return kept + sum(entry.saved_maps(section, *given) for entry in entries)
-
-    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
-        """Count SDPA's mask where it takes one; a bias of scores has it in its own map."""
-        import torch
-
-        from cat_lm.model.attention.documents import document_attention
-
-        device = torch.device("cuda" if on_gpu else "cpu")
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        by, score = document_attention(config, device, dtype), attention.score_transform(config)
-        has_own = score is not None and score.form == "additive"
-        is_kept = attention.pattern(config).keeps_mask and config._attn_implementation == "sdpa"
-        return float(by.name == "mask" and is_kept and not has_own)
-
-    def _saved_by_attention(self, section: Any) -> float:
-        """Count the tensors of [B, T, C] that the pattern, transforms and norms keep of a layer."""
-        kept = sum(entry.saved_tensors(section) for entry in self.attention_entries(section))
-        # Queries, keys, values and what comes out are as wide as all ranks.
-        kept += 4 * (section.conv_rank - 1)
-        kept += filter_counts.saved_tensors(self, section)
-        # What is normalised of q and k, and comes out: on a CPU once more in fp32 where it is bf16.
-        return kept + {"none": 0, "l2": 4, "rms": 6}[section.qk_norm]
-
-    def saved_in_fp32(self, section: Any) -> float:
-        """Count the states of long filters."""
-        return filter_counts.saved_tensors(self, section)
-
-    def _saved_by_canon(self, section: Any) -> float:
-        """Count what Canon layers read, in tensors of [B, T, C]: others keep what comes out."""
-        return self.canon_channels(section) / section.hidden_size
-
-    def forward_channels(self, section: Any) -> int:
-        """Count as in the base, with values mixed for every head, wide ranks, and Canon layers."""
-        mixed = 2 * section.num_attention_heads if self.mixes_maps(section) else 0
-        mixed += 4 * (section.conv_rank - 1)
-        return layer_channels(section) + mixed * section.hidden_size + self.canon_channels(section)
-
-    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count keys, values, what convolutions keep and what attention adds."""
-        own = self.canon_channels(section) * (section.canon_window - 1) * itemsize
-        own += filter_counts.state_bytes(self, section, itemsize)
-        own += sum(
-            entry.state_bytes(section, length, itemsize)
-            for entry in self.attention_entries(section)
-        )
-        heads = (section.conv_rank - 1) * self.heads_of(section, "k")
-        own += heads * self.head_channels(section) * length * itemsize
-        kept = section.num_hidden_layers * own
-        return kept + key_value_bytes(section, length, itemsize)
+        """Return the same model with attention by torch, which keeps as much as other kernels."""
+        if section.attn_implementation == "eager":
+            return section
+        changes: dict[str, Any] = {"attn_implementation": "sdpa"}
+        score = attention.score_transform(section)
+        if score is not None and "sdpa" not in (score.implementations or ("sdpa",)):
+            # flex attention computes it inside of its kernel
+            changes |= {"score_transform": "none", "score_options": None}
+        return section.model_copy(update=changes)
 
     # Words
 
     def describe(self, section: Any) -> str:
         """Return what a model is, for its card."""
         name = super().describe(section)
-        return f"convolution-augmented (CAT) {name}" if self.streams(section) else name
+        return f"convolution-augmented (CAT) {name}" if _streams(section) else name
 
     def words(self, section: Any) -> str:
         """Name the convolutions and the positions."""
-        kind = filter_counts.words(self, section)
+        kind = _filter_words(section)
         for entry in self.attention_entries(section):
             kind += f", {entry.words}" if entry.words else ""
         if section.qk_norm != "none":
@@ -391,7 +281,7 @@ class Transformer(Architecture):
         sizes = super().sizes(section) | {"heads": section.num_attention_heads}
         if rules.has_long_filters(section):
             return sizes | {"filter state": section.conv_state}
-        return sizes | ({"window": section.conv_window} if self.streams(section) else {})
+        return sizes | ({"window": section.conv_window} if _streams(section) else {})
 
     def variant(self, section: Any) -> str:
         """Name the kind of convolution, or of filters as long as the text."""
@@ -400,12 +290,12 @@ class Transformer(Architecture):
     def variants(self) -> dict[str, str]:
         """Return every kind of convolution, after none, and of filters as long as the text."""
         every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
-        return {"none": "no convolution"} | every | filter_counts.long_variants()
+        return {"none": "no convolution"} | every | _long_variants()
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
         """Return the kind of convolution or of filters."""
-        if variant in filter_counts.long_variants():
-            return filter_counts.long_keys(variant)
+        if variant in _long_variants():
+            return _long_keys(variant)
         return {"conv_type": variant}
 
     def describe_backend(
@@ -427,22 +317,36 @@ class Transformer(Architecture):
         convolved = bool(getattr(config, "convolved_streams", ""))
         return renamed(name, self.config_class().renamings(convolved))
 
-    # Upcycling
 
-    def identity_filter(self, config: PreTrainedConfig, name: str) -> Tensor:
-        """Make the filter that changes nothing, for a parameter named `…q_filter` or so.
+def _streams(section: Any) -> str:
+    """Return the streams that have filters; "" without convolutions."""
+    return "" if section.conv_type == "none" else section.conv_streams
 
-        That of a Canon layer, named `….canon.A.canon_filter`, adds nothing to what it reads.
-        """
-        import torch
 
-        section = self.section(config)
-        if name.endswith(".canon_filter"):
-            place = name.removesuffix(".canon_filter")[-1]
-            width = self.canon_channels(section.model_copy(update={"canon": place}))
-            return torch.zeros(1, width, section.canon_window)
-        if name.endswith("_rank_filter"):
-            from cat_lm.model.stream_convolution import rank_start
+def _long_variants() -> dict[str, str]:
+    """Name every kind of filters as long as the text, with what it is; N as `long_keys` has it."""
+    return {
+        kind.name: f"one filter for each head, {kind.meaning}, N={kind.usual_state}"
+        for kind in map(filters.get, filters.names())
+    }
 
-            return rank_start(config, name.removesuffix("_rank_filter")[-1])
-        return filter_counts.identity(self, section, name.removesuffix("_filter")[-1])
+
+def _long_keys(name: str) -> dict[str, Any]:
+    """Return the keys of a kind of filters as long as the text, of its usual N."""
+    window = {"conv_window": rules.DEFAULT_WINDOW}  # which says nothing
+    state = filters.get(name).usual_state
+    return window | {"conv_type": kinds.HEAD.name, "conv_filter": name, "conv_state": state}
+
+
+def _filter_words(section: Any) -> str:
+    """Name the filters."""
+    if not _streams(section):
+        return "no convolution"
+    streams = ", ".join(_streams(section))
+    said = f"{section.conv_type} convolution of {streams}, "
+    if rules.has_long_filters(section):
+        return f"{said}{section.conv_filter} filters of state N={section.conv_state}"
+    said += f"W={section.conv_window}"
+    said += f", rank {section.conv_rank}" if section.conv_rank > 1 else ""
+    said += ", l1-normalised" if section.conv_norm == "l1" else ""
+    return said + (", then SiLU" if section.conv_activation == "silu" else "")

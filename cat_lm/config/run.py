@@ -67,10 +67,6 @@ class RunConfig(Section):
         """The family of the model."""
         return architectures.get(self.model.architecture)
 
-    def num_parameters(self, vocab_size: int) -> int:
-        """Count the model's parameters; `model.vocab_size` comes before the tokenizer's."""
-        return self.architecture.num_parameters(self.model, vocab_size)
-
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch_size * self.data.context_length

@@ -38,7 +38,7 @@ def _make_options(pattern: Pattern) -> type:
 
 
 class PatternAttention(cat.ConvolvedAttention):
-    """CAT with a pattern of attention. Counts of memory are softmax attention's."""
+    """CAT with a pattern of attention."""
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern, self.name = pattern, pattern.name.replace("_", "-")
@@ -58,7 +58,3 @@ class PatternAttention(cat.ConvolvedAttention):
         by = "sdpa" if able is None or "sdpa" in able else min(able)
         chosen = {"attention": self.pattern.name, "attention_options": own}
         return super().attention_settings(options) | chosen | {"_attn_implementation": by}
-
-    def mixing_flops(self, options: Any, setting: Setting, length: int) -> float:
-        settings = self.settings(options, setting.d_model)
-        return self.pattern.flops(settings, length) + options.filter_flops(setting.d_model)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import ClassVar
 
-from cat_lm.ops.recurrence import DELTA_FLOPS, GATED_DELTA_FLOPS, GLA_FLOPS
-
 # What the filters of short convolutions start from.
 CONV_INITS = ("normal", "uniform")
 
@@ -22,12 +20,10 @@ class LinearShape:
         gated_output: whether its output is multiplied by SiLU of a projection.
         decays: how the state decays: "keys", each key channel by a gate of low rank; "heads", each
             head; or "" for none.
-        each: FLOPs for each number of the state and token, forward and backward.
     """
 
     gated_output: ClassVar[bool] = True
     decays: ClassVar[str] = ""
-    each: ClassVar[int]
 
     @property
     def key_channels(self) -> int:
@@ -67,7 +63,6 @@ class GlaShape(LinearShape):
     """Gated linear attention."""
 
     decays = "keys"
-    each = GLA_FLOPS
 
     @property
     def window(self) -> int:
@@ -86,14 +81,12 @@ class DeltaNetShape(LinearShape):
     """DeltaNet."""
 
     gated_output = False
-    each = DELTA_FLOPS
 
 
 class GatedDeltaNetShape(LinearShape):
     """Gated DeltaNet, whose heads have a width of their own."""
 
     decays = "heads"
-    each = GATED_DELTA_FLOPS
 
     @property
     def head_channels(self) -> int:

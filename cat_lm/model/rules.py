@@ -304,11 +304,6 @@ def chunk_size(model: Any) -> int | None:
     return (model.attention_options or {}).get("size", CHUNK_SIZE)
 
 
-def attention_channels(model: Any) -> int:
-    """Count the channels of all heads of queries."""
-    return model.num_attention_heads * head_width(model)
-
-
 def key_heads(model: Any) -> int:
     """Count the heads of keys, which are fewer where heads of queries share them."""
     return getattr(model, "num_key_value_heads", None) or model.num_attention_heads

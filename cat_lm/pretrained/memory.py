@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cat_lm import architectures
-from cat_lm.architectures.base import key_value_bytes, layer_channels
 from cat_lm.core.host import available_memory
 
 if TYPE_CHECKING:
@@ -24,13 +22,8 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
     The eager attention, unlike the others, also holds its maps.
     """
-    config, architecture = model.config, architectures.find(model.config)
-    bytes_per = model.dtype.itemsize
-    if architecture is None:
-        channels = layer_channels(config)
-    else:
-        channels = architecture.forward_channels(architecture.section(config))
-    total = rows * length * channels * bytes_per
+    config, bytes_per = model.config, model.dtype.itemsize
+    total = rows * length * _channels(model) * bytes_per
     if config._attn_implementation == "eager":
         total += rows * getattr(config, "num_attention_heads", 0) * length**2 * (bytes_per + 4)
     return total + 3 * 4 * LOGIT_ELEMENTS
@@ -38,13 +31,28 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int) -> int:
     """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
-    config, architecture = model.config, architectures.find(model.config)
-    length, itemsize = prompt_tokens + new_tokens, model.dtype.itemsize
-    if architecture is None:
-        state = key_value_bytes(config, length, itemsize)
-    else:
-        state = architecture.state_bytes(architecture.section(config), length, itemsize)
-    return forward_bytes(model, rows, prompt_tokens) + rows * state
+    from cat_lm.counts.fake import meta_model
+    from cat_lm.counts.memory import state_bytes
+
+    state = state_bytes(meta_model(model.config), prompt_tokens + new_tokens, model.dtype)
+    return forward_bytes(model, rows, prompt_tokens) + round(rows * state)
+
+
+def _channels(model: PreTrainedModel) -> int:
+    """Count a token's numbers in a layer, as a forward pass holds them at once.
+
+    The residual stream and its norm, and three times what the widest product reads and makes; with
+    it values mixed for every head, and queries and keys of further ranks.
+    """
+    from torch import nn
+
+    config, head = model.config, model.get_output_embeddings()
+    width = config.hidden_size
+    products = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    widest = max((m.in_features + m.out_features for m in products), default=8 * width)
+    mixed = 2 * config.num_attention_heads if getattr(config, "mixes_maps", False) else 0
+    mixed += 4 * (getattr(config, "conv_rank", 1) - 1)
+    return (2 + mixed) * width + 3 * widest
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.config.run import GRADIENT_BUCKET
 from cat_lm.core.host import GIB
+from cat_lm.counts import flops, memory
+from cat_lm.counts.fake import count_parameters
+from cat_lm.model.attention.documents import document_attention
 from cat_lm.ops.loss.linear_cross_entropy import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.building import begins_again_in_fp32
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 # What a rank really took was within this factor of the estimate in 41 runs on CPUs, of all stages
 # and both precisions (tests/distributed has some). `memory_per_rank` says for what it is not.
@@ -30,33 +32,25 @@ _LIVE_PARAMETERS = 10**9
 _LAST_RESORT = "take a smaller model or a larger device"
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Each parameter once, whole even where ZeRO-3 has partitioned it."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+def num_parameters(config: RunConfig, vocab_size: int) -> int:
+    """Count a run's parameters without its model; `model.vocab_size` comes before the tokenizer's.
 
-
-def lookup_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of the input embedding where it multiplies nothing: untied from the head."""
-    architecture = architectures.of_config(config)
-    return architecture.lookup_parameters(architecture.section(config))
-
-
-def flops_per_token(
-    config: PreTrainedConfig, parameters: int, context_length: int, run: RunConfig | None = None
-) -> float:
-    """Floating-point operations of forward and backward per token.
-
-    6 per parameter that multiplies once (all but the embedding that is only looked up and those
-    that belong to no matrix, such as filters), and what mixes positions: see the architecture's
-    `mixing_flops`.
-
-    Args:
-        run: whose steps are counted; by default those of a model that trains as it is.
+    Raises:
+        UserError: the model cannot be built.
     """
-    architecture = architectures.of_config(config)
-    section = architecture.section(config)
-    section = section if run is None else run.as_trained(section)
-    return architecture.flops_per_token(section, parameters, context_length)
+    return count_parameters(meta_model(config, vocab_size))
+
+
+def lookup_parameters(model: PreTrainedModel) -> int:
+    """Count the input embedding where it multiplies nothing: untied from the head."""
+    embedding = model.get_input_embeddings().weight
+    is_tied = model.get_output_embeddings().weight is embedding
+    return 0 if is_tied else getattr(embedding, "ds_numel", embedding.numel())
+
+
+def flops_per_token(config: RunConfig, vocab_size: int) -> float:
+    """Count a token's operations in a step, see `cat_lm.counts.flops`."""
+    return flops.flops_per_token(meta_model(config, vocab_size), config.data.context_length)
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:
@@ -193,7 +187,7 @@ def memory_per_rank(
     whole = 1 / world_size
     if stage == 0:
         weights, gradients, optimizer = 4.0, 4.0, 8.0
-        beside = compute * parameters if bf16 else 0.0  # autocast's copies of the weights
+        beside = 0.0  # autocast's copies of the weights are kept for the backward pass
     else:
         weights = compute * (whole if stage == 3 else 1)
         gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), 12.0 * whole
@@ -211,8 +205,8 @@ def memory_per_rank(
         sent = 0.0
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
-    activations = _activations(config, on_gpu) + _loss_memory(config, vocab_size, on_gpu)
-    activations += _document_masks(config, vocab_size, on_gpu)
+    activations = _activations(config, vocab_size, on_gpu)
+    activations += _logits(config, config.model.vocab_size or vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
     absent = 0.0 if held or (stage == 1 and bf16) else gradients * parameters
@@ -233,68 +227,55 @@ def memory_per_rank(
     )
 
 
-def _activations(config: RunConfig, on_gpu: bool) -> float:
-    """Bytes that the backward pass finds kept by the layers, for one micro-batch.
+_SAVED: dict[tuple[str, int, bool], memory.Saved] = {}  # measured in this process
 
-    The architecture counts the tensors of [B, T, C] and the maps of [B, T, T] of a layer.
-    """
-    train, architecture = config.train, config.architecture
-    model = config.as_trained(config.model)
+
+def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
+    """Measure what the backward pass of a micro-batch finds kept; precision must be decided."""
+    key = config.model_dump_json(), vocab_size, on_gpu
+    if key not in _SAVED:
+        _SAVED[key] = _measured(config, vocab_size, on_gpu)
+    return _SAVED[key]
+
+
+def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
+    train, data = config.train, config.data
+    device = torch.device("cuda" if on_gpu else "cpu")
     bf16 = train.precision == "bf16"
-    compute = 2.0 if bf16 else 4.0
-    # Under autocast (stage 0) the residual stream and the norms stay fp32.
-    autocast = bf16 and train.zero_stage == 0
-    size = 2.13 if autocast else compute
-    tokens = _tokens(config)
-    wide = architecture.saved_in_fp32(model)
-    tensors = size * (architecture.saved_tensors(model) - wide) + 4 * wide
-    layer = tokens * model.hidden_size * tensors
-    # Where ranks share sequences, those of a part of the heads.
-    length = config.data.context_length
-    maps = tokens * length * architecture.saved_maps(model, length, on_gpu, train.precision)
-    layer += (4 + compute) * maps
-    if train.activation_checkpointing:  # what each layer reads, and one layer's
-        stream = 4.0 if autocast or architecture.stream_in_fp32(model) else compute
-        return layer + stream * tokens * model.hidden_size * model.num_hidden_layers
-    return layer * model.num_hidden_layers
+    compute = torch.bfloat16 if bf16 else torch.float32
+    model = meta_model(config, vocab_size)
+    settings = getattr(model.base_model, "layout_settings", model.config)
+    masks = data.mask_documents and getattr(settings, "attends", False)
+    masks = masks and document_attention(settings, device, compute).name == "mask"
+    return memory.saved_bytes(
+        model,
+        train.micro_batch_size,
+        data.context_length,
+        dtype=torch.float32 if train.zero_stage == 0 else compute,
+        autocast=bf16 and train.zero_stage == 0,
+        documents=masks,
+        parts=train.sequence_parallel,
+        on_gpu=on_gpu,
+    )
 
 
-def _document_masks(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
-    """Bytes of the masks that keep documents apart: the model's, of bytes, and those of its layers.
-
-    Each rank has all of them, however many share the sequences.
-    """
-    from cat_lm.training.engine import trained_config
-
-    train, pairs = config.train, config.train.micro_batch_size * config.data.context_length**2
-    if not config.data.mask_documents:
-        return 0.0
-    model = trained_config(config, vocab_size)
-    kept = config.architecture.saved_masks(model, on_gpu, train.precision)
-    layers = 1 if train.activation_checkpointing else config.model.num_hidden_layers
-    width = 2 if train.precision == "bf16" else 4
-    return pairs * (kept > 0) + width * pairs * layers * kept
+def _activations(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
+    """Return the bytes of `saved_bytes`, of one layer alone where the others are computed again."""
+    saved = saved_bytes(config, vocab_size, on_gpu)
+    if config.train.activation_checkpointing:
+        return saved.rest + saved.streams + saved.largest
+    return saved.rest + saved.layers
 
 
-def _tokens(config: RunConfig) -> int:
-    """Count the tokens of a micro-batch that a rank computes."""
+def _logits(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
+    """Return the bytes of a chunk of logits; on a CPU in fp32, with their exponentials."""
     tokens = config.train.micro_batch_size * config.data.context_length
-    return tokens // config.train.sequence_parallel
-
-
-def _loss_memory(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
-    """Bytes of `linear_cross_entropy`: a chunk of logits (on a CPU in fp32, with their
-    exponentials) and the gradients that it computes on the way, of the head in fp32 and of its
-    input."""
-    width = config.model.hidden_size
-    compute = 2 if config.train.precision == "bf16" else 4
-    tokens = _tokens(config)
-    if on_gpu:
-        length, stride = kernel_chunk(tokens, vocab_size, compute)
-        chunk = compute * min(length, tokens) * stride
-    else:
-        chunk = 8 * min(CHUNK_ELEMENTS, tokens * vocab_size)
-    return chunk + 4 * vocab_size * width + compute * tokens * width
+    tokens //= config.train.sequence_parallel
+    if not on_gpu:
+        return 8 * min(CHUNK_ELEMENTS, tokens * vocab_size)
+    itemsize = 2 if config.train.precision == "bf16" else 4
+    length, stride = kernel_chunk(tokens, vocab_size, itemsize)
+    return itemsize * min(length, tokens) * stride
 
 
 def _memory_advice(config: RunConfig, world_size: int) -> str:

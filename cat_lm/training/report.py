@@ -30,9 +30,8 @@ class Report:
         self.config, self.ranks = config, ranks
         self.parameters = count_parameters(model)
         self.vocab_size = model.config.vocab_size
-        self.computing = self.parameters - lookup_parameters(model.config)
-        length = config.data.context_length
-        self.flops = flops_per_token(model.config, self.parameters, length, config)
+        self.computing = self.parameters - lookup_parameters(model)
+        self.flops = flops_per_token(config, self.vocab_size)
         self.peak = peak_flops(config, ranks.device)
         self.own_loss = config.objective.name
         self._mean_seconds: float | None = None

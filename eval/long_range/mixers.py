@@ -14,7 +14,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
 from cat_lm.core.registry import one_of
 from cat_lm.mixers import Mixer, MixerKind, Setting
-from cat_lm.mixers.parts.options import attention_flops
 from eval.long_range.options import Options
 
 if TYPE_CHECKING:
@@ -45,12 +44,6 @@ class EncoderAttention(MixerKind):
 
         self.check(options, setting)
         return Attention(options, setting, is_causal)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return attention_flops(min(length, options.chunk or length), setting.d_model)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 5.0
 
 
 KIND: EncoderAttention = EncoderAttention()

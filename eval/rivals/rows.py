@@ -10,6 +10,7 @@ from typing import Any
 from cat_lm.config import RunConfig
 from cat_lm.core.cli import Parser
 from cat_lm.core.errors import UserError
+from cat_lm.training.estimate import num_parameters
 from eval.small_study.arguments import add_options, chosen_models, common_values, from_root
 from eval.small_study.plan import ROOT, SIZES, Job, Study
 from eval.small_study.questions import YARN, Question
@@ -110,8 +111,8 @@ def check_rows(study: Comparison, vocabulary: int) -> None:
     """Check that all rows have the same size and read the same tokens. Raises UserError."""
     reference = study.config(Job(REFERENCE, 0, study.out))
     rows = {model: study.config(Job(model, 0, study.out)) for model in study.models}
-    sizes = {model: config.num_parameters(vocabulary) for model, config in rows.items()}
-    check_sizes(sizes, reference.num_parameters(vocabulary), vocabulary)
+    sizes = {model: num_parameters(config, vocabulary) for model, config in rows.items()}
+    check_sizes(sizes, num_parameters(reference, vocabulary), vocabulary)
     for model, config in rows.items():
         if _read(config) != _read(reference):
             raise UserError(

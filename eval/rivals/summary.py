@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from cat_lm.counts.memory import state_bytes
+from cat_lm.training.estimate import flops_per_token, meta_model
 from eval.common import comparison
 from eval.common.precision import evaluation_dtype
 from eval.rivals.measure import HeldOut, held_out, measured
@@ -18,7 +22,7 @@ from eval.small_study.plan import ROOT, Job
 if TYPE_CHECKING:
     from eval.small_study.tune import Tuned
 
-STATE_ITEMSIZE = 2  # bytes of a number of the decoding state: bf16, where it need not be fp32
+STATE_DTYPE = torch.bfloat16  # of the decoding state, where it need not be fp32
 
 
 def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
@@ -46,13 +50,11 @@ def summarise(study: Comparison, rates: Mapping[str, Tuned]) -> dict[str, Any]:
 def costs(study: Comparison, model: str, vocabulary: int) -> dict[str, Any]:
     """Return what a row costs: FLOPs of a token in training, bytes of its state in decoding."""
     config = study.config(Job(model, 0, study.out))
-    section = config.model.model_copy(update={"vocab_size": vocabulary})
-    architecture, trained = config.architecture, config.data.context_length
-    parameters = architecture.num_parameters(section, vocabulary)
+    trained = config.data.context_length
     return {
-        "flops_per_token": architecture.flops_per_token(section, parameters, trained),
+        "flops_per_token": flops_per_token(config, vocabulary),
         "state_bytes": {
-            str(n): architecture.state_bytes(section, n, STATE_ITEMSIZE)
+            str(n): round(state_bytes(meta_model(config, vocabulary), n, STATE_DTYPE))
             for n in (trained, max(study.lengths()))
         },
     }

@@ -13,6 +13,8 @@ from typing import Any
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.temporary import make_temporary, remove_temporary
+from cat_lm.counts.flops import flops_per_token
+from cat_lm.training.estimate import meta_model
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import (
     JobFailed,
@@ -128,18 +130,16 @@ def reading_cost(study: Study, config: RunConfig) -> float:
     Long windows cost attention more. The cells of scaled positions stand evenly over the lengths
     beyond the trained one.
     """
-    architecture, trained = config.architecture, config.data.context_length
-    section = config.model.model_copy(update={"vocab_size": study.size.vocabulary})
-    parameters = architecture.num_parameters(section, study.size.vocabulary)
+    trained = config.data.context_length
+
+    def cost(length: int) -> float:
+        return flops_per_token(meta_model(config, study.size.vocabulary), length)
+
     lengths = study.lengths()
     scaled = study.cells() - len(lengths)
     each = scaled / max(1, sum(length > trained for length in lengths))
-    flops = sum(
-        architecture.flops_per_token(section, parameters, length)
-        * (1 + (each if length > trained else 0))
-        for length in lengths
-    )
-    return flops / study.cells() / architecture.flops_per_token(section, parameters, trained)
+    flops = sum(cost(n) * (1 + (each if n > trained else 0)) for n in lengths)
+    return flops / study.cells() / cost(trained)
 
 
 def _kind(config: RunConfig) -> tuple[str, str]:

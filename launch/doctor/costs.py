@@ -120,11 +120,11 @@ class Run:
     @classmethod
     def of(cls, config: RunConfig, vocab_size: int) -> Run:
         from cat_lm.training.engine import model_config
-        from cat_lm.training.estimate import flops_per_token
+        from cat_lm.training.estimate import flops_per_token, num_parameters
 
-        model, length = model_config(config, vocab_size), config.data.context_length
-        parameters = config.num_parameters(vocab_size)
-        return cls(config, model, parameters, flops_per_token(model, parameters, length, config))
+        parameters = num_parameters(config, vocab_size)
+        work = flops_per_token(config, vocab_size)
+        return cls(config, model_config(config, vocab_size), parameters, work)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     communication = volume / cluster.bandwidth(gpus)
     overlap = OVERLAP[config.train.zero_stage]
     exposed = communication - min(overlap * communication, busy)
-    shared = sequence_bytes(config, gpus)
+    shared = sequence_bytes(run, gpus)
     # Nothing is computed meanwhile: a layer goes on with what it gets.
     waited = shared * cluster.exchange_seconds(config.train.sequence_parallel, gpus)
     volume, communication, exposed = volume + shared, communication + waited, exposed + waited
@@ -277,19 +277,20 @@ def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
     return sent * (gpus - 1) / gpus
 
 
-def sequence_bytes(config: RunConfig, gpus: int) -> float:
+def sequence_bytes(run: Run, gpus: int) -> float:
     """Bytes that each GPU sends in a step to those that share its sequences.
 
     Each layer's exchanges, forward and backward, and again where activations are computed again.
     """
-    parts = config.train.sequence_parallel
-    if parts == 1:
+    from cat_lm.training.estimate import saved_bytes
+
+    train, config = run.config.train, run.config
+    if train.sequence_parallel == 1:
         return 0.0
-    tokens = config.tokens_per_step / gpus
-    times = 3 if config.train.activation_checkpointing else 2
-    numbers = config.architecture.exchanged_numbers(config.model, parts)
-    width = 2 if config.train.precision == "bf16" else 4
-    return times * config.model.num_hidden_layers * tokens * numbers * width
+    times = 3 if train.activation_checkpointing else 2
+    passes = config.tokens_per_step / gpus * train.sequence_parallel
+    passes /= train.micro_batch_size * config.data.context_length
+    return times * passes * saved_bytes(config, run.model.vocab_size, on_gpu=True).sent
 
 
 def validation_flops(run: Run) -> float:

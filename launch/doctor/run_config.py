@@ -37,8 +37,8 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
     """The model without its weights, and its precision."""
     import torch
 
+    from cat_lm.counts.fake import count_parameters
     from cat_lm.training.engine import build_model, resolve_precision
-    from cat_lm.training.estimate import count_parameters
 
     precision, reason = resolve_precision(config, _device())
     yield Finding("run model", f"{precision}: {reason}", "precision", precision)
@@ -51,12 +51,12 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
     """Compare the memory of one rank alone with this machine's device."""
-    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank
+    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank, num_parameters
     from cat_lm.training.preflight.facts import free_memory
 
     device, config = _device(), config.with_precision(precision_here(config))
     vocab_size, on_gpu = vocabulary(config)[0], device.type == "cuda"
-    parameters = config.num_parameters(vocab_size)
+    parameters = num_parameters(config, vocab_size)
     ranks = config.train.sequence_parallel  # fewer cannot compute it
     memory = memory_per_rank(config, parameters, ranks, vocab_size, on_gpu)
     free, problem = free_memory(device), None
@@ -109,10 +109,15 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     """Return whether all checkpoints have room that the run has at the same time."""
-    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, describe_kept
+    from cat_lm.training.estimate import (
+        checkpoint_bytes,
+        checkpoints_to_hold,
+        describe_kept,
+        num_parameters,
+    )
     from cat_lm.training.preflight.folder import saved_checkpoints
 
-    one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
+    one = checkpoint_bytes(num_parameters(config, vocabulary(config)[0]))
     saved = saved_checkpoints(folder, config.checkpoint.keep_last)
     needed = one * checkpoints_to_hold(config, saved)
     free, problem = shutil.disk_usage(parent).free, None

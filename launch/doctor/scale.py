@@ -169,11 +169,11 @@ def run_of(config: RunConfig) -> Run:
 
 def memory(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """Yield what a rank keeps of the model, and the memory of a step."""
-    from cat_lm.training.estimate import memory_per_rank
+    from cat_lm.training.estimate import memory_per_rank, num_parameters
     from launch.doctor.run_config import vocabulary
 
     vocab_size = vocabulary(config)[0]
-    parameters = config.num_parameters(vocab_size)
+    parameters = num_parameters(config, vocab_size)
     needed = memory_per_rank(config, parameters, asked.ranks, vocab_size)
     text, problem, broken = f"about {needed.total / GIB:.1f} GiB a rank ({needed})", None, False
     if asked.device is not None:
@@ -218,10 +218,15 @@ def schedule(config: RunConfig, asked: Scale) -> Iterator[Finding]:
 
 def checkpoints(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """The size of one, of one rank's file, and of all that the run keeps."""
-    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
+    from cat_lm.training.estimate import (
+        checkpoint_bytes,
+        checkpoints_to_hold,
+        kept_for_good,
+        num_parameters,
+    )
     from launch.doctor.run_config import vocabulary
 
-    one = checkpoint_bytes(config.num_parameters(vocabulary(config)[0]))
+    one = checkpoint_bytes(num_parameters(config, vocabulary(config)[0]))
     most = checkpoints_to_hold(config) + kept_for_good(config)
     text = (
         f"{one / GIB:.1f} GiB each, every {config.checkpoint.every_steps:,} steps; up to "

@@ -9,7 +9,6 @@ from pydantic import Field
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number
-from cat_lm.mixers.parts.options import delta_numbers
 from cat_lm.model.linear_rules import DeltaNetShape
 
 
@@ -36,17 +35,6 @@ class DeltaNet(LinearArchitecture):
     classes_named = "CatDeltaNet"
     package_classes = "DeltaNet"
     Section = DeltaNetSection
-
-    def mixer_numbers(self, section: LinearSection) -> float:
-        """Count what convolutions, SiLU, norm, gate and projection read."""
-        normed = 6 if section.gated_output else 3
-        return 2 * self.convolved_channels(section) + normed * section.value_channels
-
-    def recurrence_numbers(self, section: LinearSection) -> float:
-        """Count what the rule keeps, and queries and keys before they are of unit length."""
-        keys, values = section.key_channels, section.value_channels
-        decays = bool(section.decays)
-        return 2 * keys + delta_numbers(keys, values, section.num_heads, decays)
 
 
 ENTRY = DeltaNet()

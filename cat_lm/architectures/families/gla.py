@@ -10,7 +10,6 @@ from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
 from cat_lm.model.linear_rules import GlaShape
-from cat_lm.ops.recurrence import EVERY, GLA_LOW_RANK
 
 
 class GlaSection(GlaShape, LinearSection):
@@ -42,16 +41,6 @@ class Gla(LinearArchitecture):
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
         """Return no numbers: the keys are made for four heads."""
         return {}
-
-    def mixer_numbers(self, section: GlaSection) -> float:
-        """Count what low rank, convolutions, SiLU, norm, gate and projection read."""
-        convolved = 2 * self.convolved_channels(section)
-        return GLA_LOW_RANK + 6 * section.value_channels + convolved
-
-    def recurrence_numbers(self, section: GlaSection) -> float:
-        """Count queries, keys, values, gates and decays, and a state every 16 steps."""
-        kept = self.state_numbers(section) / EVERY
-        return 5 * section.key_channels + section.value_channels + kept
 
 
 ENTRY = Gla()

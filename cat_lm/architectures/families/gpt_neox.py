@@ -111,36 +111,6 @@ class GPTNeoX(Transformer):
         found = super().problems(section, context_length)
         return [*found, *rules.rotation_problems(section)]
 
-    def num_parameters(self, section: GPTNeoXSection, vocab_size: int) -> int:
-        """Count the parameters; the default of the MLP's width is 4·C."""
-        width, inner = section.hidden_size, section.inner_size
-        norm, attention = 2 * width, 4 * width * (width + 1)
-        layer = 2 * norm + attention + 2 * width * inner + inner + width
-        tables = 1 if section.tie_word_embeddings else 2
-        vocabulary = tables * (section.vocab_size or vocab_size) * width
-        return (
-            section.num_hidden_layers * layer
-            + self.elementwise_parameters(section)
-            + (norm + vocabulary)
-        )
-
-    def saved_tensors(self, section: GPTNeoXSection) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C].
-
-        The layer's input, two norms' outputs, the projection (3), queries, keys and values (3),
-        attention's output, and the MLP's two of width I.
-        """
-        tensors = 10.0 + 2.0 * section.inner_size / section.hidden_size
-        if section.position_embedding == "none" and section.conv_type == "none":
-            tensors -= 3  # attention reads the projection where it lies
-        if section.conv_type == "head":
-            tensors += 2 if section.position_embedding == "rope" else 1
-        if section.conv_activation == "silu":
-            tensors += len(section.conv_streams)
-        tensors += self._saved_by_attention(section) + self._saved_by_canon(section)
-        tensors += 0 if section.use_parallel_residual else 1
-        return tensors + (2 if section.hidden_dropout > 0 else 0)
-
     def plain_name(self, name: str) -> str:
         """Return the bias after the convolution back to the projection."""
         return re.sub(r"\.convolution\.bias$", ".query_key_value.bias", name)

@@ -57,19 +57,6 @@ class Llama(Transformer):
     unoffered_keys = ("hidden_act",)
     old_constants = r"\.self_attn\.rotary_emb\.inv_freq$"
 
-    def heads_of(self, section: LlamaSection, stream: str) -> int:
-        """Count the heads of a stream; keys and values may have fewer."""
-        heads = section.num_attention_heads
-        return heads if stream == "q" else section.num_key_value_heads or heads
-
-    def head_channels(self, section: LlamaSection) -> int:
-        """Count the channels of a head."""
-        return section.head_dim or super().head_channels(section)
-
-    def activated_channels(self, section: LlamaSection) -> int:
-        """Count the gate's channels and those that it gates."""
-        return 2 * section.inner_size
-
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatLlamaConfig`."""
         from cat_lm.model.hf.configuration_llama import CatLlamaConfig
@@ -116,52 +103,16 @@ class Llama(Transformer):
             *rules.part_rotation_problems(section),
         ]
 
-    def num_parameters(self, section: LlamaSection, vocab_size: int) -> int:
-        """Count the parameters."""
-        width, inner = section.hidden_size, section.inner_size
-        channels = self.head_channels(section)
-        read = channels * sum(self.heads_of(section, stream) for stream in "qkv")
-        written = channels * section.num_attention_heads
-        attention = width * (read + written)
-        attention += read + width if section.attention_bias else 0
-        mlp = 3 * width * inner + (2 * inner + width if section.mlp_bias else 0)
-        tables = 1 if section.tie_word_embeddings else 2
-        return (
-            section.num_hidden_layers * (attention + mlp + 2 * width)
-            + self.elementwise_parameters(section)
-            + width
-            + tables * (section.vocab_size or vocab_size) * width
-        )
-
-    def saved_tensors(self, section: LlamaSection) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C].
-
-        The two inputs of norms, normed (which their weights multiply) and as they leave, queries,
-        keys and values, attention's output, and the MLP's four of width I: the gate before and
-        after its activation, what it multiplies, and the product. Convolutions keep what they read.
-        """
-        unit = self.head_channels(section) / section.hidden_size
-        parts = {stream: unit * self.heads_of(section, stream) for stream in "qkv"}
-        tensors = 6.0 + sum(parts.values()) + parts["q"]
-        tensors += 4.0 * section.inner_size / section.hidden_size
-        tensors += self._saved_by_attention(section) + self._saved_by_canon(section)
-        convolved = sum(parts[stream] for stream in self.streams(section))
-        return tensors + convolved * (2 if section.conv_activation == "silu" else 1)
-
-    def saved_in_fp32(self, section: LlamaSection) -> float:
-        """Count the inputs of the norms, too, which Llama's class casts first."""
-        return 2.0 + super().saved_in_fp32(section)
-
     def words(self, section: LlamaSection) -> str:
         """Name convolutions, positions, and heads that are shared."""
-        shared = self.heads_of(section, "k")
+        shared = rules.key_heads(section)
         grouped = shared < section.num_attention_heads
         said = f"; {shared} heads of keys and values" if grouped else ""
         return super().words(section) + said
 
     def sizes(self, section: LlamaSection) -> dict[str, int]:
         """Return what the base gives, and the heads of keys and values where they are shared."""
-        shared = self.heads_of(section, "k")
+        shared = rules.key_heads(section)
         grouped = shared < section.num_attention_heads
         return super().sizes(section) | ({"key-value heads": shared} if grouped else {})
 

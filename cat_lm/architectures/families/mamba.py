@@ -16,10 +16,8 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers.parts.options import convolution_flops
 from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
 from cat_lm.model.rules import tap_problems
-from cat_lm.ops.recurrence import EVERY
 
 if TYPE_CHECKING:
     import torch
@@ -70,26 +68,9 @@ class StateSpace(Architecture):
         {"initializer_range", "rescale_prenorm_residual", "residual_in_fp32"}
         | {"time_step_min", "time_step_max", "time_step_floor"}
     )
-    scan_flops: ClassVar[int]  # of a token and number of the state, forward and backward
-
-    def state_numbers(self, section: Any) -> int:
-        """Count the numbers of a layer's state, which are kept in fp32."""
-        return inner_size(section) * section.state_size
 
     def convolved_channels(self, section: Any) -> int:
         """Count the channels that a layer's short convolution reads."""
-        raise NotImplementedError
-
-    def read_channels(self, section: Any) -> int:
-        """Count what a layer's first projection makes."""
-        raise NotImplementedError
-
-    def layer_matrices(self, section: Any) -> int:
-        """Count a layer's parameters that multiply once, beside its first and last projection."""
-        raise NotImplementedError
-
-    def layer_rates(self, section: Any) -> int:
-        """Count a layer's parameters of steps, decays and what passes beside the state."""
         raise NotImplementedError
 
     def problems(self, section: Any, context_length: int) -> list[str]:
@@ -107,60 +88,6 @@ class StateSpace(Architecture):
     def _divided_counts(self, section: Any) -> dict[str, int]:
         """Return what ranks share of a layer, by the key that decides it."""
         raise NotImplementedError
-
-    def _rates(self, section: Any) -> int:
-        """Count the step sizes of a token."""
-        raise NotImplementedError
-
-    def exchanged_numbers(self, section: Any, parts: int) -> float:
-        """Count what the scan reads and writes, step sizes, and B and C, which all ranks get."""
-        numbers = 2 * inner_size(section) + 2 * self._rates(section)
-        states = self.convolved_channels(section) - inner_size(section) or 2 * section.state_size
-        return numbers * (parts - 1) / parts + states * (parts - 1)
-
-    def num_parameters(self, section: Any, vocab_size: int) -> int:
-        """Count the parameters."""
-        width, read = section.hidden_size, self.read_channels(section)
-        layer = width * (read + inner_size(section) + 1) + self.layer_matrices(section)
-        layer += read + width if section.use_bias else 0
-        tables = 1 if section.tie_word_embeddings else 2
-        return (
-            section.num_hidden_layers * layer
-            + self.elementwise_parameters(section)
-            + width
-            + tables * (section.vocab_size or vocab_size) * width
-        )
-
-    def elementwise_parameters(self, section: Any) -> int:
-        """Count filters with their biases, and rates."""
-        taps = section.conv_kernel + section.use_conv_bias
-        own = taps * self.convolved_channels(section) + self.layer_rates(section)
-        return section.num_hidden_layers * own
-
-    def mixing_flops(self, section: Any, context_length: int) -> float:
-        """Count a token's FLOPs of scans and short convolutions, forward and backward."""
-        scan = self.scan_flops * self.state_numbers(section)
-        filters = convolution_flops(section.conv_kernel, self.convolved_channels(section))
-        return section.num_hidden_layers * (scan + filters)
-
-    def kept_states(self, section: Any) -> float:
-        """Count the states that the scan keeps for its backward pass, in tensors of [B, T, C]."""
-        return self.state_numbers(section) / EVERY / section.hidden_size
-
-    def stream_in_fp32(self, section: Any) -> bool:
-        """Return whether `residual_in_fp32` is set."""
-        return section.residual_in_fp32
-
-    def forward_channels(self, section: Any) -> int:
-        """Count the numbers of a token in a layer: two of the stream and eight inside it."""
-        states = 2 * section.state_size * section.hidden_size
-        return 2 * section.hidden_size + 8 * inner_size(section) + states // EVERY
-
-    def state_bytes(self, section: Any, length: int, itemsize: int) -> int:
-        """Count the states, in fp32 at least, and the convolutions' last W−1 inputs."""
-        inputs = (section.conv_kernel - 1) * self.convolved_channels(section)
-        state = self.state_numbers(section) * max(4, itemsize)
-        return section.num_hidden_layers * (state + inputs * itemsize)
 
     # Words
 
@@ -219,7 +146,6 @@ class Mamba(StateSpace):
     library_type = "mamba"
     Section = MambaSection
     short_names: ClassVar[dict[str, str]] = {"": "mamba"}
-    scan_flops = 27
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMambaConfig`."""
@@ -254,44 +180,9 @@ class Mamba(StateSpace):
     def _divided_counts(self, section: MambaSection) -> dict[str, int]:
         return {"expand x hidden_size": inner_size(section)}
 
-    def _rates(self, section: MambaSection) -> int:
-        return inner_size(section)
-
-    def _rank(self, section: MambaSection) -> int:
-        auto = section.time_step_rank == "auto"
-        return usual_rank(section.hidden_size) if auto else section.time_step_rank
-
     def convolved_channels(self, section: MambaSection) -> int:
         """Count the inner channels."""
         return inner_size(section)
-
-    def read_channels(self, section: MambaSection) -> int:
-        """Count the scan's input and the gate."""
-        return 2 * inner_size(section)
-
-    def layer_matrices(self, section: MambaSection) -> int:
-        """Count the projections to steps and states, and to every channel's step."""
-        return 2 * inner_size(section) * (self._rank(section) + section.state_size)
-
-    def layer_rates(self, section: MambaSection) -> int:
-        """Count the decays, and for each channel the step's bias and D."""
-        return inner_size(section) * (section.state_size + 2)
-
-    def saved_tensors(self, section: MambaSection) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C].
-
-        The norm's input and output and what its weight makes; eleven of width I: what the first
-        projection makes (2), the convolution's input, SiLU's and the scan's, Δ before and after its
-        softplus, Δ x, y, the gate's activation, and what the last projection reads; the low rank
-        with B and C; and the scan's states.
-        """
-        read = (self._rank(section) + 2 * section.state_size) / section.hidden_size
-        return 3 + 11 * section.expand + read + self.kept_states(section)
-
-    def saved_in_fp32(self, section: MambaSection) -> float:
-        """Count what the norm keeps, Δ twice, Δ x, B, C and the states."""
-        read = 2 * section.state_size / section.hidden_size
-        return 2 + 3 * section.expand + read + self.kept_states(section)
 
 
 ENTRY = Mamba()

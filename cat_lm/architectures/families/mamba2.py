@@ -60,7 +60,6 @@ class Mamba2(StateSpace):
     library_type = "mamba2"
     Section = Mamba2Section
     short_names: ClassVar[dict[str, str]] = {"": "mamba2"}
-    scan_flops = 15
 
     def config_class(self) -> type[PreTrainedConfig]:
         """Import `CatMamba2Config`."""
@@ -113,9 +112,6 @@ class Mamba2(StateSpace):
     def _divided_counts(self, section: Mamba2Section) -> dict[str, int]:
         return {"num_heads": section.heads}
 
-    def _rates(self, section: Mamba2Section) -> int:
-        return section.heads
-
     def _states(self, section: Mamba2Section) -> int:
         """Count the channels that all groups write and read by, each."""
         return section.n_groups * section.state_size
@@ -123,40 +119,6 @@ class Mamba2(StateSpace):
     def convolved_channels(self, section: Mamba2Section) -> int:
         """Count the inner channels and those that groups write and read by."""
         return inner_size(section) + 2 * self._states(section)
-
-    def read_channels(self, section: Mamba2Section) -> int:
-        """Count the gate, what is convolved, and a step for each head."""
-        return inner_size(section) + self.convolved_channels(section) + section.heads
-
-    def layer_matrices(self, section: Mamba2Section) -> int:
-        """Count the gated norm's weight."""
-        return inner_size(section)
-
-    def layer_rates(self, section: Mamba2Section) -> int:
-        """Count for each head its rate, its step's bias and D."""
-        return 3 * section.heads
-
-    def _scan_inputs(self, section: Mamba2Section) -> float:
-        """Count keys and queries, copied for all heads where groups differ, and Δ thrice."""
-        copies = section.heads if section.n_groups > 1 else 1
-        return (2 * copies * section.state_size + 3 * section.heads) / section.hidden_size
-
-    def saved_tensors(self, section: Mamba2Section) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C].
-
-        The norm's input and output and what its weight makes; what the first projection makes; the
-        convolution's input, SiLU's and the scan's; seven of width I: Δ x, y, the gate's activation,
-        what they make, normed, and what the last projection reads; keys, queries and Δ; and the
-        scan's states.
-        """
-        inner, convolved = inner_size(section), self.convolved_channels(section)
-        numbers = 6 * inner + self.read_channels(section) + 3 * convolved
-        scan = self._scan_inputs(section) + self.kept_states(section)
-        return 3 + numbers / section.hidden_size + scan
-
-    def saved_in_fp32(self, section: Mamba2Section) -> float:
-        """Count what the norms keep, and what the scan reads and keeps."""
-        return 2 + 5 * section.expand + self._scan_inputs(section) + self.kept_states(section)
 
     def words(self, section: Mamba2Section) -> str:
         """Name also the heads and groups."""

@@ -14,7 +14,7 @@ from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.mixers.checks import mixer_of, mixer_problems, settings_of
+from cat_lm.mixers.checks import mixer_of, mixer_problems
 from cat_lm.model.attention.objective import Objective
 from cat_lm.model.rules import gated_width
 
@@ -135,72 +135,6 @@ class MixerArchitecture(Architecture):
         return section.model_copy(update={"mixer_options": options})
 
     # Counts
-
-    def num_parameters(self, section: MixerSection, vocab_size: int) -> int:
-        """Count the parameters."""
-        width = section.hidden_size
-        tables = 1 if section.tie_word_embeddings else 2
-        vocabulary = tables * (section.vocab_size or vocab_size) * width
-        layer = 2 * width + 3 * width * section.inner_size
-        mixed = sum(every for every, _ in self._mixer_parameters(section))
-        positions = (section.learned_positions or 0) * width
-        return section.num_hidden_layers * layer + mixed + width + vocabulary + positions
-
-    def elementwise_parameters(self, section: MixerSection) -> int:
-        """Count what in the mixers is no linear layer's weight, and the table of positions."""
-        mixed = sum(every - matrices for every, matrices in self._mixer_parameters(section))
-        return mixed + (section.learned_positions or 0) * section.hidden_size
-
-    def _mixer_parameters(self, section: MixerSection) -> list[tuple[int, int]]:
-        """Count all parameters of each layer's mixer, and those of its matrices."""
-        mixer = mixer_of(section)
-        return [_count(mixer, setting) for setting in settings_of(section)]
-
-    def mixing_flops(self, section: MixerSection, context_length: int) -> float:
-        """Count a token's FLOPs of the mixers beside their matrices, forward and backward."""
-        mixer = mixer_of(section)
-        return sum(
-            mixer.kind.mixing_flops(mixer.options, setting, context_length)
-            for setting in settings_of(section)
-        )
-
-    def saved_tensors(self, section: MixerSection) -> float:
-        """Count what autograd keeps of a layer, in tensors of [B, T, C]; the layers' mean.
-
-        The mixer's, the inputs of two norms and what their weights multiply, what the second
-        makes, and the MLP's four of width I: the gate before and after its activation, what it
-        multiplies, and the product.
-        """
-        mixer, layers = mixer_of(section), settings_of(section)
-        mixed = sum(mixer.kind.saved_tensors(mixer.options, setting) for setting in layers)
-        return mixed / len(layers) + 5 + 4 * section.inner_size / section.hidden_size
-
-    def saved_in_fp32(self, section: MixerSection) -> float:
-        """Count the norms' four, and the mixer's; the layers' mean."""
-        mixer, layers = mixer_of(section), settings_of(section)
-        mixed = sum(mixer.kind.saved_in_fp32(mixer.options, setting) for setting in layers)
-        return mixed / len(layers) + 4
-
-    def saved_maps(
-        self, section: MixerSection, context_length: int, on_gpu: bool, precision: str
-    ) -> float:
-        """Count the mixers' maps; the layers' mean."""
-        mixer, layers = mixer_of(section), settings_of(section)
-        return sum(mixer.kind.saved_maps(mixer.options, s) for s in layers) / len(layers)
-
-    def saved_masks(self, config: PreTrainedConfig, on_gpu: bool, precision: str) -> float:
-        """Count the mixers' masks; the layers' mean."""
-        section = self.section(config)
-        mixer, layers = mixer_of(section), settings_of(section)
-        return sum(mixer.kind.saved_masks(mixer.options, s) for s in layers) / len(layers)
-
-    def state_bytes(self, section: MixerSection, length: int, itemsize: int) -> int:
-        """Count the mixers' states."""
-        mixer = mixer_of(section)
-        return itemsize * sum(
-            mixer.kind.state_numbers(mixer.options, setting, length)
-            for setting in settings_of(section)
-        )
 
     # Words
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cat_lm.mixers.kinds import cat
-from cat_lm.mixers.parts.base import Setting
 from cat_lm.mixers.parts.options import check_choice, check_counts, check_fraction
 
 
@@ -43,9 +42,6 @@ class SoftmaxAttention(cat.ConvolvedAttention):
     name = "attention"
     Options = Options
     layers = 2
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 7.0 if options.dropout or options.position == "rope" else 5.0
 
 
 ENTRY = SoftmaxAttention()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.linear_attention import linear_attention
-from cat_lm.mixers.parts.options import check_counts, convolution_flops
+from cat_lm.mixers.parts.options import check_counts
 from cat_lm.model.context import Context
 from cat_lm.model.short_convolution import convolve_channels
 
@@ -33,11 +33,6 @@ class Options:
 
     def __post_init__(self) -> None:
         check_counts(self, "features", "window")
-
-    @property
-    def mapped(self) -> int:
-        """Channels after the feature map: 1, f and f²."""
-        return 1 + self.features + self.features**2
 
 
 class GatedShortConvolution(nn.Module):
@@ -92,29 +87,6 @@ class Based(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         kind = TaylorAttention if setting.layer % 2 else GatedShortConvolution
         return kind(options, setting)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        if setting.layer % 2:
-            return 6 * length * (options.mapped + setting.d_model)
-        return convolution_flops(options.window, setting.d_model)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        if setting.layer % 2:
-            return 3 + self.saved_in_fp32(options, setting)
-        return 3.0
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        if setting.layer % 2:  # maps of queries and keys, values, sums
-            return 2 + 2 * (options.mapped + options.features) / setting.d_model
-        return 0.0
-
-    def saved_maps(self, options: Options, setting: Setting) -> float:
-        return setting.layer % 2 / 2  # in fp32 alone
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        if setting.layer % 2:
-            return options.mapped * (setting.d_model + 1)
-        return (options.window - 1) * setting.d_model
 
 
 ENTRY = Based()

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.options import (
     ConvolutionOptions,
-    attention_flops,
-    attention_maps,
     check_choice,
     check_fraction,
 )
@@ -112,31 +110,6 @@ class ConvolvedAttention(MixerKind):
 
         own = attention.pattern(self.settings(options, options.heads)).cache_layers()
         return StateDynamicLayer if own is None else own[0]
-
-    def mixing_flops(self, options: Any, setting: Setting, length: int) -> float:
-        plain, width = options.plain, setting.d_model
-        scores_and_sums = attention_flops(length, width)
-        if plain.mixes_maps:  # every map meets the values of all heads
-            scores_and_sums *= (1 + plain.heads) / 2
-        return scores_and_sums + plain.filter_flops(width)
-
-    def saved_tensors(self, options: Any, setting: Setting) -> float:
-        plain = options.plain
-        turned = 2 * (plain.position == "rope")
-        mixed = 2 * (plain.heads - 1) if plain.mixes_maps else 0
-        own = max(plain.convolved, turned) + plain.kept
-        return 5.0 + own + plain.activated + mixed
-
-    def saved_maps(self, options: Any, setting: Setting) -> float:
-        return attention_maps(options.heads, options.dropout)
-
-    def saved_masks(self, options: Any, setting: Setting) -> float:
-        return 0.0 if options.dropout or options.plain.mixes_maps else 1.0
-
-    def state_numbers(self, options: Any, setting: Setting, length: int) -> int:
-        plain = options.plain
-        past = plain.remembered * plain.convolved
-        return setting.d_model * (2 * length + past)
 
 
 ENTRY = ConvolvedAttention()

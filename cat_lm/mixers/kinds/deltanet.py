@@ -19,7 +19,7 @@ from cat_lm.mixers.parts.options import DeltaOptions, check_operator
 from cat_lm.mixers.parts.streams import FilteredStreams
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
-from cat_lm.ops.recurrence import DELTA_FLOPS, backends, fla
+from cat_lm.ops.recurrence import backends, fla
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 ZOOLOGY_EPSILON = 1e-24  # of the square of a length, as `F.normalize` has it
@@ -111,18 +111,6 @@ class DeltaNet(MixerKind):
         operator = fla.delta_rule if options.operator == "fla" else delta_rule
         width, how = setting.d_model, {"operator": operator, "unit_epsilon": ZOOLOGY_EPSILON}
         return FilteredDeltaRule(options, width, width, norm_eps=1e-5, **how)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return options.mixing_flops(setting.d_model, 1.0, each=DELTA_FLOPS)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return options.saved_tensors(setting.d_model, 1.0, gated=False)
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        return options.saved_in_fp32(setting.d_model, 1.0, gated=False)
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return options.state_numbers(setting.d_model, 1.0)
 
 
 ENTRY = DeltaNet()

@@ -17,7 +17,7 @@ from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.options import DeltaOptions, check_positive
 from cat_lm.mixers.parts.streams import FilteredStreams
 from cat_lm.model.context import at_least_fp32
-from cat_lm.ops.recurrence import GATED_DELTA_FLOPS, backends
+from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 
@@ -92,18 +92,6 @@ class GatedDeltaNet(MixerKind):
         values = options.sizes(setting.d_model, options.expand_v)["v"]
         how = {"operator": delta_rule, "unit_epsilon": ZOOLOGY_EPSILON}
         return FilteredGatedDeltaRule(options, setting.d_model, values, norm_eps=1e-5, **how)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return options.mixing_flops(setting.d_model, options.expand_v, each=GATED_DELTA_FLOPS)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return options.saved_tensors(setting.d_model, options.expand_v, gated=True)
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        return options.saved_in_fp32(setting.d_model, options.expand_v, gated=True)
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return options.state_numbers(setting.d_model, options.expand_v)
 
 
 ENTRY = GatedDeltaNet()

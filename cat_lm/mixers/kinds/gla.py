@@ -20,7 +20,7 @@ from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
 from cat_lm.mixers.parts.options import check_counts, check_operator, check_positive
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
-from cat_lm.ops.recurrence import EVERY, GLA_FLOPS, GLA_LOW_RANK, backends, fla
+from cat_lm.ops.recurrence import GLA_LOW_RANK, backends, fla
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 TEMPERATURE = 16
@@ -115,24 +115,6 @@ class Gla(MixerKind):
         return GatedLinearAttention(
             setting.d_model, options.heads, *sizes, norm_eps=1e-5, operator=operator
         )
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return GLA_FLOPS * self.state_numbers(options, setting, length)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        keys, values = options.sizes(setting.d_model)
-        rounded = 1.25 + (2 * keys + 3 * values) / setting.d_model
-        return rounded + self.saved_in_fp32(options, setting)
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        """Count what the scan keeps, the gates, and the norm's two."""
-        keys, values = options.sizes(setting.d_model)
-        kept = self.state_numbers(options, setting, 1) / EVERY
-        return (5 * keys + 3 * values + kept) / setting.d_model
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        keys, values = options.sizes(setting.d_model)
-        return keys * values // options.heads
 
 
 ENTRY = Gla()

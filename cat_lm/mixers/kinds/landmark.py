@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.mixers.kinds import cat
 from cat_lm.mixers.parts.base import Setting
-from cat_lm.mixers.parts.options import attention_flops, attention_maps, check_choice, check_counts
+from cat_lm.mixers.parts.options import check_choice, check_counts
 from cat_lm.ops.landmark import options as landmark
 
 if TYPE_CHECKING:
@@ -81,23 +81,6 @@ class LandmarkAttention(cat.ConvolvedAttention):
         layer = super().build(options, setting)
         layer.core.training_by, layer.core.rows = options.training, landmark.USUAL_ROWS
         return layer
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        width, read = setting.d_model, length
-        if options.training == "hard":
-            blocks = options.top_k + options.local + options.sink
-            read = min(length, blocks * options.block)
-        landmarks = 6 * (length // options.block + 1)
-        return attention_flops(read, width) + landmarks * width + options.filter_flops(width)
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        carried = options.landmark_filter == "exponential"
-        landmarks = setting.d_model * (length // options.block + carried)
-        return super().state_numbers(options, setting, length) + landmarks
-
-    def saved_maps(self, options: Options, setting: Setting) -> float:
-        masks = options.heads * (options.training == "hard")
-        return attention_maps(options.heads, options.dropout) + masks
 
 
 ENTRY = LandmarkAttention()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.linear_attention import linear_attention
-from cat_lm.mixers.parts.options import ConvolutionOptions, attention_flops
+from cat_lm.mixers.parts.options import ConvolutionOptions
 from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
 from cat_lm.mixers.parts.streams import Streams
 from cat_lm.model.context import Context
@@ -55,24 +55,6 @@ class ConvolvedLinearAttention(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         settings = stream_settings(options, setting.d_model)
         return LinearConvolutionAugmentedAttention(options, settings)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        width = setting.d_model
-        return attention_flops(length, width) + options.filter_flops(width)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 8.0 + options.convolved + options.kept + options.activated
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        return 4.0  # mapped queries and keys, values, and their sums
-
-    def saved_maps(self, options: Options, setting: Setting) -> float:
-        return options.heads / 2  # in fp32 alone
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        width, past = setting.d_model, options.remembered * options.convolved
-        head = width // options.heads
-        return options.heads * head * (head + 1) + past * width
 
 
 ENTRY = ConvolvedLinearAttention()

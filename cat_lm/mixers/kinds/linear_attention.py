@@ -45,20 +45,5 @@ class LinearAttention(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         return lincat.ENTRY.build(options.plain, setting)
 
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return lincat.ENTRY.mixing_flops(options.plain, setting, length)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return lincat.ENTRY.saved_tensors(options.plain, setting)
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        return lincat.ENTRY.saved_in_fp32(options.plain, setting)
-
-    def saved_maps(self, options: Options, setting: Setting) -> float:
-        return lincat.ENTRY.saved_maps(options.plain, setting)
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return lincat.ENTRY.state_numbers(options.plain, setting, length)
-
 
 ENTRY = LinearAttention()

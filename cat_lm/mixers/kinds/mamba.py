@@ -23,11 +23,10 @@ from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.initial_steps import Starts
-from cat_lm.mixers.parts.options import check_choice, check_counts, convolution_flops
+from cat_lm.mixers.parts.options import check_choice, check_counts
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import own_heads, to_heads, to_sequence, to_tokens
 from cat_lm.model.short_convolution import ShortConvolution
-from cat_lm.ops.recurrence import EVERY
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 
@@ -170,23 +169,6 @@ class Mamba(MixerKind):
         )
         width, inner = setting.d_model, options.expand * setting.d_model
         return MambaMixer(width, inner, options.state, options.window, starts=starts)
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        inner = options.expand * setting.d_model
-        return 27 * inner * options.state + convolution_flops(options.window, inner)
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        width = setting.d_model
-        low_rank = 1.25 * (math.ceil(width / 16) + 2 * options.state) / width
-        return 1 + options.expand * (10 + options.state / EVERY) + low_rank
-
-    def saved_in_fp32(self, options: Options, setting: Setting) -> float:
-        """Count Δ before and after its softplus, Δ x, B, C, and the scan's states."""
-        states = options.expand * (3 + options.state / EVERY)
-        return states + 2 * options.state / setting.d_model
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return options.expand * setting.d_model * (options.state + options.window - 1)
 
 
 ENTRY = Mamba()

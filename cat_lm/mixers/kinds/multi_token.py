@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cat_lm.mixers.kinds import cat
-from cat_lm.mixers.parts.base import Setting
-from cat_lm.mixers.parts.options import attention_flops, check_counts, check_fraction
+from cat_lm.mixers.parts.options import check_counts, check_fraction
 from cat_lm.ops.convolution.multi_token_options import (
     DEFAULTS,
     LONGEST,
-    mixings,
     option_problems,
-    parameters,
 )
 
 
@@ -67,24 +64,6 @@ class MultiToken(cat.ConvolvedAttention):
     def attention_settings(self, options: Options) -> dict[str, Any]:
         chosen = {"attention": "multi_token", "attention_options": options.kernel}
         return super().attention_settings(options) | chosen | {"_attn_implementation": "eager"}
-
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        taps = parameters(options.heads, **options.kernel)
-        return attention_flops(length, setting.d_model) + 6 * length * taps
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 5.0
-
-    def saved_maps(self, options: Options, setting: Setting) -> float:
-        # In fp32 alone: scores before the kernel, what is mixed over heads, what drops some.
-        halves = 1 + len(mixings(options.head_mixing)) + bool(options.dropout)
-        return options.heads * (1.2 + halves / 2)
-
-    def saved_masks(self, options: Options, setting: Setting) -> float:
-        return 0.0
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return setting.d_model * (2 * length + options.query_window - 1)
 
 
 ENTRY = MultiToken()

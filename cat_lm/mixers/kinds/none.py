@@ -34,14 +34,5 @@ class NoMixing(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         return LinearLayer(setting.d_model, setting.d_model)
 
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return 0.0
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 1.0
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return 0
-
 
 ENTRY = NoMixing()

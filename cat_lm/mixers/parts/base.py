@@ -61,8 +61,6 @@ class Setting:
 class MixerKind:
     """A kind of mixer; one instance of a subclass is registered.
 
-    Counts are of one layer at its `setting`.
-
     Attributes:
         name: as in `model.mixer` and before the colon of a specification.
         Options: a frozen dataclass of plain values, see cat_lm/core/options.py.
@@ -104,37 +102,6 @@ class MixerKind:
         from cat_lm.model.cache import RecurrentLayer
 
         return RecurrentLayer
-
-    def mixing_flops(self, options: Any, setting: Setting, length: int) -> float:
-        """Count a token's FLOPs, forward and backward, beside products with parameter matrices."""
-        raise NotImplementedError
-
-    def saved_tensors(self, options: Any, setting: Setting) -> float:
-        """Count the tensors of [B, T, C] that autograd keeps for the backward pass.
-
-        Those of filters as long as the row belong to all its rows: of two, as counted here.
-        """
-        raise NotImplementedError
-
-    def saved_in_fp32(self, options: Any, setting: Setting) -> float:
-        """Count those of `saved_tensors` that are in fp32 whatever the precision of training."""
-        return 0.0
-
-    def saved_maps(self, options: Any, setting: Setting) -> float:
-        """Count the maps of [B, T, T] that autograd keeps, each once rounded and once in fp32."""
-        return 0.0
-
-    def saved_masks(self, options: Any, setting: Setting) -> float:
-        """Count the masks of [B, 1, T, T] that it keeps, rounded, for packed documents."""
-        return 0.0
-
-    def state_numbers(self, options: Any, setting: Setting, length: int) -> int:
-        """Count the numbers of a sequence's decoding state after `length` tokens.
-
-        Of a mixer without state the whole sequence is computed anew for each token: it is C a token
-        that the layer below it hands over.
-        """
-        return setting.d_model * length
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
-from cat_lm.ops.long_filter import LENGTH, filters
-from cat_lm.ops.recurrence import CHUNK
+from cat_lm.ops.long_filter import filters
 
 INITS = ("uniform", "identity")
 ACTIVATIONS = ("none", "silu")
@@ -126,34 +125,6 @@ class ConvolutionOptions:
         """The kind of filters as long as the row; None for taps."""
         return None if self.filter == filters.TAPS else filters.get(self.filter)
 
-    @property
-    def remembered(self) -> int:
-        """Count the numbers that decoding keeps for a channel of each convolved stream."""
-        return self.window - 1 if self.long_filter is None else self.filter_state
-
-    @property
-    def kept(self) -> float:
-        """Count what autograd keeps for filters as long as the row, in tensors of [B, T, C]."""
-        return self.convolved * (self.filter_state or 0) / LENGTH
-
-    @property
-    def convolved(self) -> int:
-        """Return how many streams have filters."""
-        return len(self.streams or "")
-
-    @property
-    def activated(self) -> int:
-        """Return how many streams an activation follows."""
-        return len(STREAMS) if self.activation != "none" else 0
-
-    def filter_flops(self, width: int) -> float:
-        """Count a token's FLOPs of the filters."""
-        if self.long_filter is not None:
-            products = self.long_filter.products(self.filter_state)
-        else:
-            products = kinds.get(self.conv_type).fan_in(self.heads, self.window)
-        return convolution_flops(products, self.convolved * width)
-
 
 @dataclass(frozen=True)
 class DeltaOptions:
@@ -193,63 +164,3 @@ class DeltaOptions:
             raise ValueError(f"heads={self.heads} do not divide {width} keys, {values} values")
         if self.shared_kv and values != width:
             raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
-
-    def convolved_channels(self, width: int, expand_v: float) -> int:
-        """Count the channels that have filters."""
-        sizes = self.sizes(width, expand_v)
-        return sum(sizes[stream] for stream in self.streams or "")
-
-    def state_numbers(self, width: int, expand_v: float) -> int:
-        """Count a state's [H, K, V] and the last W−1 inputs of the filters."""
-        memory = width * self.sizes(width, expand_v)["v"] // self.heads
-        return memory + (self.window - 1) * self.convolved_channels(width, expand_v)
-
-    def saved_tensors(self, width: int, expand_v: float, gated: bool) -> float:
-        """Count the input, streams, the rule's own and the norm's, in tensors of [B, T, C]."""
-        values = self.sizes(width, expand_v)["v"]
-        numbers = self.convolved_channels(width, expand_v) + 2 * width + values
-        if self.activation == "silu":  # which keeps its input
-            numbers += 2 * width + values
-        return 1 + numbers / width + self.saved_in_fp32(width, expand_v, gated)
-
-    def saved_in_fp32(self, width: int, expand_v: float, gated: bool) -> float:
-        """Count the rule's own, and the norm's input and what its weight multiplies."""
-        values = self.sizes(width, expand_v)["v"]
-        return (delta_numbers(width, values, self.heads, gated) + 2 * values) / width
-
-    def mixing_flops(self, width: int, expand_v: float, each: int) -> float:
-        """Count `each` FLOPs a number of the state, and the convolutions'."""
-        memory = width * self.sizes(width, expand_v)["v"] // self.heads
-        mixed = kinds.get(self.conv_type).fan_in(self.heads, self.window)
-        return each * memory + convolution_flops(mixed, self.convolved_channels(width, expand_v))
-
-
-def delta_numbers(keys: int, values: int, heads: int, decays: bool) -> float:
-    """Count a token's numbers that the delta rule keeps for its backward pass.
-
-    Streams, the solution of the triangular system, products within chunks, a state a chunk; of
-    keys and products also what decays make of them, as packed documents do. Whether there are
-    documents is not asked: a rule without decays, which keeps three of each without them and six
-    with, counts as between.
-
-    Args:
-        keys, values: channels of all heads.
-    """
-    each = 6 if decays else 4.5
-    states = keys * values // heads / CHUNK
-    return each * (keys + CHUNK * heads) + 3 * values + states
-
-
-def convolution_flops(window: int, channels: int) -> float:
-    """Count a token's FLOPs of short convolutions, forward and backward."""
-    return 6 * window * channels
-
-
-def attention_maps(heads: int, dropout: float) -> float:
-    """Count the maps that attention keeps: none where it is fused, which with dropout it is not."""
-    return 1.5 * heads if dropout else 0.0
-
-
-def attention_flops(length: int, width: int) -> float:
-    """Count a token's FLOPs of scores and sums over `length` positions, forward and backward."""
-    return 12 * length * width

@@ -71,26 +71,6 @@ class Entry:
         """Return why rows of `length` tokens cannot be read, in lines that begin with a key."""
         return []
 
-    def parameters(self, model: Any) -> int:
-        """Count the parameters that a layer gets, none of which is in a matrix product."""
-        return 0
-
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count a token's FLOPs in a layer, forward and backward."""
-        return 0.0
-
-    def saved_tensors(self, model: Any) -> float:
-        """Count tensors of [B, T, C] that autograd keeps of a layer beside plain attention's."""
-        return 0.0
-
-    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count the maps of [B, T, T] that autograd keeps of a layer, once rounded, once fp32."""
-        return 0
-
-    def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the bytes of a layer's decoding state beside keys and values."""
-        return 0
-
     def holds_state(self, model: Any) -> bool:
         """Return True if decoding needs more than keys and values."""
         return False
@@ -223,11 +203,6 @@ class ScoreTransform(Entry):
     def implementations(self) -> tuple[str, ...] | None:
         """Return what can compute a transform of this form."""
         return self.FORMS[self.form]
-
-    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count the bias that is handed to sdpa, a map for each head."""
-        is_mask = self.form == "additive" and model.attn_implementation == "sdpa"
-        return model.num_attention_heads if is_mask else 0
 
     def division_problems(self, model: Any) -> list[str]:
         """Return no problem: the function gets the number of a head among all."""

@@ -14,6 +14,13 @@ from cat_lm.ops.runtime.documents import (
     positions_of_starts,
     starts_of_lengths,
 )
+from cat_lm.ops.runtime.flops import flops
+
+
+def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
+    """Count two for each input that an output is a weighted sum of."""
+    kind = kinds.get(conv_type)
+    return 2.0 * kind.fan_in(x.shape[2], kind.window_of(filters)) * x.numel()
 
 
 def head_conv(
@@ -136,6 +143,7 @@ def multihead_conv(
     )
 
 
+@flops(_flops)
 def convolve(
     conv_type: str,
     x: Tensor,

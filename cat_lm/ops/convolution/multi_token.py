@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from cat_lm.ops.convolution.maps import closed_up, opened
 from cat_lm.ops.convolution.multi_token_options import mixings
+from cat_lm.ops.runtime.fake import is_fake
 
 _BLOCK = 32  # columns of which all products are made for a kernel's gradient
 
@@ -97,7 +98,9 @@ def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
     place = place.expand(scores.shape[0], rows)
     row = torch.arange(scores.shape[0], device=starts.device)[:, None]
     # Of one new query two documents at most start; more rows would wait for a GPU to be counted.
-    count = rows + 2 * gap if time == 1 else int(place.max()) + 1
+    count = rows + 2 * gap
+    if time > 1:
+        count = rows + gap if is_fake(place) else int(place.max()) + 1
     laid = scores.new_zeros(scores.shape[0], count, *scores.shape[1::2])
     laid = laid.index_put((row, place), scores.transpose(1, 2))  # [B, R, H, S]
     found = _Convolution.apply(laid.transpose(1, 2), kernel)

@@ -19,6 +19,7 @@ from cat_lm.ops.convolution import triton
 from cat_lm.ops.convolution.api import check_filters, convolve, packed_positions
 from cat_lm.ops.convolution.backends import choose_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
+from cat_lm.ops.runtime.flops import flops
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
 STREAM_SLICES = {
@@ -32,6 +33,12 @@ STREAM_SLICES = {
 }
 
 
+def _flops(qkv: Tensor, filters: Sequence[Tensor | None], *_: object, **how: object) -> float:
+    """Count as `convolve`."""
+    return sum(2.0 * t.shape[1] * qkv[:, :, :, 0].numel() for t in filters if t is not None)
+
+
+@flops(_flops)
 def head_conv_qkv(
     qkv: Tensor,
     filters: Sequence[Tensor | None],

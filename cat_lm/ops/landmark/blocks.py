@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.reference import precise
+from cat_lm.ops.runtime.fake import is_fake
 
 # Queries that meet a block together, blocks that meet theirs together, and queries whose local keys
 # are read together.
@@ -70,7 +71,7 @@ def _attend_local(
     """Attend with [g, T, D] to local keys: [g, T, D], and the logarithm of the weight [g, T]."""
     slots, positions, _, block = layout
     time, before = query.shape[1], local * block
-    past = int(slots[0])
+    past = key.shape[0] - time if is_fake(key) else int(slots[0])
     outputs, weights = [], []
     for start in range(0, time, LOCAL_CHUNK):
         rows = slice(start, min(start + LOCAL_CHUNK, time))
@@ -131,6 +132,9 @@ def tiles_of(chosen: Tensor, blocks: int, tile: int) -> tuple[Tensor, Tensor]:
         Numbers within `chosen` [tiles, tile], N for none, and the tiles' blocks [tiles], ascending.
     """
     count = chosen.shape[0]
+    if is_fake(chosen):  # as many as there are if the last tile of each block is half empty
+        tiles = -(-count // tile) + blocks // 2
+        return chosen.new_empty(tiles, tile), chosen.new_empty(tiles)
     order = torch.where(chosen < 0, blocks, chosen).argsort(stable=True)
     sizes = torch.bincount(chosen[chosen >= 0], minlength=blocks)
     order = order[: int(sizes.sum())]

@@ -11,6 +11,8 @@ from cat_lm.ops.landmark.gather import attend_gathered
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.reference import attend_by_masks
 from cat_lm.ops.landmark.segments import attend_segments, why_not
+from cat_lm.ops.runtime.fake import computing_device
+from cat_lm.ops.runtime.flops import flops
 
 # Queries whose blocks are copied together; of more, the copies are the greater part of the work.
 FEW_QUERIES = 16
@@ -58,6 +60,22 @@ def choose_decoder(
     return "cpu" if name == "gather" and has_kernel(device, dtype) else name
 
 
+def _flops(
+    implementation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selected: Tensor,
+    layout: BlockLayout,
+    local: int,
+    *_: object,
+) -> float:
+    """Count as softmax attention to the keys of so many blocks."""
+    read = min((selected.shape[3] + local) * layout.block, key.shape[2])
+    return 4.0 * query.numel() * read
+
+
+@flops(_flops)
 def attend_blocks(
     implementation: str,
     query: Tensor,
@@ -79,7 +97,7 @@ def attend_blocks(
     Returns:
         [B, H, T, D], and with eager the maps [B, H, T, S].
     """
-    has_triton = why_not(query.device, query.dtype, layout.block, query.shape[3]) is None
+    has_triton = why_not(computing_device(query), query.dtype, layout.block, query.shape[3]) is None
     name = choose_backend(implementation, query.shape[2], key.shape[2], dropout, has_triton)
     if name in _SPARSE and _is_stacked(query):
         name = "reference"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cat_lm.ops.landmark.blocks import tiles_of
 from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.runtime.fake import is_fake
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tile
     code = torch.where(lengths > 0, group * keys + firsts, -1).flatten()
     pairs, codes = tiles_of(code, groups * keys, tile)
     pairs = torch.where(pairs == code.shape[0], -1, pairs)
+    if is_fake(codes):  # of each tile another block
+        return Tiles(pairs, lengths.contiguous(), codes, codes, codes, codes)
     _, run, counts = codes.unique_consecutive(return_inverse=True, return_counts=True)
     longest = torch.where(pairs < 0, 0, lengths.flatten()[pairs.clamp(min=0)]).amax(dim=1)
     extents = longest.new_zeros(counts.shape[0]).scatter_reduce(0, run, longest, "amax")

@@ -83,8 +83,8 @@ class _Attention(torch.autograd.Function):
         parts, logs = kernels.forward(query, key, value, tiles, block, scaling)
         weights = logs.softmax(dim=3)
         output = (weights.to(parts.dtype)[..., None, :] @ parts).squeeze(3)
-        ctx.save_for_backward(query, key, value, weights, logs, output)
-        ctx.tiles, ctx.block, ctx.scaling = tiles, block, scaling
+        ctx.save_for_backward(query, key, value, weights, logs, output, *vars(tiles).values())
+        ctx.block, ctx.scaling = block, scaling
         return output
 
     @staticmethod
@@ -92,9 +92,18 @@ class _Attention(torch.autograd.Function):
         from cat_lm.ops.landmark import segments_triton as kernels
 
         refuse_second_derivative("landmark attention by its Triton kernel")
-        query, key, value, weights, logs, output = ctx.saved_tensors
+        query, key, value, weights, logs, output, *tiles = ctx.saved_tensors
         deltas = weights * (gradient.float() * output.float()).sum(dim=3, keepdim=True)
         found = kernels.backward(
-            gradient, query, key, value, weights, logs, deltas, ctx.tiles, ctx.block, ctx.scaling
+            gradient,
+            query,
+            key,
+            value,
+            weights,
+            logs,
+            deltas,
+            Tiles(*tiles),
+            ctx.block,
+            ctx.scaling,
         )
         return *found, None, None, None

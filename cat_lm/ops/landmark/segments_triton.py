@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import UPCAST
 from cat_lm.ops.landmark.segment_tiles import Tiles, sides
+from cat_lm.ops.runtime.fake import is_fake
 from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
 
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
@@ -169,6 +170,8 @@ def forward(
     segments = tiles.lengths.shape[3]
     parts = query.new_zeros(batch, heads, time, segments, width)
     logs = torch.full(parts.shape[:4], -torch.inf, device=query.device)
+    if is_fake(query):
+        return parts, logs
     with on_device_of(query):
         forward_kernel[(tiles.codes.shape[0], heads // tiles.lengths.shape[1])](
             q_ptr=query,

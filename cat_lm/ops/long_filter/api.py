@@ -12,6 +12,7 @@ from cat_lm.ops.convolution.backends import BackendChoice
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.flops import flops
 from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -59,6 +60,13 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype, state: int) -> str
     return chunks_triton.why_not(device, dtype, state)
 
 
+def _flops(x: Tensor, modes: Modes, *_: object, **how: object) -> float:
+    """Count the products of the recurrence, however many more the form makes that computes it."""
+    products = (2 if modes.angle is None else 3) * state_size(modes) + 1
+    return 2.0 * products * x.numel()
+
+
+@flops(_flops)
 def long_conv(
     x: Tensor,
     modes: Modes,

@@ -48,7 +48,6 @@ class LongFilter:
         name: the value of `conv_filter`.
         meaning: what it is, in messages and tables.
         fixed: N to how many numbers of a head's filter stand before its N coefficients and d.
-        products: N to the multiplications of a token and channel as a recurrence.
         problem: N to why there is no such filter; "" where there is.
         start: (heads, N) to the fixed numbers [H, fixed] as they start.
         paced: (N, tokens) to fixed numbers [fixed] whose first decay is e^{−1/tokens}.
@@ -59,7 +58,6 @@ class LongFilter:
     name: str
     meaning: str
     fixed: Callable[[int], int]
-    products: Callable[[int], int]
     problem: Callable[[int], str]
     start: Callable[[int, int], Tensor]
     paced: Callable[[int, int], Tensor]
@@ -225,7 +223,6 @@ _EXPONENTIAL = LongFilter(
     "exponential",
     "a sum of decays",
     fixed=lambda state: state,
-    products=lambda state: 2 * state + 1,
     problem=lambda state: "",
     start=_start_exponential,
     paced=_paced_exponential,
@@ -236,7 +233,6 @@ _SSM = LongFilter(
     "ssm",
     "a state-space model (S4D)",
     fixed=lambda state: state + 1,
-    products=lambda state: 3 * state + 1,
     problem=lambda state: "must be even, a state of pairs" if state % 2 else "",
     start=_start_ssm,
     paced=_paced_ssm,

@@ -25,6 +25,7 @@ from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
 from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.runtime.documents import check_document_ids, document_starts
+from cat_lm.ops.runtime.flops import flops
 from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -36,6 +37,14 @@ if INSTALLED:
 TOTAL = 1e30
 
 
+def _flops(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, **how: object) -> float:
+    """Count 5 for each number of the state; 9 where each has a decay of its own, as for Mamba."""
+    sizes = zip(rate.shape[-2:], a.shape[-2:], strict=True)
+    own_decay = all(max(of_rate, of_a) > 1 for of_rate, of_a in sizes)
+    return (9.0 if own_decay else 5.0) * q.numel() * v.shape[-1]
+
+
+@flops(_flops)
 def decaying_scan(
     q: Tensor,
     k: Tensor,

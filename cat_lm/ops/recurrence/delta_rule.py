@@ -22,12 +22,26 @@ from torch.nn import functional as F
 
 from cat_lm.ops.recurrence import CHUNK
 from cat_lm.ops.runtime.documents import check_document_ids, document_runs
+from cat_lm.ops.runtime.flops import flops
 from cat_lm.ops.runtime.precision import without_autocast
 
 # The exp of these is 0 exactly, as of all that is less.
 _TOTAL = {torch.float32: -104.0, torch.float64: -746.0}
 
 
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    **how: object,
+) -> float:
+    """Count 6 for each number of the state, and 1 for its decay, whatever the chunks take."""
+    return (6.0 if log_decay is None else 7.0) * q.numel() * v.shape[-1]
+
+
+@flops(_flops)
 def delta_rule(
     q: Tensor,
     k: Tensor,

@@ -19,6 +19,7 @@ from cat_lm.training.estimate import (
     checkpoints_to_hold,
     describe_kept,
     memory_per_rank,
+    num_parameters,
 )
 from cat_lm.training.preflight import node
 from cat_lm.training.preflight.bandwidth import Transport, least_bandwidth
@@ -248,7 +249,7 @@ def _needs(verdict: PreflightReport, config: RunConfig) -> None:
     except UserError as error:
         verdict.problems[str(error)] += range(len(verdict.facts))
         return
-    parameters = config.num_parameters(vocab_size)
+    parameters = num_parameters(config, vocab_size)
     _disk(verdict, config, parameters)
     on_gpu = verdict.facts[0].on_gpu
     ranks = len(verdict.facts)

@@ -12,6 +12,7 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.core.errors import UserError
+from cat_lm.counts.fake import count_parameters, meta_model
 from eval.speed.choices import is_stock, models
 from eval.speed.machine import without_home
 
@@ -57,8 +58,7 @@ class ModelSize:
 
     def num_parameters(self, name: str, positions: int) -> int:
         """Count those of one of `models`, without making it."""
-        section = self.section(name, positions)
-        return architectures.get(section.architecture).num_parameters(section, self.vocab_size)
+        return count_parameters(meta_model(model_config(self, name, positions)))
 
 
 def build(

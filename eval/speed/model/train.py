@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from cat_lm.core.errors import UserError
+from cat_lm.counts.fake import count_parameters, meta_model
+from cat_lm.counts.flops import flops_per_token
 from cat_lm.model.hf.causal_lm import CausalLanguageModel
-from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
+from cat_lm.training.estimate import device_peak_flops
 from eval.common.interrupts import terminated_as_interrupt
 from eval.speed import choices
 from eval.speed.machine import forget_peak, resident_bytes
@@ -120,7 +122,7 @@ def _row(
     """Return a model's speed; `peak` in FLOP/s, if it is known."""
     timing = timings[name]
     config = model_config(case.size, name, case.context_length)
-    flops = flops_per_token(config, parameters, case.context_length) * case.tokens
+    flops = flops_per_token(meta_model(config), case.context_length) * case.tokens
     return {
         "model": choices.models()[name].label,
         "parameters": parameters,

@@ -44,6 +44,7 @@ from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
+from cat_lm.ops.runtime.fake import is_fake
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -199,7 +200,8 @@ class LandmarkCore(NothingDecays):
                 )  # fmt: skip
                 if output is not None:
                     return output, None
-        least = int(padding.min())  # the cache has no landmarks of blocks that no row has
+        # The cache has no landmarks of blocks that no row has.
+        least = 0 if is_fake(key) else int(padding.min())
         layout = cached_blocks(past, time, self.block, padding.to(key.device), least)
         landmarks = landmarks[:, :, : layout.numbers.shape[1]]
         return self._attend(query, key, value, landmarks, layout, call)

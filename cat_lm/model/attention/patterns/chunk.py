@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm.core import numbers
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
-from cat_lm.model.rules import CHUNK_SIZE, attention_channels, chunk_size
+from cat_lm.model.rules import CHUNK_SIZE, chunk_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,10 +45,6 @@ class Chunk(Pattern):
             f"attention_options.size={size}: is beyond data.context_length={length}; use "
             "attention=softmax"
         ]
-
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count 12·C for each key of a chunk, as softmax."""
-        return 12 * min(chunk_size(model), context_length) * attention_channels(model)
 
     def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the keys and values of a whole chunk, however many more the cache holds."""

@@ -9,7 +9,7 @@ from cat_lm.core.numbers import CONV_STATE
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import Pattern
 from cat_lm.model.attention.objective import OWN_WEIGHT, Objective
-from cat_lm.model.rules import attention_channels, head_width, key_heads
+from cat_lm.model.rules import head_width, key_heads
 from cat_lm.ops.landmark.options import (
     CALIBRATE,
     DENSE,
@@ -145,40 +145,6 @@ class Landmark(Pattern):
                     )
         return found
 
-    def parameters(self, model: Any) -> int:
-        """Count the filters of the heads of keys and the blocks' sharpness [H]."""
-        options = self.resolved(model.attention_options)
-        name, state = options["filter"], options["filter_state"]
-        numbers = options["block"] if name == "learned" else 0
-        if state:
-            numbers = filters.get(name).numbers(state)
-        sharp = model.num_attention_heads if is_sharp(name, state) else 0
-        return key_heads(model) * numbers + sharp
-
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count 12·C for each key read, as softmax, and 2·C for each landmark.
-
-        Without a gradient, a landmark's product is computed once, and its sum once; a sum by N
-        decays counts 2·N for each channel of the keys.
-        """
-        options = self.resolved(model.attention_options)
-        blocks = options["top_k"] + options["local"] + options["sink"]
-        read = min(context_length, blocks * options["block"])
-        landmarks = 2 * (context_length // options["block"] + 1) if options["top_k"] else 0
-        decays = 2 * options["filter_state"] * key_heads(model) * head_width(model)
-        return (12 * read + landmarks) * attention_channels(model) + decays
-
-    def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the landmarks of complete blocks, and the state with which they go on.
-
-        That is the last landmark of the fixed exponential filter, and N numbers in fp32 of others.
-        """
-        options = self.resolved(model.attention_options)
-        carried = itemsize * (options["filter"] == "exponential")
-        carried = 4 * options["filter_state"] or carried
-        landmarks = length // options["block"] * itemsize
-        return (landmarks + carried) * key_heads(model) * head_width(model)
-
     def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count landmarks, and keys and values of the chosen blocks and of the local ones.
 
@@ -219,29 +185,6 @@ class Landmark(Pattern):
 
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
-    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count SDPA's mask, a map for each head.
-
-        Where a block meets the queries that chose it, what is kept of each block that a query
-        reads, as parts of such maps; measured on a CPU, counted for the Triton kernel.
-        """
-        from cat_lm.ops.landmark.blocks import LOCAL_CHUNK, TILE
-
-        options, width = self.resolved(model.attention_options), head_width(model)
-        block = options["block"]
-        by = _row_backend(model, context_length, on_gpu, precision, block)
-        kept = 1.0
-        if by == "triton":
-            read = options["top_k"] + options["local"] + options["sink"]
-            kept = read * 3 / context_length  # a logarithm, a weight, its place in a tile
-        elif by == "blocks":
-            # Half of all blocks are earlier ones; of each one's tiles of queries the last is half
-            # empty. And the local keys' logits.
-            read = min(options["top_k"], context_length / (2 * block)) + options["sink"]
-            numbers = 3 * (read + TILE / (2 * block)) * (width + block) + 3 * LOCAL_CHUNK
-            kept = (numbers + 2 * options["local"] * block) / 2 / context_length
-        return model.num_attention_heads * kept
-
     def division_problems(self, model: Any) -> list[str]:
         """Return whether heads choose their blocks together."""
         share = self.resolved(model.attention_options)["share"]
@@ -276,20 +219,6 @@ def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
     """Return what the landmarks' parameters depend on."""
     name, state = options["filter"], options["filter_state"]
     return name, state, options["block"], is_sharp(name, state)
-
-
-def _row_backend(model: Any, length: int, on_gpu: bool, precision: str, block: int) -> str:
-    """Name what computes whole rows of `length` tokens in training."""
-    import torch
-
-    from cat_lm.ops.landmark.dispatch import choose_backend
-    from cat_lm.ops.landmark.segments import why_not
-
-    device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    has_triton = why_not(device, dtype, block, head_width(model)) is None
-    by, dropout = model.attn_implementation, model.attention_dropout
-    return choose_backend(by, length, length, dropout, has_triton)
 
 
 def _state_problems(name: str, state: Any) -> list[str]:

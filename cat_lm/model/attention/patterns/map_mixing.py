@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.model.attention.base import Pattern
-from cat_lm.model.rules import attention_channels
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,15 +19,6 @@ class MapMixing(Pattern):
     # Of flash attention, values must be as wide as keys.
     implementations = ("eager", "sdpa", "flex_attention")
     takes_transforms = False
-
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count as softmax; the half that belongs to the values counts once for each head."""
-        heads = model.num_attention_heads
-        return 6 * context_length * attention_channels(model) * (1 + heads)
-
-    def saved_tensors(self, model: Any) -> float:
-        """Count the values mixed for every head, and what they give."""
-        return 2.0 * model.num_attention_heads
 
     def reads_neighbours(self, model: Any) -> bool:
         """Return True if maps of keys side by side are mixed."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import ScoreTransform
-from cat_lm.model.rules import attention_channels, chunk_size
+from cat_lm.model.rules import chunk_size
 from cat_lm.ops.decay_rates import REACH, largest_rate
 
 if TYPE_CHECKING:
@@ -75,21 +75,6 @@ class ExponentialDecay(ScoreTransform):
     def masks_documents(self, model: Any) -> bool:
         """Return True if rows of the longest length are computed by some queries at a time."""
         return self.is_beyond(model, model.max_position_embeddings)
-
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count the scaling of queries and keys, or of logits, forward and backward."""
-        if self.is_beyond(model, context_length):
-            return 2 * context_length * model.num_attention_heads
-        return 4 * attention_channels(model)
-
-    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        """Count the factors of every logit, which eager attention keeps."""
-        return model.num_attention_heads if model.attn_implementation == "eager" else 0
-
-    def saved_tensors(self, model: Any) -> float:
-        """Count keys and values that are repeated for every head of queries."""
-        heads = model.num_attention_heads
-        return 2 * (1 - (getattr(model, "num_key_value_heads", None) or heads) / heads)
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cat_lm.core.numbers import WINDOW
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import ValueTransform
-from cat_lm.model.rules import chunk_size, head_width
+from cat_lm.model.rules import chunk_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,17 +58,9 @@ class Smoothing(ValueTransform):
             "would read nothing"
         ]
 
-    def flops(self, model: Any, context_length: int) -> float:
-        """Count 2·P a channel, forward and backward; the filter has no gradient."""
-        return 4 * self._width(model) * _value_channels(model)
-
     def taps(self, model: Any) -> int:
         """Return P."""
         return self._width(model)
-
-    def state_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the last P − 1 values."""
-        return (self._width(model) - 1) * _value_channels(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
         """Return True: decoding reads earlier values as they were."""
@@ -86,11 +78,6 @@ class Smoothing(ValueTransform):
 
     def _width(self, model: Any) -> int:
         return self.resolved(model.value_options)["width"]
-
-
-def _value_channels(model: Any) -> int:
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    return heads * head_width(model)
 
 
 ENTRY = Smoothing()

@@ -7,7 +7,6 @@ faster backend the reference computes it, and the log says so. This module does 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -57,10 +56,6 @@ class Kind:
         """Return the shape of one stream's filters."""
         sizes = {"W": window, "H": heads, "I": heads, "D": head_dim}
         return tuple(sizes[axis] for axis in self.filter_axes)
-
-    def filter_parameters(self, heads: int, head_dim: int, window: int) -> int:
-        """Count one stream's taps."""
-        return math.prod(self.filter_shape(heads, head_dim, window))
 
     def fan_in(self, heads: int, window: int) -> int:
         """Count the numbers that an output is a weighted sum of."""

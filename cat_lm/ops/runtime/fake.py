@@ -1,0 +1,30 @@
+"""Fake tensors, which have shapes and no numbers: what a model needs is counted with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+__all__ = ["computing_device", "is_fake", "standing_for_gpu"]
+
+_FOR_GPU: ContextVar[bool] = ContextVar("fake tensors stand for those of a GPU", default=False)
+
+
+@contextmanager
+def standing_for_gpu(is_so: bool = True) -> Iterator[None]:
+    """Have fake tensors on the CPU stand for those of a GPU, which torch may not know here."""
+    before = _FOR_GPU.set(is_so)
+    try:
+        yield
+    finally:
+        _FOR_GPU.reset(before)
+
+
+def computing_device(x: Tensor) -> torch.device:
+    """Return the device that computes x, or that x stands for."""
+    return torch.device("cuda") if _FOR_GPU.get() and is_fake(x) else x.device
