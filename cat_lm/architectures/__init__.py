@@ -48,7 +48,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     Architecture,
     package=f"{__name__}.families",
     words=("name", "title", "model_type", "embedding", "layer_weight"),
-    methods=("classes", "mixing_flops", "saved_tensors"),
+    methods=("classes",),
     check=_check,
     first=(DEFAULT, "llama"),
 )

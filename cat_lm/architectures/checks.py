@@ -56,9 +56,3 @@ def check_model(architecture: Architecture, section: Any, model: PreTrainedModel
         raise ValueError(
             f"{named}: isolates_documents, but the forward of {body.__name__} takes no document_ids"
         )
-    counts_state = type(architecture).state_bytes is not Architecture.state_bytes
-    if model.keeps_state and not counts_state:
-        raise ValueError(
-            f"{named}: the forward of {body.__name__} takes past_key_values, but state_bytes is "
-            "not defined"
-        )

@@ -39,8 +39,6 @@ def _check(kind: MixerKind) -> None:
     options = getattr(kind, "Options", None)
     if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:
         raise ValueError(f"{named}: its Options must be a frozen dataclass")
-    if "state" in kind.supports and type(kind).state_numbers is MixerKind.state_numbers:
-        raise ValueError(f"{named}: supports state, but does not define state_numbers")
 
 
 class MixerRegistry(Registry[MixerKind]):
@@ -70,7 +68,7 @@ MIXERS = MixerRegistry(
     MixerKind,
     package=f"{__name__}.kinds",
     separator="-",
-    methods=("build", "mixing_flops", "saved_tensors"),
+    methods=("build",),
     check=_check,
 )
 get, names, register = MIXERS.get, MIXERS.names, MIXERS.register

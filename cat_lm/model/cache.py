@@ -93,10 +93,6 @@ class LayerStateMixin(PaddingRecord):
         """Store the state [B, ...] that follows the newest token in place of the one before."""
         self.recurrent[name] = state.detach()
 
-    def is_empty(self) -> bool:
-        """Return True if nothing is kept of any token."""
-        return not (self.inputs or self.recurrent or self.keys is not None)
-
     def reset(self) -> None:
         super().reset()
         self.inputs.clear()

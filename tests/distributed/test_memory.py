@@ -13,13 +13,9 @@ import pytest
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
+from cat_lm.counts.fake import count_parameters
 from cat_lm.training.engine import Engine, build_model
-from cat_lm.training.estimate import (
-    MEMORY_ACCURACY,
-    Memory,
-    count_parameters,
-    memory_per_rank,
-)
+from cat_lm.training.estimate import MEMORY_ACCURACY, Memory, memory_per_rank
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
 from tests.unit.test_families import CASES

@@ -57,7 +57,7 @@ PATTERNS: Registry[Pattern] = Registry(
     Pattern,
     package=f"{__name__}.patterns",
     words=("name", "title"),
-    methods=("build", "flops"),
+    methods=("build",),
     check=_check,
     first=("softmax",),
 )
@@ -250,9 +250,8 @@ def build(kind: type[Entry], config: Any) -> Any:
     And that the module says how all of them start, and which take no weight decay.
 
     Raises:
-        UserError: naming the entry and its options: it makes no module, one of other parameters
-            than those that it counts, for `flops` and memory, or one that does not say of them
-            what it must.
+        UserError: naming the entry and its options: it makes no module, or one that does not say
+            of its parameters what it must.
     """
     entry = chosen_entries(config).get(kind)
     if entry is None:
@@ -266,19 +265,16 @@ def build(kind: type[Entry], config: Any) -> Any:
             raise
         said = error if isinstance(error, ValueError) else f"build raises {mishap(error)}"
         raise UserError(f"{named}: {said}") from error
-    _check_module(named, entry, config, module)
+    _check_module(named, module)
     return module
 
 
-def _check_module(named: str, entry: Entry, config: Any, module: Any) -> None:
-    """Check that it is one, and has the parameters that its entry counts. Raises UserError."""
+def _check_module(named: str, module: Any) -> None:
+    """Check that it is one, and what it says of its parameters. Raises UserError."""
     from cat_lm.core.parameters import check_parameters  # imports torch
 
     if problem := module_problem(module):
         raise UserError(f"{named}: {problem}")
-    counted, found = entry.parameters(config), sum(p.numel() for p in module.parameters())
-    if counted != found:
-        raise UserError(f"{named}: parameters counts {counted}, and its module has {found}")
     try:
         check_parameters(module, gives_all_starts=True)
     except ValueError as error:

@@ -41,8 +41,6 @@ class MixerLayer(Block):
         norms = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         mlp = width, config.intermediate_size
         super().__init__(norms[0], mixer.build(setting), norms[1], GatedMLP(*mlp))
-        self.label = mixer.label
-        self.state_numbers = mixer.kind.state_numbers(mixer.options, setting, 1)
         self._mark_as_built(setting)
 
     def _mark_as_built(self, setting: Setting) -> None:
@@ -52,16 +50,6 @@ class MixerLayer(Block):
         for name, module in self.mixer.named_modules():
             if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
                 module.as_built = (setting, name, lacks)
-
-    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute [B, T, C]."""
-        hidden_states = super().forward(hidden_states, context)
-        if context.state is not None and self.state_numbers and context.state.is_empty():
-            raise ValueError(
-                f"mixer {self.label}: supports state, of {self.state_numbers} numbers, but its "
-                "forward leaves the state empty"
-            )
-        return hidden_states
 
 
 class MixerPreTrainedModel(RecurrentPreTrained, PreTrainedModel):

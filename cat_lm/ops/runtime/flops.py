@@ -7,14 +7,21 @@ or element by element. An operator with another number says it by `flops`, besid
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **how: Any) -> int:
+    """Count the products with keys [B, H or fewer, S, D] and with values."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
 
 # torch's counter has no formula for a CPU's attention.
-_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
 
 
 class FlopCounter:
