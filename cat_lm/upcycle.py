@@ -238,13 +238,14 @@ def _identity_filter(config: PreTrainedConfig, name: str, like: Tensor) -> Tenso
     """
     import torch
 
-    from cat_lm.model.stream_convolution import identity_filters, rank_start
+    from cat_lm.model.streams.ranks import Ranks
+    from cat_lm.model.streams.weights import filter_of
 
     if name.endswith(".canon_filter"):
         return torch.zeros(like.shape)
     if name.endswith("_rank_filter"):
-        return rank_start(config, name.removesuffix("_rank_filter")[-1])
-    return identity_filters(config, name.removesuffix("_filter")[-1])
+        return Ranks(filter_of(config)).initial(name.removesuffix("_rank_filter")[-1])
+    return filter_of(config).initial(name.removesuffix("_filter")[-1])
 
 
 def _model_with(

@@ -158,7 +158,7 @@ class LinearArchitecture(Architecture):
         """Describe in one line what computes the short convolutions; as in the base."""
         if not config.window:
             return super().describe_backend(config, device, dtype, backend)
-        from cat_lm.model.short_convolution import describe_backend
+        from cat_lm.model.streams.short_convolution import describe_backend
 
         channels = (config.key_channels, config.value_channels)
         return describe_backend(config.window, channels, device, dtype, backend)

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import initialization as init
 
-from cat_lm.model.canon import CanonLayer
-from cat_lm.model.stream_convolution import StreamConvolution, first_filters, rank_start
+from cat_lm.model.streams.canon import CanonLayer
+from cat_lm.model.streams.pipeline import StreamPipeline
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -70,10 +70,10 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
         return True
-    if isinstance(module, StreamConvolution):
+    if isinstance(module, StreamPipeline):
         for bias in module.biases():
             init.zeros_(bias)
-        _initialize_filters(module, config)
+        _initialize_filters(module)
         return True
     if isinstance(module, CanonLayer):
         if config.canon_init == "zero":
@@ -85,9 +85,9 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
     return False
 
 
-def _initialize_filters(convolution: StreamConvolution, config: AttentionSettings) -> None:
-    for stream, filters in convolution.filters().items():
-        init.copy_(filters, first_filters(config, stream))
-    for stream in "qk" if config.conv_rank > 1 else "":
-        filters = getattr(convolution, f"{stream}_rank_filter")
-        init.copy_(filters, rank_start(config, stream))
+def _initialize_filters(pipeline: StreamPipeline) -> None:
+    for stream, filters in pipeline.filters().items():
+        init.copy_(filters, pipeline.filter.drawn(stream))
+    for ranks in pipeline.ranks:
+        for stream in "qk":
+            init.copy_(getattr(pipeline, f"{stream}_{ranks.name}"), ranks.initial(stream))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # What a rank really took was within this factor of the estimate in the runs on CPUs that
-# tests/distributed/test_memory.py makes, of all families. `memory_per_rank` says for what it is not.
+# tests/distributed/test_memory.py makes, of all families. `memory_per_rank` says where it is not.
 MEMORY_ACCURACY = 1.1
 # DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9

@@ -21,8 +21,8 @@ from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.parts.streams import filters_as_lists
 from cat_lm.model.blocks.residual import Block
 from cat_lm.model.context import Context
-from cat_lm.model.stream_convolution import StreamConvolution
-from cat_lm.ops.convolution import kinds
+from cat_lm.model.streams.long_filter import LongFilter
+from cat_lm.model.streams.pipeline import StreamPipeline
 
 SPREAD = 0.02
 
@@ -132,5 +132,9 @@ def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
 
     Filters of single channels, too many to look at, are left out.
     """
-    layers = [m for m in model.modules() if isinstance(m, StreamConvolution)]
-    return [filters_as_lists(m) for m in layers if "D" not in kinds.get(m.conv_type).filter_axes]
+    layers = [m for m in model.modules() if isinstance(m, StreamPipeline)]
+    return [
+        filters_as_lists(m)
+        for m in layers
+        if isinstance(m.filter, LongFilter) or "D" not in m.filter.kind.filter_axes
+    ]

@@ -89,10 +89,10 @@ def test_a_model_is_convolved_by_it(ideas, family):
     given, made = seen[0]
     heads, width = model.config.num_attention_heads, model.config.head_width
     if family == "gpt_neox":
-        inputs = given[0].view(2, 9, heads, 3, width).unbind(dim=3)
+        inputs = given[1].view(2, 9, heads, 3, width).unbind(dim=3)
         biases = convolution.bias.view(heads, 3, width).unbind(dim=1)
     else:
-        inputs = [one.view(2, 9, -1, width) for one in given[:3]]
+        inputs = [one.view(2, 9, -1, width) for one in given[1:]]
         biases = [0.0] * 3
     for stream, x, bias, y in zip("qkv", inputs, biases, made, strict=True):
         wanted = neighbours(x, getattr(convolution, f"{stream}_filter")) + bias

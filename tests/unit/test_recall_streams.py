@@ -22,7 +22,7 @@ from cat_lm.core.labels import IGNORE_INDEX
 from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
-from cat_lm.model.stream_convolution import StreamConvolution
+from cat_lm.model.streams.pipeline import StreamPipeline
 from eval.common.comparison import t_quantile
 from eval.common.grids import cells, execution
 from eval.common.grids.tuning import Choice
@@ -197,7 +197,7 @@ def test_what_holds_by_algebra(name, line):
     specification = streams.specification(streams.MIXERS[name], "depthwise", line)
     layer = make_mixer(specification).build(Setting(16)).eval()
     for module in layer.modules():  # trained filters are no identity
-        if isinstance(module, StreamConvolution):
+        if isinstance(module, StreamPipeline):
             for filters in module.filters().values():
                 torch.nn.init.normal_(filters)
     tokens = torch.randn(1, 12, 16)  # four keys with their values, three others, a query

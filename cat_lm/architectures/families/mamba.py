@@ -103,7 +103,7 @@ class StateSpace(Architecture):
         self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
     ) -> str:
         """Describe in one line what computes the short convolutions; as in the base."""
-        from cat_lm.model.short_convolution import describe_backend
+        from cat_lm.model.streams.short_convolution import describe_backend
 
         channels = [self.convolved_channels(self.section(config))]
         return describe_backend(config.conv_kernel, channels, device, dtype, backend)

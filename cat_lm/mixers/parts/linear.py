@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.context import Context
-from cat_lm.model.short_convolution import ShortConvolution
+from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.backends import Recurrence

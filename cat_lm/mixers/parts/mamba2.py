@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cat_lm.mixers.parts.initial_steps import Starts
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import SequenceGroup, own_heads, to_heads, to_sequence, to_tokens
-from cat_lm.model.short_convolution import ShortConvolution
+from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 

@@ -1,6 +1,6 @@
 """Queries, keys and values of mixers by name, with CAT's filters on chosen streams.
 
-The filters are those of language models, `cat_lm.model.stream_convolution`; here projections have
+The filters are those of language models, `cat_lm.model.streams`; here projections have
 their biases before the convolution, as in Zoology's layers.
 """
 
@@ -15,23 +15,22 @@ from torch.nn import functional as F
 from cat_lm.mixers.parts.options import ConvolutionOptions, DeltaOptions
 from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
 from cat_lm.model.context import Context
-from cat_lm.model.convolution import SeparateConvolution
-from cat_lm.model.stream_convolution import first_filters
-from cat_lm.ops.convolution import kinds
+from cat_lm.model.streams.long_filter import LongFilter
+from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter.chunks import taps_of
 
 _SHOWN = 64  # taps of a filter without an end
 
 
-def make_convolution(settings: StreamSettings) -> SeparateConvolution | None:
+def make_convolution(settings: StreamSettings, activates: bool = False) -> StreamPipeline | None:
     """Make the filters of the streams that have some, as they start; None without any."""
     if not settings.convolved_streams:
         return None
-    convolution = SeparateConvolution(settings, {})
+    convolution = StreamPipeline(settings, {}, activates)
     with torch.no_grad():
         for stream, filters in convolution.filters().items():
-            filters.copy_(first_filters(settings, stream))
+            filters.copy_(convolution.filter.drawn(stream))
     return convolution
 
 
@@ -44,7 +43,8 @@ class Streams(nn.Module):
         self.projected = "qkk" if options.shared_kv else STREAMS  # what each stream is made of
         width, different = settings.hidden_size, len(set(self.projected))
         self.projection = nn.Linear(width, different * width, bias=bias)
-        self.convolution = make_convolution(settings)
+        activates = options.activation == "silu" and options.place == "after"
+        self.convolution = make_convolution(settings, activates)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the streams, and a fourth tensor if maps are mixed, see `with_maps`."""
@@ -55,8 +55,8 @@ class Streams(nn.Module):
             return tuple(made[i] if activation is None else activation(made[i]) for i in of)
         if self.options.place == "after":
             made = self._projections(x)
-            return self.convolution(*(made[i] for i in of), context, activation=activation)
-        streams = self._of_filtered(self.convolution(x, x, x, context), of)
+            return self.convolution(context, *(made[i] for i in of))
+        streams = self._of_filtered(self.convolution(context, x, x, x), of)
         return tuple(streams if activation is None else map(activation, streams))
 
     def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -96,23 +96,22 @@ class FilteredStreams:
         query, key = self.q_proj(x), self.k_proj(x)
         value = key if self.v_proj is None else self.v_proj(x)
         if self.convolution is not None:
-            made = self.convolution(query, key, value, context)
+            made = self.convolution(context, query, key, value)
         else:
             made = map(self.of_heads, (query, key, value))
         return [F.silu(s) if self.options.activation == "silu" else s for s in made]
 
 
-def filters_as_lists(convolution: SeparateConvolution) -> dict[str, list[list[float]]]:
+def filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]]]:
     """Return each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
 
     Of filters as long as the row the first 64 taps.
     """
-    found, long_filter = {}, convolution.long_filter
-    axis = kinds.get(convolution.conv_type).window_axis
+    found, own = {}, convolution.filter
     for stream, filters in convolution.filters().items():
-        taps = filters.detach().movedim(axis, -1)
-        if long_filter is not None:
-            modes = long_filter.modes_of(filters.detach(), convolution.state_size)
-            taps = taps_of(modes, _SHOWN)
+        if isinstance(own, LongFilter):
+            taps = taps_of(own.kind.modes_of(filters.detach(), own.size), _SHOWN)
+        else:
+            taps = filters.detach().movedim(own.kind.window_axis, -1)
         found[stream] = taps.reshape(-1, taps.shape[-1]).tolist()
     return found

@@ -20,9 +20,9 @@ from cat_lm.model.attention.modules.scores import attend_with_scores, scale_quer
 from cat_lm.model.attention.modules.varlen import attend_within_borders, computing_dtype
 from cat_lm.model.context import Context
 from cat_lm.model.names import renamed
-from cat_lm.model.qk_norm import QueryKeyNorm
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
+from cat_lm.model.streams.norm import QueryKeyNorm
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -112,7 +112,8 @@ class AttentionMixin:
     ) -> tuple[Tensor, ...]:
         """Normalise and rotate queries and keys [B, T, heads, D] that no filter has."""
         if self.qk_norm is not None:
-            query, key = self.qk_norm(query, key, context.group)
+            query = self.qk_norm(query, "q", context.group)
+            key = self.qk_norm(key, "k", context.group)
         if context.rotary is None:
             return query, key, value
         query, key = self.rotate(query.transpose(1, 2), key.transpose(1, 2), *context.rotary)

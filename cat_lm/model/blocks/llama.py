@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import (
 
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.settings import AttentionSettings
-from cat_lm.model.canon import CanonBlock
 from cat_lm.model.context import Context
-from cat_lm.model.convolution import SeparateConvolution
+from cat_lm.model.streams.canon import CanonBlock
+from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.ops.convolution.kinds import STREAMS
 
 
@@ -46,8 +46,8 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             # In the order of the computation, which is that of the optimizer's flat buffers.
             output = self._modules.pop("o_proj")
             projections = {stream: getattr(self, f"{stream}_proj") for stream in STREAMS}
-            biases = {stream: projection.bias for stream, projection in projections.items()}
-            self.convolution = SeparateConvolution(config, biases)
+            biases = {f"{stream}_bias": layer.bias for stream, layer in projections.items()}
+            self.convolution = StreamPipeline(config, biases)
             for projection in projections.values():
                 projection.register_parameter("bias", None)
             self.o_proj = output
@@ -67,7 +67,7 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
             query, key, value: [B, T, heads · D].
         """
         if self.convolution is not None:
-            return self.convolution(query, key, value, context, norm=self.qk_norm)
+            return self.convolution(context, query, key, value, norm=self.qk_norm)
         streams = (x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
         return self._unconvolved(*streams, context)
 

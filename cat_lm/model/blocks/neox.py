@@ -12,9 +12,9 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.settings import AttentionSettings
-from cat_lm.model.canon import CanonBlock
 from cat_lm.model.context import Context
-from cat_lm.model.convolution import PackedConvolution
+from cat_lm.model.streams.canon import CanonBlock
+from cat_lm.model.streams.pipeline import StreamPipeline
 
 
 class CatAttention(AttentionMixin, GPTNeoXAttention):
@@ -39,7 +39,7 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
             self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
             # In the order of the computation, which is that of the optimizer's flat buffers.
             dense = self._modules.pop("dense")
-            self.convolution = PackedConvolution(config, self.query_key_value.bias)
+            self.convolution = StreamPipeline(config, {"bias": self.query_key_value.bias})
             self.query_key_value.register_parameter("bias", None)
             self.dense = dense
             self._take_library_names()
@@ -50,13 +50,13 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
         return (self.query_key_value(x),)
 
     def _streams(self, projected: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return rotated queries and keys, and values, each [B, T, H, D]; see `PackedConvolution`.
+        """Return rotated queries and keys, and values, each [B, T, H, D]; see `StreamPipeline`.
 
         Args:
             projected: [B, T, H·3·D].
         """
         if self.convolution is not None:
-            return self.convolution(projected, context, norm=self.qk_norm)
+            return self.convolution(context, projected, norm=self.qk_norm)
         # Before heads and time change places: the backward pass joins the three as they lie.
         width = self.config.head_width
         streams = projected.view(*projected.shape[:2], -1, 3, width).unbind(dim=3)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.sequence import SequenceGroup
+from cat_lm.model.streams.base import StreamCall, StreamOp
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -28,7 +29,7 @@ _EPSILON = 1e-6  # of the mean square
 
 
 class QueryKeyNorm(NothingDecays):
-    """Normalises queries and keys, [B, T, heads, D] each, as `qk_norm` says."""
+    """Holds the weights of both norms, and normalises queries or keys as `qk_norm` says."""
 
     def __init__(self, config: AttentionSettings):
         super().__init__()
@@ -43,19 +44,21 @@ class QueryKeyNorm(NothingDecays):
             return {"logit_scale": torch.full((self.heads,), math.sqrt(self.width))}
         return {"q_weight": torch.ones(self.width), "k_weight": torch.ones(self.width)}
 
-    def forward(
-        self, query: Tensor, key: Tensor, group: SequenceGroup | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise; `group` are the ranks that share the heads."""
-        weights = [None, None] if self.scales else [self.q_weight, self.k_weight]
-        query, key = (
-            F.rms_norm(x, x.shape[-1:], None if w is None else w.to(x.dtype), _EPSILON)
-            for x, w in zip((query, key), weights, strict=True)
-        )
-        if self.scales:
-            scale = self.logit_scale
-            if query.shape[2] < self.heads:  # those of this rank
-                scale = group.own(scale)
-            # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
-            query = query * (scale / math.sqrt(self.width))[:, None].to(query.dtype)
-        return query, key
+    def forward(self, x: Tensor, stream: str, group: SequenceGroup | None = None) -> Tensor:
+        """Normalise queries or keys [B, T, heads, D]; `group` are the ranks that share heads."""
+        weight = None if self.scales else getattr(self, f"{stream}_weight").to(x.dtype)
+        x = F.rms_norm(x, x.shape[-1:], weight, _EPSILON)
+        if not self.scales or stream == "k":
+            return x
+        scale = self.logit_scale
+        if x.shape[2] < self.heads:  # those of this rank
+            scale = group.own(scale)
+        # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
+        return x * (scale / math.sqrt(self.width))[:, None].to(x.dtype)
+
+
+class Norm(StreamOp):
+    """Normalises queries or keys after their convolution."""
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        return call.norm(x, call.stream, call.context.group)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class CanonLayer(nn.Module):
     """Adds to each of `width` channels its convolution by `canon_filter` [1, width, W].
 
-    Lag 0 is first. The filters take no weight decay, as those of `cat_lm.model.convolution`.
+    Lag 0 is first. The filters take no weight decay, as those of a `StreamPipeline`.
     """
 
     no_decay = ("canon_filter",)

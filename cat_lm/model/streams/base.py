@@ -1,0 +1,138 @@
+"""Queries, keys and values as they come from projections, and what an operation on one of them is.
+
+Projections are packed, as GPT-NeoX's are, or one for each stream: two ways to the same operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.model.context import Context
+from cat_lm.model.sequence import SequenceGroup
+from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
+
+if TYPE_CHECKING:
+    from cat_lm.model.streams.norm import QueryKeyNorm
+
+
+@dataclass(frozen=True)
+class StreamCall:
+    """What an operation reads beside the stream that it changes.
+
+    Attributes:
+        stream: q, k or v.
+        inputs: the stream as filters read it, [B, T, heads, D].
+        before: the inputs before these, [B, W−1, heads, D]; None for zeros.
+        bias: of the projection, [heads, D], which comes after the filters; None for none.
+        weights: the module that holds the operations' parameters, by stream and name.
+        norm: of queries and keys, if the model has one.
+        context: of the layer.
+    """
+
+    stream: str
+    inputs: Tensor
+    before: Tensor | None
+    bias: Tensor | None
+    weights: nn.Module
+    norm: QueryKeyNorm | None
+    context: Context
+
+
+class StreamOp:
+    """An operation on one stream [B, T, heads, D], which may widen it.
+
+    Its parameters are those of the pipeline that it is in, named by the stream and `name`.
+    """
+
+    name = ""
+
+    def initial(self, stream: str) -> Tensor:
+        """Make a stream's parameter as it changes nothing; only of an operation with a name."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        """Change x."""
+        raise NotImplementedError
+
+
+class SeparateStreams:
+    """Streams [B, T, heads, D] of a projection each; keys and values may have fewer heads."""
+
+    def __init__(self, parts: dict[str, Tensor], biases: dict[str, Tensor | None]) -> None:
+        self._parts, self._biases = parts, biases
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the streams by their letters."""
+        return self._parts
+
+    def biases(self) -> dict[str, Tensor | None]:
+        """Return their biases [heads, D]."""
+        return self._biases
+
+    def normalized(self, norm: QueryKeyNorm, group: SequenceGroup | None) -> SeparateStreams:
+        """Normalise queries and keys with their biases, which are then 0."""
+        made = {
+            s: norm(x if self._biases[s] is None else x + self._biases[s].to(x.dtype), s, group)
+            for s, x in self._parts.items()
+            if s in "qk"
+        }
+        return SeparateStreams(self._parts | made, {"q": None, "k": None, "v": self._biases["v"]})
+
+    def without_padding(self, context: Context, streams: str) -> SeparateStreams:
+        """Put zeros at padding into what filters read."""
+        real = {s: context.without_padding(self._parts[s]) for s in streams}
+        return SeparateStreams(self._parts | real, self._biases)
+
+    def contiguous(self) -> SeparateStreams:
+        """Return the same without gaps in memory."""
+        return SeparateStreams({s: x.contiguous() for s, x in self._parts.items()}, self._biases)
+
+    def stored(self, streams: str) -> dict[str, Tensor]:
+        """Return what a decoding state keeps of the streams, by its names there."""
+        return {stream: self._parts[stream] for stream in streams}
+
+    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+        """Return each stream's part of what a decoding state keeps."""
+        return stored
+
+
+class PackedStreams(SeparateStreams):
+    """Streams packed as GPT-NeoX packs them, [B, T, H, 3, D], with biases [H, 3, D].
+
+    Taken apart they are not indexed: the backward pass would fill a whole gradient with zeros for
+    each.
+    """
+
+    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
+        self.packed, self.bias = packed, bias
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(zip(STREAMS, self.packed.unbind(3), strict=True))
+
+    def biases(self) -> dict[str, Tensor | None]:
+        if self.bias is None:
+            return dict.fromkeys(STREAMS)
+        return dict(zip(STREAMS, self.bias.unbind(1), strict=True))
+
+    def normalized(self, norm: QueryKeyNorm, group: SequenceGroup | None) -> PackedStreams:
+        found = SeparateStreams(self.parts(), self.biases()).normalized(norm, group)
+        bias = None if self.bias is None else F.pad(self.bias[:, 2:], (0, 0, 2, 0))
+        return PackedStreams(torch.stack(list(found.parts().values()), dim=3), bias)
+
+    def without_padding(self, context: Context, streams: str) -> PackedStreams:
+        return PackedStreams(context.without_padding(self.packed), self.bias)
+
+    def contiguous(self) -> PackedStreams:
+        return PackedStreams(self.packed.contiguous(), self.bias)
+
+    def stored(self, streams: str) -> dict[str, Tensor]:
+        return {"qkv": self.packed[:, :, :, STREAM_SLICES[streams]]}
+
+    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+        return {s: stored["qkv"][:, :, :, number] for number, s in enumerate(streams)}

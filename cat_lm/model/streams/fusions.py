@@ -1,0 +1,128 @@
+"""Kernels that compute several operations of a layer's streams at once: the table of them.
+
+The first one that serves computes what it covers, and each stream's further operations follow one
+by one. Where none does, a convolution still rotates what it makes if the rotation follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cat_lm.model.streams.base import PackedStreams, StreamOp
+from cat_lm.model.streams.convolution import Bias, Convolution
+from cat_lm.model.streams.layer_pass import LayerPass
+from cat_lm.model.streams.long_filter import LongFilter
+from cat_lm.model.streams.rotation import Activation, Rotation, Silu
+from cat_lm.ops import head_conv_qkv
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
+from cat_lm.ops.convolution.step import can_step, convolve_step
+
+# Streams by their letters, and how many operations of each are done.
+Made = tuple[dict[str, Tensor], dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A kernel that computes the first operations of the streams.
+
+    Attributes:
+        what: in words.
+        run: computes them, or gives None where it does not serve.
+    """
+
+    what: str
+    run: Callable[[LayerPass], Made | None]
+
+
+def _one_token(layer: LayerPass) -> Made | None:
+    pipeline, context = layer.pipeline, layer.context
+    names, first, state = pipeline.filtered, pipeline.filter, context.state
+    if state is None or context.padding is not None or not isinstance(first, Convolution):
+        return None
+    done = {s: _computed_with_filters(pipeline.operations[s]) for s in STREAMS}
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipeline.parameters())
+    if None in done.values() or learns or len(set(pipeline.widths.values())) > 1 or not names:
+        return None
+    held = {n: state.newest_inputs(n, first.window) for n in layer.streams.stored(names)}
+    if None in held.values():
+        return None
+    streams = layer.streams.contiguous()
+    inputs, biases = list(streams.parts().values()), streams.biases()
+    if inputs[0].shape[1] > 1 or not can_step(
+        first.kind.name, inputs[0], first.window, context.conv_backend
+    ):
+        return None
+    following = {}
+    for name, past in held.items():
+        rows = min(past.shape[1] + 1, first.window - 1)
+        following[name] = past.new_empty(past.shape[0], rows, *past.shape[2:])
+    held = {name: past.contiguous() for name, past in held.items()}
+    past, after = streams.apart(held, names), streams.apart(following, names)
+    made = convolve_step(
+        first.kind.name,
+        inputs,
+        [past.get(s) for s in STREAMS],
+        [pipeline.taps(s) if s in names else None for s in STREAMS],
+        [biases[s] for s in STREAMS],
+        [after.get(s) for s in STREAMS],
+        window=first.window,
+        rotary=context.rotary,
+        silu=any(type(op) is Silu for s in names for op in pipeline.operations[s]),
+    )
+    for name, newest in following.items():
+        state.replace_inputs(name, newest)
+    return dict(zip(STREAMS, made, strict=True)), done
+
+
+def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
+    """Count the operations that the kernel of one token computes; None if it cannot come first."""
+    rest = [op for op in operations if not isinstance(op, Activation)]
+    able = all(isinstance(op, Convolution | Bias | Silu | Rotation) for op in rest)
+    return len(rest) if able else None
+
+
+def _packed_filters_of_heads(layer: LayerPass) -> Made | None:
+    pipeline, context, first = layer.pipeline, layer.context, layer.pipeline.filter
+    is_served = isinstance(first, Convolution) and first.kind is kinds.HEAD and pipeline.filtered
+    if not isinstance(layer.streams, PackedStreams) or not is_served:
+        return None
+    further = [op for operations in pipeline.operations.values() for op in operations[1:]]
+    turns = all(isinstance(op, Rotation) for op in further)
+    made = head_conv_qkv(
+        layer.streams.packed,
+        [pipeline.taps(s, context.group) for s in STREAMS],
+        layer.streams.bias,
+        rotary=context.rotary if turns else None,
+        document_ids=context.documents,
+        positions=context.document_positions,
+        initial_state=layer.before.get("qkv"),
+        backend=context.conv_backend,
+    )
+    done = {s: len(pipeline.operations[s]) if turns else 1 for s in STREAMS}
+    return dict(zip(STREAMS, made, strict=True)), done
+
+
+def _packed_long_filters(layer: LayerPass) -> Made | None:
+    names, first, group = layer.pipeline.filtered, layer.pipeline.filter, layer.context.group
+    if not isinstance(layer.streams, PackedStreams) or not isinstance(first, LongFilter):
+        return None
+    packed, bias, chosen = layer.streams.packed, layer.streams.bias, STREAM_SLICES[names]
+    # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
+    numbers = torch.stack([layer.pipeline.taps(s, group) for s in names], dim=1).flatten(0, 1)
+    bias = None if bias is None else bias[:, chosen].flatten(0, 1)
+    outputs = first.by(numbers, packed[:, :, :, chosen].flatten(2, 3), bias, "qkv", layer.context)
+    made = outputs.unflatten(2, (-1, len(names))).unbind(3)
+    return dict(zip(names, made, strict=True)), dict.fromkeys(names, 1)
+
+
+FUSIONS = (
+    Fusion("one token: filters, biases, SiLU and rotation", _one_token),
+    Fusion("packed filters of heads, biases and rotation", _packed_filters_of_heads),
+    Fusion("packed filters as long as the text, and biases", _packed_long_filters),
+)

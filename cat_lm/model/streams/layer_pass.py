@@ -1,0 +1,63 @@
+"""One pass of a layer's streams: what is known of them, and each operation in its turn."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from cat_lm.model.context import Context
+from cat_lm.model.streams.base import PackedStreams, SeparateStreams, StreamCall
+from cat_lm.model.streams.convolution import Convolution
+from cat_lm.model.streams.norm import QueryKeyNorm
+from cat_lm.model.streams.rotation import Rotation
+from cat_lm.model.streams.weights import StreamWeights
+
+
+class LayerPass:
+    """One pass of a layer's streams through its operations."""
+
+    def __init__(
+        self,
+        pipeline: StreamWeights,
+        streams: SeparateStreams | PackedStreams,
+        norm: QueryKeyNorm | None,
+        context: Context,
+    ) -> None:
+        self.pipeline, self.streams = pipeline, streams
+        self.norm, self.context = norm, context
+
+    @cached_property
+    def before(self) -> dict[str, Tensor]:
+        """The W−1 inputs before these, by their names in the state, which gets these for them."""
+        window, names = self.pipeline.window, self.pipeline.filtered
+        if window == 1 or not names:
+            return {}
+        found = {
+            name: self.context.inputs_before(name, x, window)
+            for name, x in self.streams.stored(names).items()
+        }
+        return {name: x for name, x in found.items() if x is not None}
+
+    @cached_property
+    def _parts(self) -> tuple[dict[str, Tensor], ...]:
+        """Inputs, biases, and inputs before these, of each stream."""
+        before = self.streams.apart(self.before, self.pipeline.filtered) if self.before else {}
+        return self.streams.parts(), self.streams.biases(), before
+
+    def finish(self, stream: str, x: Tensor | None, done: int) -> Tensor:
+        """Compute a stream's operations after the first `done`, whose result is x."""
+        operations = self.pipeline.operations[stream]
+        if done == len(operations):
+            return x
+        inputs, biases, before = (each.get(stream) for each in self._parts)
+        own = inputs, before, biases, self.pipeline, self.norm, self.context
+        call = StreamCall(stream, *own)
+        x = inputs if x is None else x
+        while done < len(operations):
+            op, following = operations[done], operations[done + 1 : done + 2]
+            if isinstance(op, Convolution) and any(isinstance(f, Rotation) for f in following):
+                x, done = op(x, call, rotary=self.context.rotary), done + 2
+            else:
+                x, done = op(x, call), done + 1
+        return x
