@@ -104,6 +104,10 @@ def test_decoding_state_is_that_of_a_real_cache(name):
     assert state_bytes(meta(name), T) == pytest.approx(expected, rel=1e-6)
 
 
+def test_decoding_state_of_a_long_text_grows_on():
+    assert state_bytes(meta("neox"), 10_000) == 10_000 * 4 * 2 * C * 4
+
+
 @every_model
 def test_layers_that_are_left_out_need_as_much(name, monkeypatch):
     few = flops_per_token(meta(name), T), saved_bytes(meta(name), 1, T).layers

@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import GIB
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
-from cat_lm.training.preflight import bandwidth, check, dry_run, facts, rules
+from cat_lm.training.preflight import bandwidth, check, dry_run, facts, report, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
 from cat_lm.training.preflight.node import NodeFacts
@@ -90,7 +90,7 @@ def test_many_hosts_are_counted():
     [([3], "rank 3"), ([1, 0], "ranks 0–1"), ([0, 2, 3, 4, 9], "ranks 0, 2–4, 9")],
 )
 def test_ranges(ranks, text):
-    assert rules.ranges(ranks) == text
+    assert report.ranges(ranks) == text
 
 
 def test_everything_is_told_at_once():

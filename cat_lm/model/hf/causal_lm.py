@@ -35,8 +35,8 @@ from cat_lm.model.cache import (
     without_plans,
 )
 from cat_lm.model.context import Context, layer_context
+from cat_lm.model.hf.initialization import initialize
 from cat_lm.model.hf.starts import AsksForStarts
-from cat_lm.model.initialization import initialize
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.ops import BACKENDS
 from cat_lm.ops.loss.linear_cross_entropy import IGNORE_INDEX, LanguageModelHead

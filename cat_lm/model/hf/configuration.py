@@ -79,7 +79,7 @@ class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
         `"linear"` (position interpolation) or `"yarn"`; an unknown key is an error. YaRN without
         `attention_factor` has transformers' own temperature, on the rotated channels.
 
-    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.initialization`.
+    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.hf.initialization`.
     Wrong values raise a `ValueError` that says what is supported.
     """
 

@@ -48,7 +48,7 @@ class CatLlamaConfig(AttentionSettings, KnownKeys, LlamaConfig):
     rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
         channels of a head are rotated.
 
-    `initializer_range` of Llama has no effect: see `cat_lm.model.initialization`.
+    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.initialization`.
     Wrong values raise a `ValueError` that says what is supported.
     """
 

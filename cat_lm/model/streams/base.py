@@ -5,8 +5,8 @@ Projections are packed, as GPT-NeoX's are, or one for each stream: two ways to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 
-if TYPE_CHECKING:
-    from cat_lm.model.streams.norm import QueryKeyNorm
+# A norm of queries or keys x [B, T, heads, D] of a stream, of all heads or those of a group's rank.
+Normalize = Callable[[Tensor, str, SequenceGroup | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StreamCall:
     before: Tensor | None
     bias: Tensor | None
     weights: nn.Module
-    norm: QueryKeyNorm | None
+    norm: Normalize | None
     context: Context
 
 
@@ -75,7 +75,7 @@ class SeparateStreams:
         """Return their biases [heads, D]."""
         return self._biases
 
-    def normalized(self, norm: QueryKeyNorm, group: SequenceGroup | None) -> SeparateStreams:
+    def normalized(self, norm: Normalize, group: SequenceGroup | None) -> SeparateStreams:
         """Normalise queries and keys with their biases, which are then 0."""
         made = {
             s: norm(x if self._biases[s] is None else x + self._biases[s].to(x.dtype), s, group)
@@ -120,7 +120,7 @@ class PackedStreams(SeparateStreams):
             return dict.fromkeys(STREAMS)
         return dict(zip(STREAMS, self.bias.unbind(1), strict=True))
 
-    def normalized(self, norm: QueryKeyNorm, group: SequenceGroup | None) -> PackedStreams:
+    def normalized(self, norm: Normalize, group: SequenceGroup | None) -> PackedStreams:
         found = SeparateStreams(self.parts(), self.biases()).normalized(norm, group)
         bias = None if self.bias is None else F.pad(self.bias[:, 2:], (0, 0, 2, 0))
         return PackedStreams(torch.stack(list(found.parts().values()), dim=3), bias)
