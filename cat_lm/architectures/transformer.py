@@ -119,9 +119,11 @@ class Transformer(Architecture):
 
     Attributes:
         old_constants: a pattern of what old versions of transformers stored with the weights.
+        is_packed: whether one projection makes queries, keys and values.
     """
 
     old_constants: ClassVar[str]
+    is_packed: ClassVar[bool] = False
 
     scales_positions = True
     takes_convolutions = True
@@ -304,7 +306,7 @@ class Transformer(Architecture):
         """Describe in one line what computes convolutions and attention; as in the base."""
         from cat_lm.model.hf.conv_backends import describe_backend
 
-        said = describe_backend(config, device, dtype, backend)
+        said = describe_backend(config, device, dtype, backend, self.is_packed)
         attended = attention.pattern(config).describe_backend(config, device, dtype)
         return f"{said}; {attended}" if attended else said
 

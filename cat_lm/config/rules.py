@@ -108,15 +108,15 @@ def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> 
 
 
 def _size(config: RunConfig) -> list[str]:
-    """A model that no machine holds; the vocabulary may not be known yet."""
+    """A model that no machine holds, by its layers' matrices alone, which need not be made."""
     model = config.model
-    parameters = config.num_parameters(vocab_size=1)
-    if numbers.PARAMETERS.problem(parameters) is None:
+    width = model.hidden_size
+    least = model.num_hidden_layers * width * (width + getattr(model, "inner_size", 0))
+    if numbers.PARAMETERS.problem(least) is None:
         return []
     return [
-        f"model: hidden_size={model.hidden_size}, num_hidden_layers={model.num_hidden_layers} and "
-        f"the other sizes make {parameters:,} parameters; at most {numbers.PARAMETERS.high:,} are "
-        "meant"
+        f"model: hidden_size={width}, num_hidden_layers={model.num_hidden_layers} and the other "
+        f"sizes make more than {least:,} parameters; at most {numbers.PARAMETERS.high:,} are meant"
     ]
 
 

@@ -82,7 +82,10 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     from cat_lm.training.engine import build_model
 
     section = config.architecture.portable(config.model)
-    config = config.model_copy(update={"model": section})
+    # Layers that are computed again keep nothing, and no backend but the usual is sure to be here.
+    plain = {"activation_checkpointing": False, "conv_backend": "auto", "mixer_backend": "auto"}
+    train = config.train.model_copy(update=plain)
+    config = config.model_copy(update={"model": section, "train": train})
     # Building draws from the generator, which is the run's.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return build_model(config, vocab_size)
@@ -243,8 +246,12 @@ def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
     device = torch.device("cuda" if on_gpu else "cpu")
     bf16 = train.precision == "bf16"
     compute = torch.bfloat16 if bf16 else torch.float32
+    from cat_lm.training.engine import trained_config
+
     model = meta_model(config, vocab_size)
     settings = getattr(model.base_model, "layout_settings", model.config)
+    if config.objective.section:  # what is taught attends in another way
+        settings = trained_config(config, vocab_size)
     masks = data.mask_documents and getattr(settings, "attends", False)
     masks = masks and document_attention(settings, device, compute).name == "mask"
     return memory.saved_bytes(

@@ -68,6 +68,7 @@ class GPTNeoX(Transformer):
         "ssm": "cat_ssm",
     }
     unoffered_keys = ("hidden_act", "attention_bias")
+    is_packed = True
     old_constants = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
 
     def config_class(self) -> type[PreTrainedConfig]:

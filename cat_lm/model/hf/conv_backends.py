@@ -7,13 +7,19 @@ import torch
 from cat_lm.model import attention
 from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.rules import canon_places
+from cat_lm.model.streams.fusions import fused
+from cat_lm.model.streams.weights import StreamWeights
 from cat_lm.ops import BACKENDS, choose_backend
 from cat_lm.ops.long_filter import LENGTH
 from cat_lm.ops.long_filter import api as long_filter
 
 
 def describe_backend(
-    config: AttentionSettings, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
+    config: AttentionSettings,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    is_packed: bool = False,
 ) -> str:
     """Return what will compute the convolutions of a model, and why, in one line.
 
@@ -21,6 +27,7 @@ def describe_backend(
         config: the model's.
         device, dtype: where and in what the projections are computed.
         backend: what `set_conv_backend` of the model was given.
+        is_packed: whether one projection makes all three streams.
 
     Raises:
         ValueError: the backend asked for cannot serve.
@@ -45,6 +52,7 @@ def describe_backend(
         what = f"Canon layers {', '.join(places)}"
         parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
     lines = [_long_filters(config, device, dtype, backend)] if config.has_long_filters else []
+    found = _fused(config, is_packed)
     for conv_type, what, window, heads, head_dim in parts:
         choice = choose_backend(
             conv_type,
@@ -57,7 +65,16 @@ def describe_backend(
         )
         runs = BACKENDS.get(choice.name).describe(conv_type, dtype, window)
         lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
-    return "; ".join(lines) or "no convolutions"
+    return "; ".join([*lines, *found]) or "no convolutions"
+
+
+def _fused(config: AttentionSettings, is_packed: bool) -> list[str]:
+    """Say which operations of a row's streams one kernel computes."""
+    if not config.convolved_streams:
+        return []
+    with torch.device("meta"):
+        found = fused(StreamWeights(config, {"bias": None} if is_packed else {}))
+    return [f"fused: {found or 'nothing'}"]
 
 
 def _long_filters(

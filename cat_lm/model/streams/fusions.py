@@ -17,6 +17,7 @@ from cat_lm.model.streams.convolution import Bias, Convolution
 from cat_lm.model.streams.layer_pass import LayerPass
 from cat_lm.model.streams.long_filter import LongFilter
 from cat_lm.model.streams.rotation import Activation, Rotation, Silu
+from cat_lm.model.streams.weights import StreamWeights
 from cat_lm.ops import head_conv_qkv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
@@ -33,21 +34,33 @@ class Fusion:
 
     Attributes:
         what: in words.
-        run: computes them, or gives None where it does not serve.
+        is_packed: whether it needs streams of one projection.
+        serves: whether it computes what a layer's streams begin with.
+        run: computes them, or gives None where these tokens are not what it is for.
     """
 
     what: str
+    is_packed: bool
+    serves: Callable[[StreamWeights], bool]
     run: Callable[[LayerPass], Made | None]
+
+    def __call__(self, layer: LayerPass) -> Made | None:
+        """Compute the operations, or give None where the kernel does not serve."""
+        fits = isinstance(layer.streams, PackedStreams) or not self.is_packed
+        return self.run(layer) if fits and self.serves(layer.pipeline) else None
+
+
+def _is_one_kernel(weights: StreamWeights) -> bool:
+    done = [_computed_with_filters(operations) for operations in weights.operations.values()]
+    has_taps = isinstance(weights.filter, Convolution) and bool(weights.filtered)
+    return has_taps and None not in done and len(set(weights.widths.values())) == 1
 
 
 def _one_token(layer: LayerPass) -> Made | None:
     pipeline, context = layer.pipeline, layer.context
     names, first, state = pipeline.filtered, pipeline.filter, context.state
-    if state is None or context.padding is not None or not isinstance(first, Convolution):
-        return None
-    done = {s: _computed_with_filters(pipeline.operations[s]) for s in STREAMS}
     learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipeline.parameters())
-    if None in done.values() or learns or len(set(pipeline.widths.values())) > 1 or not names:
+    if state is None or context.padding is not None or learns:
         return None
     held = {n: state.newest_inputs(n, first.window) for n in layer.streams.stored(names)}
     if None in held.values():
@@ -77,6 +90,7 @@ def _one_token(layer: LayerPass) -> Made | None:
     )
     for name, newest in following.items():
         state.replace_inputs(name, newest)
+    done = {s: _computed_with_filters(pipeline.operations[s]) for s in STREAMS}
     return dict(zip(STREAMS, made, strict=True)), done
 
 
@@ -87,11 +101,13 @@ def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
     return len(rest) if able else None
 
 
-def _packed_filters_of_heads(layer: LayerPass) -> Made | None:
-    pipeline, context, first = layer.pipeline, layer.context, layer.pipeline.filter
-    is_served = isinstance(first, Convolution) and first.kind is kinds.HEAD and pipeline.filtered
-    if not isinstance(layer.streams, PackedStreams) or not is_served:
-        return None
+def _has_filters_of_heads(weights: StreamWeights) -> bool:
+    first = weights.filter
+    return isinstance(first, Convolution) and first.kind is kinds.HEAD and bool(weights.filtered)
+
+
+def _packed_filters_of_heads(layer: LayerPass) -> Made:
+    pipeline, context = layer.pipeline, layer.context
     further = [op for operations in pipeline.operations.values() for op in operations[1:]]
     turns = all(isinstance(op, Rotation) for op in further)
     made = head_conv_qkv(
@@ -108,10 +124,12 @@ def _packed_filters_of_heads(layer: LayerPass) -> Made | None:
     return dict(zip(STREAMS, made, strict=True)), done
 
 
-def _packed_long_filters(layer: LayerPass) -> Made | None:
+def _has_long_filters(weights: StreamWeights) -> bool:
+    return isinstance(weights.filter, LongFilter)
+
+
+def _packed_long_filters(layer: LayerPass) -> Made:
     names, first, group = layer.pipeline.filtered, layer.pipeline.filter, layer.context.group
-    if not isinstance(layer.streams, PackedStreams) or not isinstance(first, LongFilter):
-        return None
     packed, bias, chosen = layer.streams.packed, layer.streams.bias, STREAM_SLICES[names]
     # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
     numbers = torch.stack([layer.pipeline.taps(s, group) for s in names], dim=1).flatten(0, 1)
@@ -122,7 +140,23 @@ def _packed_long_filters(layer: LayerPass) -> Made | None:
 
 
 FUSIONS = (
-    Fusion("one token: filters, biases, SiLU and rotation", _one_token),
-    Fusion("packed filters of heads, biases and rotation", _packed_filters_of_heads),
-    Fusion("packed filters as long as the text, and biases", _packed_long_filters),
+    Fusion("filters, biases, SiLU and rotation of a token", False, _is_one_kernel, _one_token),
+    Fusion(
+        "packed filters of heads, biases, and rotation where nothing else stands before it",
+        True,
+        _has_filters_of_heads,
+        _packed_filters_of_heads,
+    ),
+    Fusion(
+        "packed filters as long as the text, and biases",
+        True,
+        _has_long_filters,
+        _packed_long_filters,
+    ),
 )
+
+
+def fused(weights: StreamWeights) -> str | None:
+    """Say what one kernel computes of a row's streams; None where it is operation by operation."""
+    rows = (f for f in FUSIONS[1:] if weights.is_packed or not f.is_packed)
+    return next((fusion.what for fusion in rows if fusion.serves(weights)), None)

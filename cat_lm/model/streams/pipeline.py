@@ -42,7 +42,7 @@ class StreamPipeline(StreamWeights):
         layer = LayerPass(self, streams, norm, context)
         made, done = {}, {}
         for fusion in FUSIONS:
-            if (found := fusion.run(layer)) is not None:
+            if (found := fusion(layer)) is not None:
                 made, done = found
                 break
         finished = (layer.finish(s, made.get(s), done.get(s, 0)) for s in STREAMS)

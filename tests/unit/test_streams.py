@@ -1,0 +1,128 @@
+"""Which kernels compute several operations of a layer's streams, and what is left to one each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cat_lm.model.streams import fusions, pipeline
+from cat_lm.model.streams.convolution import Convolution
+from cat_lm.model.streams.fusions import FUSIONS, fused
+from cat_lm.model.streams.rotation import Rotation
+from tests.unit.test_model_rank import first_attention
+from tests.unit.tiny_models import cat_model, random_ids
+
+TOKEN, HEADS, LONG = (fusion.what for fusion in FUSIONS)
+LONG_KEYS = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 4}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What has computed streams, and the rotations that had a kernel of their own."""
+    seen = []
+
+    class Watched:
+        def __init__(self, fusion):
+            self.fusion = fusion
+
+        def __call__(self, layer):
+            found = self.fusion(layer)
+            if found is not None:
+                seen.append(self.fusion.what)
+            return found
+
+    def turn(self, x, call, rotate=Rotation.__call__):
+        seen.append("rotation")
+        return rotate(self, x, call)
+
+    def convolve(self, x, call, rotary=None, apply=Convolution.__call__):
+        seen.append("convolution" if rotary is None else "convolution and rotation")
+        return apply(self, x, call, rotary)
+
+    monkeypatch.setattr(pipeline, "FUSIONS", tuple(map(Watched, FUSIONS)))
+    monkeypatch.setattr(Rotation, "__call__", turn)
+    monkeypatch.setattr(Convolution, "__call__", convolve)
+    return seen
+
+
+PAIR = ["convolution and rotation"] * 2 + ["convolution"]
+ROWS = {
+    "packed heads": ({"conv_type": "head"}, [HEADS]),
+    "packed heads, a stream without filters": (
+        {"conv_type": "head", "conv_streams": "kv"},
+        [HEADS],
+    ),
+    "packed heads, norm after": (
+        {"conv_type": "head", "qk_norm": "l2"},
+        [HEADS, *["rotation"] * 2],
+    ),
+    "packed heads, norm before": (
+        {"conv_type": "head", "qk_norm": "rms", "qk_norm_place": "before"},
+        [HEADS],
+    ),
+    "packed heads, ranks": ({"conv_type": "head", "conv_rank": 2}, [HEADS, *["rotation"] * 2]),
+    "packed long filters": (LONG_KEYS, [LONG, *["rotation"] * 2]),
+    "packed channels": ({"conv_type": "depthwise"}, PAIR),
+    "packed channels with SiLU": (
+        {"conv_type": "depthwise", "conv_activation": "silu"},
+        ["convolution", "rotation"] * 2 + ["convolution"],
+    ),
+    "heads that mix": ({"conv_type": "multihead"}, PAIR),
+    "separate heads": ({"conv_type": "head", "family": "llama"}, PAIR),
+    "separate long filters": (LONG_KEYS | {"family": "llama"}, ["rotation"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(taken, name):
+    keys, expected = ROWS[name]
+    model = cat_model(**keys)
+    layers = model.config.num_hidden_layers
+    model(random_ids(2, 9))
+    assert taken == expected * layers
+    said = fused(first_attention(model).convolution)
+    assert said == (expected[0] if expected[0] in (HEADS, LONG) else None)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@torch.no_grad()
+def test_a_token_after_others(taken, monkeypatch, family):
+    """On a GPU it is one kernel; what that is given makes the streams of a longer row."""
+
+    def step(kind, inputs, past, filters, biases, following, *, window, rotary, silu):
+        assert window == 4 and not silu
+        made = []
+        for x, before, taps, bias, after in zip(
+            inputs, past, filters, biases, following, strict=True
+        ):
+            read = torch.cat([before, x], dim=1)
+            after.copy_(read[:, -after.shape[1] :])
+            y = torch.einsum("hw,bwhd->bhd", taps.flip(1)[:, -read.shape[1] :], read)
+            made.append((y if bias is None else y + bias)[:, None])
+        return tuple(
+            y if stream == "v" else fusions_rotate(y, *rotary)
+            for stream, y in zip("qkv", made, strict=True)
+        )
+
+    def fusions_rotate(x, cos, sin):
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        half = torch.cat([-turned[..., width // 2 :], turned[..., : width // 2]], dim=-1)
+        turned = turned * cos[:, :, None] + half * sin[:, :, None]
+        return torch.cat([turned, rest], dim=-1)
+
+    model = cat_model(conv_type="head", conv_window=4, family=family).eval()
+    ids = random_ids(2, 9)
+    whole = model(ids).logits
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    monkeypatch.setattr(fusions, "can_step", lambda *_: True)
+    monkeypatch.setattr(fusions, "convolve_step", step)
+    taken.clear()
+    parts = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 9)]
+    assert set(taken) == {TOKEN}
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole[:, 5:], rtol=1e-4, atol=1e-5)
+    # Padding and gradients are not what it is for.
+    taken.clear()
+    with torch.enable_grad():
+        model(ids[:, :1], past_key_values=cache)
+    assert TOKEN not in taken
