@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses import fake_tensor
 
 __all__ = ["computing_device", "is_fake", "standing_for_gpu"]
 
@@ -25,6 +25,11 @@ def standing_for_gpu(is_so: bool = True) -> Iterator[None]:
         _FOR_GPU.reset(before)
 
 
+def is_fake(x: Tensor) -> bool:
+    """Return True if x has a shape alone; False in a graph that is compiled."""
+    return not torch.compiler.is_compiling() and fake_tensor.is_fake(x)
+
+
 def computing_device(x: Tensor) -> torch.device:
     """Return the device that computes x, or that x stands for."""
-    return torch.device("cuda") if _FOR_GPU.get() and is_fake(x) else x.device
+    return torch.device("cuda") if is_fake(x) and _FOR_GPU.get() else x.device
