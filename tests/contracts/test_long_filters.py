@@ -191,7 +191,7 @@ def test_filter_describes_its_numbers(name):
         taps = long_taps(name, row.average(3, state, 5).double(), state, 12)
         faded = torch.exp(-torch.arange(12.0).double() / 5)
         assert_close([taps], [(faded / faded[:5].sum()).expand(3, -1)], 1e-5)
-    assert row.meaning and row.products(16) > 0
+    assert row.meaning
     assert row.problem(4) == "" and (name != "ssm" or row.problem(3))
 
 

@@ -209,13 +209,11 @@ PARTS = [[*[1] * 12, TIME - 12], [TIME - 1, 1], [3, 1, 2, TIME - 6]]
 @every_mixer
 def test_parts_with_a_state_equal_the_whole(mixer, layer):
     module, x = built(mixer, layer), rows()
-    whole, setting = module(x, Context()), Setting(WIDTH, layer, 2)
+    whole = module(x, Context())
     for parts in PARTS:
         context = Context(state=empty_state(mixer))
         found = torch.cat([module(part, context) for part in x.split(parts, dim=1)], dim=1)
         close(found, whole, 2e-5)
-        numbers = numbers_of(context.state, getattr(mixer.options, "block", None))
-        assert numbers == mixer.kind.state_numbers(mixer.options, setting, TIME)
     chosen, state = torch.tensor([1, 0, 1]), empty_state(mixer)
     module(x[:, :20], Context(state=state))
     state.reorder_cache(chosen)
@@ -224,16 +222,6 @@ def test_parts_with_a_state_equal_the_whole(mixer, layer):
 
 def empty_state(mixer: Mixer) -> LayerStateMixin:
     return mixer.kind.cache_layer(mixer.options)()
-
-
-def numbers_of(state: LayerStateMixin, block: int | None) -> int:
-    """Count the numbers that a state holds of a row."""
-    held = [*state.inputs.values(), *state.recurrent.values()]
-    held += [x for x in (state.keys, state.values) if x is not None]
-    if getattr(state, "landmarks", None) is not None:
-        held.append(state.landmarks[:, :, : TIME // block])
-        held += [] if state.block_state is None else [state.block_state]
-    return sum(x[0].numel() for x in held)
 
 
 @torch.no_grad()

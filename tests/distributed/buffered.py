@@ -33,12 +33,6 @@ class Features(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         return RandomFeatures(setting.d_model, options.learns)
 
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return 18.0 * setting.d_model
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        return 7.0
-
 
 class RandomFeatures(nn.Module):
     """y_t = Σ_s≤t φ(q_t)·φ(k_s) v_s, over the sum of the weights, φ(x) = exp(ω x)."""

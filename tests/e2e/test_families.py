@@ -16,6 +16,7 @@ import pytest
 
 from cat_lm import architectures
 from cat_lm.config import load_config
+from cat_lm.training.estimate import flops_per_token, num_parameters
 from tests.conftest import REPOSITORY
 from tests.finished_runs import CONTEXT as TRAINED
 from tests.finished_runs import finished_run
@@ -105,10 +106,7 @@ def check_plan(command, config: Path, record: Path) -> None:
     said = command("launch.doctor", config, "--ranks", "1,4", "--device", "h100", "--json", record)
     findings, run = json.loads(record.read_text(encoding="utf-8"))["findings"], load_config(config)
     plan = {finding["name"]: finding["value"] for finding in findings}
-    assert plan["parameters"] == run.num_parameters(0)
-    per_token = run.architecture.flops_per_token(
-        run.model, plan["parameters"], run.data.context_length
-    )
-    assert plan["flops_per_token"] == per_token
+    assert plan["parameters"] == num_parameters(run, 0)
+    assert plan["flops_per_token"] == flops_per_token(run, 0)
     first, second = plan["costs"]
     assert first["compute_seconds"] == pytest.approx(4 * second["compute_seconds"]) and said

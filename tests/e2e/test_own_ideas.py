@@ -283,7 +283,7 @@ HALVES = {
             "register(LogDistance())",
             "from cat_lm.model.attention import Pattern\n"
             "class Odd(Pattern):\n    name, title, mask = 'odd', 'odd attention', None\n"
-            "    def build(self, config): ...\n    def flops(self, model, length): return 0.0\n"
+            "    def build(self, config): ...\n"
             "register(Odd())",
         ),
         "attention 'odd': Odd.mask must be a method",
@@ -297,11 +297,6 @@ HALVES = {
         "convolution",
         ('("H", "W")', '("H", "D")'),
         "conv_type 'neighbour': filter_axes=('H', 'D') must be a tuple of W, H, I and D",
-    ),
-    "a state that nobody counts": (
-        "mixer",
-        ("def state_numbers", "def state_number"),
-        "mixer 'leaky': supports state, but does not define state_numbers",
     ),
 }
 

@@ -199,7 +199,9 @@ def time_models(
     """Time whole steps of models; `alter` changes each before it is trained."""
     import torch
 
-    from cat_lm.training.estimate import count_parameters, device_peak_flops, flops_per_token
+    from cat_lm.counts.fake import meta_model
+    from cat_lm.counts.flops import flops_per_token
+    from cat_lm.training.estimate import device_peak_flops
     from eval.speed.choices import models
     from eval.speed.model.build import ModelSize, build, model_config, random_ids, randomize_filters
     from eval.speed.model.rotation import compile_rotation
@@ -222,9 +224,8 @@ def time_models(
                 continue
         if alter is not None:
             alter(model)
-        parameters = count_parameters(model)
         config = model_config(size, name, CONTEXT)
-        flops[name] = flops_per_token(config, parameters, CONTEXT) * case.tokens
+        flops[name] = flops_per_token(meta_model(config), CONTEXT) * case.tokens
         steps[name] = training_step(case, name, model, ranks)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-(-repeats // BLOCK)):
@@ -287,13 +288,11 @@ def _batch(engine: Any) -> dict[str, Any]:
 def _steps_of(record: Record, name: str, engine: Any) -> None:
     import torch
 
-    from cat_lm.training.estimate import count_parameters, flops_per_token, peak_flops
+    from cat_lm.training.estimate import flops_per_token, peak_flops
     from eval.speed.timing import summary
 
     config, batch = engine.config, _batch(engine)
-    flops = flops_per_token(
-        engine.model.config, count_parameters(engine.model), config.data.context_length
-    )
+    flops = flops_per_token(config, config.model.vocab_size)
     torch.cuda.reset_peak_memory_stats()
     host, seconds, before = [], [], None
     for _ in range(WARM_UPS + STEPS):

@@ -45,12 +45,6 @@ class Ngram(Architecture):
         wrong = section.expansion < 1
         return [f"expansion={section.expansion}: must be at least 1"] if wrong else []
 
-    def mixing_flops(self, section: NgramSection, context_length: int) -> float:
-        return 0.0  # matrix products are all it does
-
-    def saved_tensors(self, section: NgramSection) -> float:
-        return 4.0 + 2 * section.expansion  # h, n, [n ; n], and both sides of relu²
-
 
 class NgramConfig(PreTrainedConfig):
     """The arguments are the section's keys, and the longest training sequence."""

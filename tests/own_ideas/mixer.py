@@ -39,16 +39,6 @@ class Leaky(MixerKind):
     def build(self, options: Options, setting: Setting) -> nn.Module:
         return LeakyAverage(setting.d_model, options.memory)
 
-    def mixing_flops(self, options: Options, setting: Setting, length: int) -> float:
-        return 18.0 * setting.d_model
-
-    def saved_tensors(self, options: Options, setting: Setting) -> float:
-        # The input, both projections, what is new in m, m, SiLU's output, and what W_out reads.
-        return 7.0
-
-    def state_numbers(self, options: Options, setting: Setting, length: int) -> int:
-        return setting.d_model
-
 
 class LeakyAverage(nn.Module):
     """One layer."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cat_lm.model.attention import Pattern, register
 from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
-from cat_lm.model.rules import attention_channels, head_width, key_heads
+from cat_lm.model.rules import head_width, key_heads
 
 
 class Forgetting(Pattern):
@@ -34,16 +34,6 @@ class Forgetting(Pattern):
         start = options["start"]
         is_number = isinstance(start, int | float) and not isinstance(start, bool)
         return [] if is_number else [f"attention_options.start={start!r}: must be a number"]
-
-    def parameters(self, model: Any) -> int:
-        return model.num_attention_heads * (key_heads(model) * head_width(model) + 1)
-
-    def flops(self, model: Any, context_length: int) -> float:
-        products = 12 * context_length * attention_channels(model)  # q·k, and maps with values
-        return products + 6 * self.parameters(model)
-
-    def saved_maps(self, model: Any, context_length: int, on_gpu: bool, precision: str) -> float:
-        return model.num_attention_heads  # what is added to the logits
 
     def build(self, config: Any) -> nn.Module:
         start = self.resolved(config.attention_options)["start"]

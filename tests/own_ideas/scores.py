@@ -30,12 +30,6 @@ class LogDistance(ScoreTransform):
         is_number = isinstance(slope, int | float) and not isinstance(slope, bool)
         return [] if is_number else [f"score_options.slope={slope!r}: must be a number"]
 
-    def parameters(self, model: Any) -> int:
-        return model.num_attention_heads
-
-    def flops(self, model: Any, context_length: int) -> float:
-        return 6.0 * context_length * model.num_attention_heads
-
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         return LogDistanceScores(config.num_attention_heads, float(options["slope"]))
 

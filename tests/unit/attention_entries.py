@@ -14,7 +14,6 @@ from torch import nn
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.modules.scores import ScoreModule
-from cat_lm.model.rules import attention_channels
 from cat_lm.ops import head_conv
 
 
@@ -28,12 +27,6 @@ class LearnedDecay(ScoreTransform):
         start = options["start"]
         wrong = not isinstance(start, int | float) or start < 0
         return [f"score_options.start={start}: must be a number of at least 0"] if wrong else []
-
-    def parameters(self, model):
-        return model.num_attention_heads
-
-    def flops(self, model, context_length):
-        return 6.0 * context_length * model.num_attention_heads
 
     def build(self, config, options):
         return DecayModule(config.num_attention_heads, options["start"])
@@ -78,9 +71,6 @@ class Fading(ScoreTransform):
 
     name, title, form = "fading", "fading scores", "separable"
 
-    def parameters(self, model):
-        return model.num_attention_heads
-
     def build(self, config, options):
         return FadingModule(config.num_attention_heads)
 
@@ -114,11 +104,6 @@ class Box(ValueTransform):
     def holds_state(self, model):
         return self.resolved(model.value_options)["width"] > 1
 
-    def state_bytes(self, model, length, itemsize):
-        channels = attention_channels(model) // model.num_attention_heads
-        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-        return (self.resolved(model.value_options)["width"] - 1) * heads * channels * itemsize
-
     def build(self, config, options):
         return BoxModule(config.stream_heads("v"), options["width"])
 
@@ -143,12 +128,6 @@ class Sigmoid(Pattern):
     takes_transforms = False
     reads_positions = True
     options = {"offset": 0.5}  # noqa: RUF012
-
-    def parameters(self, model):
-        return model.num_attention_heads
-
-    def flops(self, model, context_length):
-        return 12 * context_length * attention_channels(model)
 
     def build(self, config):
         options = self.resolved(config.attention_options)

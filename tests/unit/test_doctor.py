@@ -13,6 +13,7 @@ import torch
 
 from cat_lm.config import load_config
 from cat_lm.ops.runtime import triton_launch
+from cat_lm.training.estimate import num_parameters
 from cat_lm.training.preflight import kernel_trial
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
@@ -256,7 +257,7 @@ def test_disk_for_all_checkpoints_that_are_there_at_once(only, run_file, tmp_pat
     """Three where two are kept; each that is there needs none."""
     more = ["train.max_steps=400", "checkpoint.every_steps=100", "checkpoint.keep_every_steps=100"]
     config = load_config(run_file[0], [*run_file[1:], *more, "model.vocab_size=257"])
-    one = 12 * config.num_parameters(257)
+    one = 12 * num_parameters(config, 257)
     for saved, needed in ((0, 3), (1, 2), (2, 1), (3, 1)):
         if saved:
             step_folder(tmp_path / "run", 100 * saved)

@@ -171,10 +171,12 @@ def test_masks_that_layers_keep_are_in_the_estimate(case, precision, tmp_path):
             found.append(memory_per_rank(config, 1000, 8, 257, on_gpu).activations)
         return found[0] - found[1]
 
-    expected = masks * pairs * (3 * width + 1)
-    assert activations() == activations(parts=2) == expected
-    assert activations(activation_checkpointing=True) == masks * pairs * (width + 1)
-    assert activations(on_gpu=True) == (0 if precision == "bf16" else expected)
+    found = activations()
+    assert found == pytest.approx(kept[1] - kept[0], rel=0.03)
+    assert masks * pairs * 3 * width <= activations(parts=2) <= found
+    assert activations(activation_checkpointing=True) == pytest.approx(found / 3, abs=pairs / 50)
+    is_taken = precision == "bf16" and masks
+    assert activations(on_gpu=True) == (0 if is_taken else found)
 
 
 def kept_bytes(model, way: str, precision: str, ids, **given) -> int:

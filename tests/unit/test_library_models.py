@@ -22,6 +22,7 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint
 from cat_lm.pretrained import library_model
+from cat_lm.training.estimate import num_parameters
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.finished_runs import checkpoint, tiny_model
 from tests.unit.tiny_models import GROUPED, random_ids, stock_model
@@ -129,6 +130,6 @@ def test_the_rows_of_tfpp_have_their_sizes():
     rows |= dict.fromkeys(("cat_ssm_rope", "cat_ssm_nope"), rows["pythia"] + 39_168)
     for name, parameters in rows.items():
         config = load_config(folder / f"{name}.yaml")
-        assert config.num_parameters(0) == parameters
+        assert num_parameters(config, 0) == parameters
         assert config.train.max_tokens == 15_000_000_000 and config.optimizer.lr == 3e-4
     assert load_config(folder / "pythia.yaml").model.rotary_pct == 0.25

@@ -96,7 +96,6 @@ def test_the_rows_of_table_2_have_their_sizes():
     sizes = {"gla": 374_475_776, "delta_net": 374_362_112, "gated_deltanet": 379_764_350}
     for name, parameters in sizes.items():
         config = load_config(ROOT / f"configs/pretrain/{name}.yaml")
-        assert config.num_parameters(0) == parameters
         assert config.train.max_tokens == 15_000_000_000 and config.optimizer.lr == 3e-4
         with torch.device("meta"):
             assert sum(p.numel() for p in build_model(config, 0).parameters()) == parameters

@@ -1,4 +1,4 @@
-"""The registry of mixers, their options, what they count, and what landmarks learn from."""
+"""The registry of mixers, their options, and what landmarks learn from."""
 
 from __future__ import annotations
 
@@ -16,35 +16,8 @@ from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting, make, make_mixer
 from cat_lm.model.context import Context
 from tests.conftest import REPOSITORY
-from tests.unit.kept_memory import kept_bytes
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
-SPECIFICATIONS = [
-    *(name for name in mixers.names() if name != "chunk"),
-    "chunk:dropout=0.0",
-    "attention:position=rope,heads=2",
-    "cat:heads=4,window=5",
-    "cat:place=before,window=2",
-    "cat:streams=k,position=rope",
-    "cat:window=1",
-    "cat:shared_kv=true,init=identity",
-    "cat:heads=2,conv_type=depthwise,activation=silu",
-    "cat:heads=2,filter=ssm,filter_state=6",
-    "cat:heads=4,conv_type=multihead",
-    "cat:heads=4,conv_type=multihead,conv_mixing=maps",
-    "landmark:heads=2,block=4,top_k=1,local=1,landmark_filter=exponential,position=rope",
-    "lincat:heads=2,window=4",
-    "lincat:filter=exponential,filter_state=2,streams=k,place=before",
-    "lincat:heads=2,conv_type=multihead,activation=silu",
-    "deltanet:streams=none",
-    "deltanet:conv_type=head,activation=none,init=identity",
-    "gated-deltanet:conv_type=multihead,heads=4",
-    "deltanet:window=1,shared_kv=true",
-    "gated-deltanet:streams=kv,expand_v=1.0",
-    "gla:heads=2,expand_k=1.0",
-    "mamba:window=1,state=3",
-    "multi-token:heads=2,query_window=3,key_window=5,head_mixing=both",
-]
 
 
 def built(specification: str) -> nn.Module:
@@ -97,55 +70,6 @@ def test_landmarks_with_options_that_contradict_each_other(options, named):
         make_mixer(f"landmark:{options}")
 
 
-def kept_numbers(mixer: Mixer, setting: Setting, count: int, time: int, **given) -> float:
-    """What autograd keeps beside the parameters, in tensors of [B, T, C]."""
-    module = mixer.build(setting).train()
-    x = torch.randn(count, time, setting.d_model, requires_grad=True)
-    size = kept_bytes(module, lambda: module(x, Context(**given)))
-    return size / (4 * count * time * setting.d_model)
-
-
-@pytest.mark.parametrize("specification", [*SPECIFICATIONS, "attention:dropout=0"])
-def test_what_training_keeps_is_estimated(specification):
-    mixer, time = make_mixer(specification), 256
-    for layer in (0, 1) if specification == "based" else (0,):
-        setting = Setting(64, layer, 2)
-        counted = mixer.kind.saved_tensors(mixer.options, setting)
-        # A map stands for itself in fp32 and for itself again, rounded: here in fp32 too.
-        counted += 2 * mixer.kind.saved_maps(mixer.options, setting) * time / 64
-        assert 0.8 < counted / kept_numbers(mixer, setting, 2, time) < 1.25
-
-
-@pytest.mark.parametrize(
-    "specification",
-    [
-        *("attention", "attention:dropout=0", "cat", "cat:dropout=0"),
-        "cat:dropout=0,heads=4,conv_type=multihead,conv_mixing=maps",
-    ],
-)
-def test_masks_of_documents_are_counted(specification):
-    mixer, setting, time = make_mixer(specification), Setting(64, 0, 2), 256
-    documents = (torch.arange(time) // 99).expand(2, -1)
-    kept = kept_numbers(mixer, setting, 2, time, documents=documents)
-    found = (kept - kept_numbers(mixer, setting, 2, time)) * 64 / time
-    assert found == pytest.approx(mixer.kind.saved_masks(mixer.options, setting), abs=0.05)
-
-
-def test_flops_grow_with_what_is_mixed():
-    setting = Setting(WIDTH)
-
-    def flops(specification: str, length: int = 64) -> float:
-        mixer = make_mixer(specification)
-        return mixer.kind.mixing_flops(mixer.options, setting, length)
-
-    assert flops("attention") == 12 * 64 * WIDTH and flops("none") == 0
-    assert flops("cat:window=5") - flops("cat:streams=none") == 6 * 5 * 3 * WIDTH
-    assert flops("gla") == flops("gla", 128) == 15 * 8 * WIDTH / 4
-    assert flops("deltanet:streams=none") == 18 * WIDTH * WIDTH / 2
-    assert flops("gated-deltanet:streams=none") == 21 * WIDTH * 2 * WIDTH / 2
-    assert flops("mamba") == 27 * 2 * WIDTH * 16 + 6 * 4 * 2 * WIDTH
-
-
 @dataclass(frozen=True)
 class RunningMeanOptions:
     """Options of the mixer below."""
@@ -177,12 +101,6 @@ class RunningMean(MixerKind):
             raise ValueError(f"d_model={setting.d_model}: must be even")
         return RunningMeanModule(options, setting)
 
-    def mixing_flops(self, options, setting, length):
-        return 3.0 * setting.d_model
-
-    def saved_tensors(self, options, setting):
-        return 1.0
-
 
 @pytest.fixture
 def outside(monkeypatch):
@@ -211,7 +129,6 @@ def test_the_readmes_mixer_is_whole(monkeypatch):
     mixer, x = make_mixer("running-mean:gain=3"), rows()
     module = mixer.build(Setting(WIDTH))
     same(module(x, Context()), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
-    assert mixer.kind.saved_tensors(mixer.options, Setting(WIDTH)) == 1
     shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
     assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
 
@@ -226,8 +143,6 @@ def test_what_cannot_be_registered(outside):
         registered(name="a:b")
     with pytest.raises(ValueError, match=r"'other': supports wings; known: documents, padding"):
         registered(name="other", supports=frozenset({"wings", "state"}))
-    with pytest.raises(ValueError, match=r"'other': supports state, but does not define state_num"):
-        registered(name="other", supports=frozenset({"state"}))
     for options in (dict, dataclass(type("Thawed", (), {"__annotations__": {}}))):
         with pytest.raises(ValueError, match=r"'other': its Options must be a frozen dataclass"):
             registered(name="other", Options=options)

@@ -170,11 +170,9 @@ def test_bfloat16(kind):
 
 
 @each_family
-def test_the_parameters_are_counted_and_start_as_they_should(family):
+def test_the_parameters_start_as_they_should(family):
     model = landmark_model(family, **KINDS["learned"])
     known = architectures.get(family)
-    section = known.section(model.config)
-    assert known.num_parameters(section, 0) == sum(p.numel() for p in model.parameters())
     heads = model.config.stream_heads("k")
     fresh = known.classes().causal_lm(model.config).state_dict()
     cores = [name for name in fresh if ".core." in name]

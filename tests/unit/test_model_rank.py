@@ -66,17 +66,12 @@ def test_it_starts_as_rank_one(family, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [*RANKS.values(), *MULTI.values()], ids=[*RANKS, *MULTI])
-def test_flops_and_words_count_the_ranks(fields):
+def test_words_name_the_ranks(fields):
     family = architectures.get(fields.get("family", "gpt_neox"))
     section = family.section(cat_model(**fields).config)
     if section.conv_rank == 1:
         assert "multi-token attention" in family.words(section)
         return
-    single = section.model_copy(update={"conv_rank": 1})
-    extra = family.mixing_flops(section, 64) - family.mixing_flops(single, 64)
-    taps = family.elementwise_parameters(section) - family.elementwise_parameters(single)
-    # Two more ranks of scores over 64 keys, and of filters on the channels of a head.
-    assert extra == 2 * (6 * 64 * 32 * 2) + 6 * taps * 8
     assert "rank 3" in family.words(section)
 
 

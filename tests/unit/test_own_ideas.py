@@ -17,15 +17,16 @@ from torch.nn import functional as F
 
 from cat_lm import architectures, mixers, ops
 from cat_lm.core import plugins
+from cat_lm.counts.fake import count_parameters, meta_model
+from cat_lm.counts.memory import state_bytes
 from cat_lm.mixers import Setting, make_mixer
-from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
+from cat_lm.model import attention
 from cat_lm.model.cache import RecurrentLayer
 from cat_lm.model.context import Context
 from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
 from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
-from tests.unit.test_mixers import kept_numbers
 from tests.unit.tiny_models import cat_model, random_ids
 
 
@@ -232,34 +233,6 @@ def test_the_examples_pass_their_authors_check(ideas):
     check_entry(attention.REGISTRIES[attention.Pattern].get("forgetting"))
 
 
-def test_the_mixer_keeps_what_it_says(ideas):
-    mixer, setting = make_mixer("leaky"), Setting(64)
-    kept = kept_numbers(mixer, setting, 2, 256)
-    assert kept == pytest.approx(mixer.kind.saved_tensors(mixer.options, setting), rel=0.05)
-
-
-@torch.no_grad()
-def test_a_mixer_that_keeps_no_state_does_not_decode(ideas, monkeypatch):
-    """It claims one and forgets it: each token would be read alone."""
-    forward = ideas.mixer.LeakyAverage.forward
-
-    def forgets(self, x, context):
-        return forward(self, x, dataclasses.replace(context, state=None))
-
-    monkeypatch.setattr(ideas.mixer.LeakyAverage, "forward", forgets)
-    # On a CPU it would be tried, and be no model at all.
-    facts = {"supports": frozenset({"state"}), "computes_on_cpu": False}
-    kind = type("Forgets", (ideas.mixer.Leaky,), facts)()
-    monkeypatch.setitem(mixers.MIXERS._entries, "leaky", kind)
-    config = CatMixerConfig(
-        vocab_size=50, hidden_size=8, num_hidden_layers=1, intermediate_size=8, mixer="leaky"
-    )
-    model, rows = CatMixerForCausalLM(config).eval(), torch.randint(1, 50, (2, 9))  # 0 is padding
-    assert model(rows, use_cache=False).logits.isfinite().all()
-    with pytest.raises(ValueError, match="mixer leaky: supports state, of 8 numbers, but its forw"):
-        model.generate(rows, max_new_tokens=2, do_sample=False, pad_token_id=0)
-
-
 @torch.no_grad()
 def test_the_family_reads_as_many_tokens_as_it_says(ideas):
     torch.manual_seed(0)
@@ -337,12 +310,12 @@ def test_the_family_says_what_its_model_has(ideas):
     family = architectures.get("ngram")
     section = family.Section(hidden_size=8, num_hidden_layers=3, expansion=2, vocab_size=50)
     model = family.classes().causal_lm(family.config_class()(**family.fields(section, 50, 16)))
-    counted = family.num_parameters(section, 50)
-    assert counted == sum(p.numel() for p in model.parameters()) == 3 * (8 + 3 * 8 * 16) + 8 + 800
+    assert count_parameters(model) == 3 * (8 + 3 * 8 * 16) + 8 + 800
     assert family.section(model.config).model_dump() == section.model_dump()
     assert family.words(section) == "expansion=2"
     assert family.describe(section) == "n-gram language model (expansion=2)"
-    assert family.state_bytes(section, 7, 4) == 3 * 8 * 7 * 4
+    # Of layers, channels and tokens, in fp32: the whole text is read anew for each token.
+    assert state_bytes(meta_model(model.config), 7) == 3 * 8 * 7 * 4
 
 
 def test_the_cells_of_a_plugin_s_mixer_are_named_by_its_sources_too(tmp_path, monkeypatch):

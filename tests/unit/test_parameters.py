@@ -56,12 +56,6 @@ class GatedPattern(Pattern):
     name, title = "gated", "gated attention"
     takes_any_weights = True
 
-    def parameters(self, model):
-        return 3 * WIDTH + 3 + WIDTH * WIDTH + WIDTH
-
-    def flops(self, model, context_length):
-        return 0.0
-
     def build(self, config):
         return Gated(WIDTH)
 
@@ -77,12 +71,6 @@ class GatedMixer(MixerKind):
 
     def build(self, options, setting):
         return self.module(setting.d_model)
-
-    def mixing_flops(self, options, setting, length):
-        return 0.0
-
-    def saved_tensors(self, options, setting):
-        return 1.0
 
 
 @pytest.fixture
@@ -248,7 +236,6 @@ def test_what_a_pattern_says_wrongly_is_refused_by_name(pattern, monkeypatch, wr
     module, said = (SAID_WRONGLY | OF_PATTERNS)[wrong]
     entry = attention.PATTERNS.get("gated")
     monkeypatch.setattr(entry, "build", lambda config: module(WIDTH), raising=False)
-    monkeypatch.setattr(entry, "parameters", lambda model: 3 + GatedPattern().parameters(model))
     with pytest.raises(UserError, match=f"^attention 'gated': .*{re.escape(said)}"):
         transformer(attention="gated")
 

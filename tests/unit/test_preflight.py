@@ -14,7 +14,7 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import GIB
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.estimate import checkpoint_bytes, count_parameters, meta_model
+from cat_lm.training.estimate import checkpoint_bytes, num_parameters
 from cat_lm.training.preflight import bandwidth, check, dry_run, facts, report, rules
 from cat_lm.training.preflight.facts import DataFacts, Facts
 from cat_lm.training.preflight.folder import FolderFacts, Probe
@@ -128,7 +128,10 @@ def test_everything_is_told_at_once():
     ],
 )
 def test_sequences_shared_between_hosts_are_told(parts, who):
-    found = rules.judge(config(sequence_parallel=parts), sound(24 if parts == 6 else 32))
+    values = run_values("data", "run", global_batch_size=128, sequence_parallel=parts)
+    values["model"] |= {"hidden_size": 96, "num_attention_heads": 48}  # which all parts divide
+    values["data"]["context_length"] = 48
+    found = rules.judge(RunConfig.model_validate(values), sound(24 if parts == 6 else 32))
     told = [line for line in found.lines() if "share sequences" in line]
     assert len(told) == (who is not None)
     assert not told or told[0].startswith(f"preflight: warning: {who}")
@@ -150,7 +153,7 @@ def test_sequences_shared_between_hosts_are_told(parts, who):
     ],
 )
 def test_disk_for_all_checkpoints_that_are_there_at_once(keep_last, steps, saved, needed):
-    one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
+    one = checkpoint_bytes(num_parameters(config(), 257))
     rule = {"checkpoint": {"every_steps": 2, "keep_last": keep_last}}
     run = RunConfig.model_validate(run_values("data", "run", max_steps=steps) | rule)
 
@@ -169,7 +172,7 @@ def test_disk_for_all_checkpoints_that_are_there_at_once(keep_last, steps, saved
 
 
 def test_what_is_kept_for_good_is_told():
-    one = checkpoint_bytes(count_parameters(meta_model(config(), 257)))
+    one = checkpoint_bytes(num_parameters(config(), 257))
     values = config(max_steps=10_000_000).model_dump(mode="json")
     values["checkpoint"]["keep_every_steps"] = 1000
     run = RunConfig.model_validate(values)
@@ -181,7 +184,8 @@ def test_what_is_kept_for_good_is_told():
 
 
 def test_ranks_of_a_host_share_its_memory():
-    need = rules.memory_per_rank(config(), 30_000, 4, 257, on_gpu=False).total
+    parameters = num_parameters(config(), 257)
+    need = rules.memory_per_rank(config(), parameters, 4, 257, on_gpu=False).total
     assert problems(sound(4, 4, on_gpu=False, free_memory=int(5 * need))) == []
     (line,) = problems(sound(4, 4, on_gpu=False, free_memory=int(2 * need)))
     assert line.startswith("all ranks: about 0.0")
@@ -193,7 +197,7 @@ def test_ranks_of_a_host_share_its_memory():
 
 def test_the_first_rank_builds_the_model_on_its_host():
     """Also where a GPU or ZeRO-3 holds only a part of it; the other ranks have no copy."""
-    need = 4 * config().num_parameters(257)
+    need = 4 * num_parameters(config(), 257)
     first, *others = sound(4, 4, host_memory=0)
     assert problems([replace(first, host_memory=need), *others], zero_stage=3) == []
     (line,) = problems([replace(first, host_memory=need - 1), *others], zero_stage=3)
@@ -211,7 +215,7 @@ def test_calibration_in_bf16_has_a_copy_of_the_weights(stage, precision, copies)
     values["model"] |= {"attention": "landmark", "attention_options": options}
     values["optimizer"]["weight_decay"] = 0.0
     calibrated = RunConfig.model_validate(values)
-    need = copies * 4 * calibrated.num_parameters(257)
+    need = copies * 4 * num_parameters(calibrated, 257)
     for room, wrong in ((need, 0), (need - 1, 1)):
         found = rules.judge(calibrated, sound(4, 4, host_memory=room)).problems
         assert sum("is built on this host" in line for line in found) == wrong

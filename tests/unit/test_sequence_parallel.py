@@ -141,14 +141,14 @@ def test_costs():
     assert (found.micro_batch_size, found.accumulation_steps) == (8, 1)
     # Of each of its tokens a GPU keeps a quarter of q, k, v and output in bf16, there and back.
     sent = 2 * 24 * (64 * 2048 / 32) * 4 * 1024 * 3 / 4 * 2
-    assert plan.sequence_bytes(run.config, 32) == sent
+    assert plan.sequence_bytes(run, 32) == sent
     plain = plan.communication_bytes(run.config, run.parameters, 32)
     assert found.communication_bytes == plain + sent
     within = plan.LINK_EFFICIENCY * cluster().device.link * 1e9
     seconds = plain / cluster().bandwidth(32) + sent / within
     assert found.communication_seconds == pytest.approx(seconds)
     again = config_of("cat_rope", 4, *overrides, "train.activation_checkpointing=true")
-    assert plan.sequence_bytes(again, 32) == 1.5 * sent
+    assert plan.sequence_bytes(plan.Run.of(again, 0), 32) == 1.5 * sent
     lines = " ".join(table(run, cluster(), [found]))
     assert "256 ranks, with a sequence for 4 together (train.sequence_parallel); 32 with" in lines
     for gpus, near in ((6, "4 or 8"), (512, "256")):
@@ -182,7 +182,7 @@ def test_groups_on_several_nodes_have_costs():
     overrides += ["train.global_batch_size=64", "train.precision=bf16"]
     run = plan.Run.of(config_of("cat_rope", 12, *overrides), 0)
     found = plan.costs(run, cluster(), 24)
-    shared = plan.sequence_bytes(run.config, 24)
+    shared = plan.sequence_bytes(run, 24)
     ring = plan.communication_bytes(run.config, run.parameters, 24) / cluster().bandwidth(24)
     waited = shared * 8 / 11 / (plan.LINK_EFFICIENCY * 25e9)
     assert found.communication_seconds == pytest.approx(ring + waited)

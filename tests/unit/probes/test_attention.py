@@ -123,12 +123,6 @@ def pattern(core, **facts):
         implementations = ("eager", "sdpa")
         takes_transforms = False
 
-        def parameters(self, model):
-            return 0
-
-        def flops(self, model, context_length):
-            return 0.0
-
         def build(self, config):
             return core()
 
@@ -315,23 +309,3 @@ def test_a_pattern_of_other_lengths_is_not_checked():
 
     pattern(next(iter(WRONG_PATTERNS)), length_problems=length_problems)
     cat_model(attention="odd")
-
-
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"flops": lambda self, model, length: None}, "flops gives None; must be a number"),
-        (
-            {"flops": lambda self, model: 0.0},
-            "flops cannot count: TypeError: .* takes 2 positional",
-        ),
-        ({"parameters": lambda self, model: "2"}, "parameters gives '2'; must be a number"),
-        ({"saved_tensors": lambda self, model: model.none}, "saved_tensors cannot count: Attrib"),
-        ({"state_bytes": lambda self, *_: float("inf")}, "state_bytes gives inf; must be a number"),
-    ],
-)
-def test_counts_of_a_pattern_are_numbers(facts, said):
-    for name, count in facts.items():
-        count.__name__ = name
-    with pytest.raises(AssertionError, match=f"attention 'odd': {said}"):
-        check_entry(pattern(Weighted, **facts))

@@ -14,6 +14,7 @@ import yaml
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
+from cat_lm.training.estimate import num_parameters
 from eval.small_study.arguments import parse_arguments, study_of
 from eval.small_study.collect import _comparisons
 from eval.small_study.execute import (
@@ -130,7 +131,7 @@ def test_models_differ_only_in_what_they_are(size):
             assert config.model.conv_init == "residual"
         # A Canon layer has more than a filter for each head.
         pythia = 1_317_632 if size == "cpu" else 33_608_704
-        assert abs(config.num_parameters(SIZES[size].vocabulary) / pythia - 1) < 0.02
+        assert abs(num_parameters(config, SIZES[size].vocabulary) / pythia - 1) < 0.02
         assert config.model.conv_type == conv_type
         assert config.model.position_embedding == positions
         mixing = "maps" if model.startswith("mh_maps") else "embeddings"

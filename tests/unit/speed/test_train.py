@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from cat_lm.counts.fake import count_parameters, meta_model
+from cat_lm.counts.flops import flops_per_token
 from cat_lm.training.engine import Engine
-from cat_lm.training.estimate import count_parameters, flops_per_token
 from eval.speed import choices
 from eval.speed.model import build as models
 from eval.speed.model import rotation, train
@@ -33,7 +34,7 @@ def test_train_record(speed):
         size = models.ModelSize(1, 32, 2, 61, 3, "float32", "cpu")
         model = models.build(size, name, 16)
         assert row["parameters"] == count_parameters(model)
-        flops = 32 * flops_per_token(models.model_config(size, name, 16), row["parameters"], 16)
+        flops = 32 * flops_per_token(meta_model(models.model_config(size, name, 16)), 16)
         assert row["flops_per_step"] == flops
         seconds = row["step_seconds"]["median"]
         assert row["tokens_per_second"] == pytest.approx(32 / seconds)
