@@ -138,7 +138,9 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     drops = dropout_p > 0 and computing_device(query).type == "cpu"
-    if drops or query.shape[-1] != value.shape[-1]:  # which no kernel of this device takes
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    # What no kernel of this device takes.
+    if drops or is_learned or query.shape[-1] != value.shape[-1]:
         how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
         with torch._C.DisableTorchFunction():
             return F.scaled_dot_product_attention(

@@ -10,7 +10,6 @@ from typing import Any
 from cat_lm.config import RunConfig
 from cat_lm.core.cli import Parser
 from cat_lm.core.errors import UserError
-from cat_lm.training.estimate import num_parameters
 from eval.small_study.arguments import add_options, chosen_models, common_values, from_root
 from eval.small_study.plan import ROOT, SIZES, Job, Study
 from eval.small_study.questions import YARN, Question
@@ -109,6 +108,8 @@ def comparison_of(arguments: argparse.Namespace) -> Comparison:
 
 def check_rows(study: Comparison, vocabulary: int) -> None:
     """Check that all rows have the same size and read the same tokens. Raises UserError."""
+    from cat_lm.training.estimate import num_parameters
+
     reference = study.config(Job(REFERENCE, 0, study.out))
     rows = {model: study.config(Job(model, 0, study.out)) for model in study.models}
     sizes = {model: num_parameters(config, vocabulary) for model, config in rows.items()}
