@@ -110,7 +110,7 @@ class ConvolutionKeys(ModelSection):
         "embeddings", description="what a multihead convolution mixes; maps needs the stream v"
     )
     conv_activation: Literal["none", "silu"] = Field(
-        "none", description="after a depthwise convolution"
+        "none", description="after the convolution, before norm and rotation"
     )
 
 
@@ -267,6 +267,7 @@ class Transformer(Architecture):
         """Return the convolutions' keys, those that say nothing as None, and the positions."""
         kind = section.conv_type
         convolved, mixes = kind != "none", kinds.mixes_heads(kind)
+        activates = section.conv_activation != "none"
         is_long = rules.has_long_filters(section)
         own = {key: getattr(section, key) for key in ("conv_filter", "conv_state") if is_long}
         return own | {
@@ -274,7 +275,7 @@ class Transformer(Architecture):
             "conv_streams": section.conv_streams if convolved else None,
             "conv_window": section.conv_window if convolved and not is_long else None,
             "conv_mixing": section.conv_mixing if mixes else None,
-            "conv_activation": section.conv_activation if kinds.takes_activation(kind) else None,
+            "conv_activation": section.conv_activation if activates else None,
             "position_embedding": section.position_embedding,
         }
 

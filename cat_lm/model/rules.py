@@ -16,7 +16,6 @@ from cat_lm.model.rope_scaling import (
     rope_type_of,
     yarn_magnitude,
 )
-from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import filters
 
@@ -125,11 +124,11 @@ def convolution_problems(model: Any) -> list[str]:
             "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix the "
             f"maps, not conv_type={model.conv_type} and conv_streams={streams}"
         )
-    if model.conv_activation != "none" and not kinds.takes_activation(model.conv_type):
-        able = [name for name in kinds.names() if kinds.takes_activation(name)]
+    filtered = streams.replace("v", "") if mixes_maps(model) else streams
+    if model.conv_activation != "none" and (model.conv_type == "none" or not filtered):
         problems.append(
-            f"conv_activation={model.conv_activation}: needs conv_type={' or '.join(able)}, "
-            f"not {model.conv_type}; the others have conv_activation=none"
+            f"conv_activation={model.conv_activation}: no stream is convolved before attention; "
+            "leave it out"
         )
     return problems
 

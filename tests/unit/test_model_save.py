@@ -61,7 +61,7 @@ def test_parameter_counts():
             {"conv_type": "multihead", "conv_mixing": "maps", "conv_streams": "qk"},
             "conv_mixing=maps: needs conv_type=multihead and the stream v",
         ),
-        ({"conv_activation": "silu"}, "conv_activation=silu: needs conv_type=depthwise"),
+        ({"conv_type": "none", "conv_activation": "silu"}, "conv_activation=silu: no stream is"),
         ({"conv_activation": "relu"}, "choose one of none, silu"),
         ({"position_embedding": "alibi"}, "choose one of rope, none"),
         ({"rotary_pct": 0.0}, "rotary_pct=0.0: rotates 0 of a head's 8 channels"),

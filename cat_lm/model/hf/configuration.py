@@ -45,8 +45,8 @@ class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
         values; queries and keys, if `conv_streams` names them, are mixed as embeddings. The paper
         says only that its Table 2 also looks at mixing maps and gives no equation, so this form is
         inferred, and which of the two its MH-CAT rows used is not known.
-    conv_activation (`str`, defaults to `"none"`): `"silu"` applies SiLU to what a depthwise
-        convolution gives, bias included, as Mamba and DeltaNet do.
+    conv_activation (`str`, defaults to `"none"`): `"silu"` applies SiLU to what a
+        convolution gives, bias included, as Mamba and DeltaNet do after filters of channels.
     conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
         convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
         multihead ±1/sqrt(W H).

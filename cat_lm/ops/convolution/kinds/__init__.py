@@ -31,7 +31,6 @@ class Kind:
             "D" (channels of a head).
         add_lag: the reference: (taps, lag, x delayed by it) to that lag's part of the sum.
         meaning: what a filter belongs to, as in "one filter for each head".
-        takes_activation: whether `conv_activation` may follow.
         takes_long_filters: whether `conv_filter` may be one of `cat_lm.ops.long_filter`, which
             are of heads.
     """
@@ -40,7 +39,6 @@ class Kind:
     filter_axes: tuple[str, ...]
     add_lag: Callable[[Tensor, int, Tensor], Tensor]
     meaning: str
-    takes_activation: bool = False
     takes_long_filters: bool = False
 
     @property
@@ -101,9 +99,7 @@ def _over_heads(taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
 
 HEAD = Kind("head", ("H", "W"), _per_head, "one filter for each head", takes_long_filters=True)
 MULTIHEAD = Kind("multihead", ("W", "H", "I"), _over_heads, "one filter for each pair of heads")
-DEPTHWISE = Kind(
-    "depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel", takes_activation=True
-)
+DEPTHWISE = Kind("depthwise", ("H", "D", "W"), _per_channel, "one filter for each channel")
 
 
 def _check(kind: Kind) -> None:
@@ -138,11 +134,6 @@ get, names, register = KINDS.get, KINDS.names, KINDS.register
 BUILT_IN = KINDS.own_names()
 # The numbers of kinds in the C++ kernel and in Triton's decoding kernel.
 KERNEL_NUMBERS = {HEAD.name: 0, DEPTHWISE.name: 1, MULTIHEAD.name: 2}
-
-
-def takes_activation(name: str) -> bool:
-    """Return True if `conv_activation` may follow convolutions of a kind, or of "none"."""
-    return name in KINDS and get(name).takes_activation
 
 
 def takes_long_filters(name: str) -> bool:
