@@ -40,7 +40,8 @@ CONVOLUTIONS |= {
     "one tap": {"conv_type": "head", "conv_window": 1, "conv_streams": "vq"},
     "silu": {"conv_type": "depthwise", "conv_activation": "silu", "conv_streams": "k"}
     | {"conv_window": 4},
-    "silu of heads": {"conv_type": "head", "conv_activation": "silu", "conv_window": 5},
+    "silu of heads": {"conv_type": "head", "conv_activation": "silu", "conv_streams": "qk"}
+    | {"conv_window": 5},
     "l1": {"conv_type": "multihead", "conv_norm": "l1", "conv_window": 3},
     "rank 3": {"conv_type": "head", "conv_rank": 3, "conv_window": 4},
     "maps": {"conv_type": "multihead", "conv_mixing": "maps", "conv_window": 4},
