@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor
 
 from cat_lm.model.context import Context
@@ -26,10 +24,18 @@ class LayerPass:
     ) -> None:
         self.pipeline, self.streams = pipeline, streams
         self.norm, self.context = norm, context
+        self._before: dict[str, Tensor] | None = None
+        self._known: tuple[dict[str, Tensor], ...] | None = None
 
-    @cached_property
+    # No `functools.cached_property`, which locks, and which torch.compile cannot enter.
+    @property
     def before(self) -> dict[str, Tensor]:
         """The W−1 inputs before these, by their names in the state, which gets these for them."""
+        if self._before is None:
+            self._before = self._exchanged()
+        return self._before
+
+    def _exchanged(self) -> dict[str, Tensor]:
         window, names = self.pipeline.window, self.pipeline.filtered
         if window == 1 or not names:
             return {}
@@ -39,11 +45,13 @@ class LayerPass:
         }
         return {name: x for name, x in found.items() if x is not None}
 
-    @cached_property
+    @property
     def _parts(self) -> tuple[dict[str, Tensor], ...]:
         """Inputs, biases, and inputs before these, of each stream."""
-        before = self.streams.apart(self.before, self.pipeline.filtered) if self.before else {}
-        return self.streams.parts(), self.streams.biases(), before
+        if self._known is None:
+            before = self.streams.apart(self.before, self.pipeline.filtered) if self.before else {}
+            self._known = self.streams.parts(), self.streams.biases(), before
+        return self._known
 
     def finish(self, stream: str, x: Tensor | None, done: int) -> Tensor:
         """Compute a stream's operations after the first `done`, whose result is x."""
