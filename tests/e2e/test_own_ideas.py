@@ -228,7 +228,6 @@ def test_a_parameter_of_another_shape_since_is_told_by_its_shapes(tiny_corpus, t
     config = idea.config(tiny_corpus, "run", resume="auto")
     idea.run("train.py", config)
     for whole, changed in (
-        ("        return model.num_attention_heads\n", "        return 1\n"),
         ("torch.empty(heads)", "torch.empty(1)"),
         ("slopes[head]", "slopes[0 * head]"),
     ):
@@ -323,12 +322,6 @@ WRONG = {
         "convolution",
         ("dims=2)", "dims=1)"),
         "conv_type 'neighbour': add_lag, with filter_axes=('H', 'W'), reads other tokens than",
-    ),
-    "another count of parameters": (
-        "scores",
-        ("        return model.num_attention_heads\n", "        return 1\n"),
-        "score_transform 'log_distance', score_options={\"slope\": 0.3}: parameters counts 1, and "
-        "its module has 2",
     ),
     "a start that nobody gives": (
         "scores",
