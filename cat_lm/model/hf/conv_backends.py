@@ -69,7 +69,7 @@ def describe_backend(
 
 
 def _fused(config: AttentionSettings, is_packed: bool) -> list[str]:
-    """Say which operations of a row's streams one kernel computes."""
+    """Name the operations of a row's streams that one kernel computes."""
     if not config.convolved_streams:
         return []
     with torch.device("meta"):

@@ -157,6 +157,6 @@ FUSIONS = (
 
 
 def fused(weights: StreamWeights) -> str | None:
-    """Say what one kernel computes of a row's streams; None where it is operation by operation."""
+    """Name what one kernel computes of a row's streams; None where it is operation by operation."""
     rows = (f for f in FUSIONS[1:] if weights.is_packed or not f.is_packed)
     return next((fusion.what for fusion in rows if fusion.serves(weights)), None)
