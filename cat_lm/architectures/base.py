@@ -223,8 +223,6 @@ class Architecture:
         """Return the same model, computed by what every machine has."""
         return section
 
-    # Counts
-
     # Words
 
     def describe(self, section: Any) -> str:

@@ -125,8 +125,6 @@ class LinearArchitecture(Architecture):
             *halo_problems(parts, context_length, {"conv_size": section.window}),
         ]
 
-    # Counts
-
     # Words
 
     def words(self, section: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +31,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
     It need not be installed what the configuration asks to compute attention by.
     """
-    family = architectures.find(config)
-    if family is None:
-        from transformers import AutoModelForCausalLM
-
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    family = architectures.of_config(config)
     section = family.portable(family.section(config))
     fields = family.fields(section, config.vocab_size, config.max_position_embeddings)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cat_lm.counts.fake import fake_model
+from cat_lm.ops.runtime.fake import standing_for_gpu
 from cat_lm.ops.runtime.flops import FlopCounter
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def flops_per_token(meta: PreTrainedModel, length: int) -> float:
     Args:
         meta: the model on the meta device, which is used up.
     """
-    with fake_model(meta) as fake, FlopCounter() as counter, torch.no_grad():
+    # Chosen blocks count by their number, and a GPU's kernel has no loop over them.
+    with fake_model(meta) as fake, standing_for_gpu(), FlopCounter() as counter, torch.no_grad():
         found: list[float] = []
         for layer in fake.layers:
             layer.register_forward_pre_hook(lambda *_: found.append(-counter.total))

@@ -128,7 +128,7 @@ def state_bytes(meta: PreTrainedModel, length: int, dtype: torch.dtype = torch.f
         meta: the model on the meta device, which is used up.
         dtype: of the parameters.
     """
-    if not getattr(meta, "keeps_state", True) or not getattr(meta.config, "keeps_state", True):
+    if not (meta.keeps_state and getattr(meta.config, "keeps_state", True)):
         width = meta.config.num_hidden_layers * meta.config.hidden_size
         return width * length * dtype.itemsize
     with fake_model(meta, dtype) as fake, torch.no_grad():
@@ -143,7 +143,7 @@ def _state(fake: FakeModel, length: int) -> float:
     ids = torch.zeros(1, length, dtype=torch.long)
     cache = fake.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
     found = [sum(map(_size, _tensors(_own(layer)))) for layer in cache.layers]
-    return fake.whole(0, found) if fake.layers else sum(found)
+    return fake.whole(0, found)
 
 
 def _own(layer: Any) -> dict[str, Any]:

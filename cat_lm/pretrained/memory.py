@@ -31,11 +31,25 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int) -> int:
     """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
+    from cat_lm import architectures
     from cat_lm.counts.fake import meta_model
     from cat_lm.counts.memory import state_bytes
 
-    state = state_bytes(meta_model(model.config), prompt_tokens + new_tokens, model.dtype)
+    length = prompt_tokens + new_tokens
+    if architectures.find(model.config) is None:
+        state = _key_value_bytes(model, length)
+    else:
+        state = state_bytes(meta_model(model.config), length, model.dtype)
     return forward_bytes(model, rows, prompt_tokens) + round(rows * state)
+
+
+def _key_value_bytes(model: PreTrainedModel, length: int) -> int:
+    """Count keys and values of a model that no family knows, or nothing where it has no heads."""
+    config = model.config
+    heads = getattr(config, "num_attention_heads", 0)
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    width *= getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * width * model.dtype.itemsize * length
 
 
 def _channels(model: PreTrainedModel) -> int:

@@ -133,7 +133,10 @@ def reading_cost(study: Study, config: RunConfig) -> float:
     trained = config.data.context_length
 
     def cost(length: int) -> float:
-        return flops_per_token(meta_model(config, study.size.vocabulary), length)
+        try:
+            return flops_per_token(meta_model(config, study.size.vocabulary), length)
+        except UserError:  # Rows of a pattern of attention's longest are read instead.
+            return cost(trained)
 
     lengths = study.lengths()
     scaled = study.cells() - len(lengths)

@@ -134,8 +134,6 @@ class MixerArchitecture(Architecture):
         options = section.mixer_options | {"operator": "torch"}
         return section.model_copy(update={"mixer_options": options})
 
-    # Counts
-
     # Words
 
     def words(self, section: MixerSection) -> str:

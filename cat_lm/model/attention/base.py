@@ -92,8 +92,6 @@ class Pattern(Entry):
         takes_transforms: whether scores and values may be transformed.
         takes_ranks: whether queries and keys may be wider than values (`conv_rank`).
         reads_positions: whether its module asks for the positions of keys.
-        keeps_mask: whether its module hands on a mask of [B, 1, T, T] that was made, of which sdpa
-            then keeps numbers for each layer.
         masks_keys: whether its module itself leaves out padding and other documents' keys, which
             `call` tells it, so that no mask is made; one that was prepared is refused.
         longest: the most tokens that a row may have; None for any number.
@@ -102,7 +100,6 @@ class Pattern(Entry):
     takes_transforms: ClassVar[bool] = True
     takes_ranks: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False
-    keeps_mask: ClassVar[bool] = True
     masks_keys: ClassVar[bool] = False
     longest: ClassVar[int | None] = None
 

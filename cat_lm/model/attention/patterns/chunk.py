@@ -24,7 +24,6 @@ class Chunk(Pattern):
     title = words = "attention inside chunks"
     implementations = ("eager", "sdpa")
     reads_positions = True
-    keeps_mask = False
     takes_any_weights = True
     options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 

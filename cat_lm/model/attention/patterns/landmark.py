@@ -45,7 +45,6 @@ class Landmark(Pattern):
     words = "landmark attention"
     implementations = ("eager", "sdpa")
     takes_transforms = False
-    keeps_mask = False
     masks_keys = True
     takes_any_weights = True
     options: ClassVar[dict[str, Any]] = {
