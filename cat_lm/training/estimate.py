@@ -175,12 +175,12 @@ def memory_per_rank(
 ) -> Memory:
     """Estimate what a rank needs; precision must be decided.
 
-    Tensors are counted, not what passes lay beside them for a moment: to within `MEMORY_ACCURACY`
-    for models like those of `tests/distributed/test_memory.py`; a small one on a CPU, with rows of
-    32,768 tokens, took twice as much. Recurrences count as torch computes them; a GPU's kernels
-    keep less. Multi-token attention counts a document a row; documents of a few tokens each, of
-    which every one has c_q - 1 rows more, take up to three times as much. On a CPU only memory that
-    is written to counts; a GPU's buckets are reserved whole.
+    What autograd keeps is measured (`saved_bytes`), and what DeepSpeed keeps is counted, but not
+    what passes lay beside them for a moment: to within `MEMORY_ACCURACY` for models like those of
+    `tests/distributed/test_memory.py`. Recurrences keep what this project's own operators do.
+    Multi-token attention counts a document a row; documents of a few tokens each, of which every
+    one has c_q - 1 rows more, take up to three times as much. On a CPU only memory that is written
+    to counts; a GPU's buckets are reserved whole.
     """
     train = config.train
     stage, bf16 = train.zero_stage, train.precision == "bf16"
@@ -242,12 +242,12 @@ def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Save
 
 
 def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
+    from cat_lm.training.engine import trained_config
+
     train, data = config.train, config.data
     device = torch.device("cuda" if on_gpu else "cpu")
     bf16 = train.precision == "bf16"
     compute = torch.bfloat16 if bf16 else torch.float32
-    from cat_lm.training.engine import trained_config
-
     model = meta_model(config, vocab_size)
     settings = getattr(model.base_model, "layout_settings", model.config)
     if config.objective.section:  # what is taught attends in another way
