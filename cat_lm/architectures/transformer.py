@@ -239,7 +239,7 @@ class Transformer(Architecture):
         changes: dict[str, Any] = {"attn_implementation": "sdpa"}
         score = attention.score_transform(section)
         if score is not None and "sdpa" not in (score.implementations or ("sdpa",)):
-            # flex attention computes it inside of its kernel
+            # Flex attention computes it inside of its kernel.
             changes |= {"score_transform": "none", "score_options": None}
         return section.model_copy(update=changes)
 

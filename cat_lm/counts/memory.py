@@ -143,7 +143,7 @@ def _state(fake: FakeModel, length: int) -> float:
     ids = torch.zeros(1, length, dtype=torch.long)
     cache = fake.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
     found = [sum(map(_size, _tensors(_own(layer)))) for layer in cache.layers]
-    return fake.whole(0, found)
+    return fake.whole(0, found) if fake.layers else sum(found)
 
 
 def _own(layer: Any) -> dict[str, Any]:

@@ -133,15 +133,18 @@ def reading_cost(study: Study, config: RunConfig) -> float:
     trained = config.data.context_length
 
     def cost(length: int) -> float:
+        return flops_per_token(meta_model(config, study.size.vocabulary), length)
+
+    def cost_of_cell(length: int) -> float:
         try:
-            return flops_per_token(meta_model(config, study.size.vocabulary), length)
-        except UserError:  # Rows of a pattern of attention's longest are read instead.
+            return cost(length)
+        except UserError:  # A pattern of attention may read no rows of this length.
             return cost(trained)
 
     lengths = study.lengths()
     scaled = study.cells() - len(lengths)
     each = scaled / max(1, sum(length > trained for length in lengths))
-    flops = sum(cost(n) * (1 + (each if n > trained else 0)) for n in lengths)
+    flops = sum(cost_of_cell(n) * (1 + (each if n > trained else 0)) for n in lengths)
     return flops / study.cells() / cost(trained)
 
 

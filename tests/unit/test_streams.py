@@ -18,7 +18,7 @@ LONG_KEYS = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 4}
 
 @pytest.fixture
 def taken(monkeypatch):
-    """What has computed streams, and the rotations that had a kernel of their own."""
+    """Return what computes streams, in its order; rotations of their own among it."""
     seen = []
 
     class Watched:
@@ -81,7 +81,9 @@ def test_rows(taken, name):
     model(random_ids(2, 9))
     assert taken == expected * layers
     said = fused(first_attention(model).convolution)
-    assert said == (expected[0] if expected[0] in (HEADS, LONG) else None)
+    rotates = "on a GPU a convolution and the rotation that follows"
+    expected_words = {HEADS: HEADS, LONG: LONG, PAIR[0]: rotates}
+    assert said == expected_words.get(expected[0])
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])

@@ -386,7 +386,7 @@ def test_compiling_needs_a_compiler_on_a_cpu(monkeypatch, tmp_path):
 
 
 def test_flops_of_the_paper_model():
-    """Of 24 layers of width 1024 with 16 heads, over rows of 2,048 tokens."""
+    """The model has 24 layers of width 1024 with 16 heads, over rows of 2,048 tokens."""
     sizes = {"vocab_size": 32_000, "hidden_size": 1024, "num_hidden_layers": 24}
     sizes |= {"num_attention_heads": 16, "intermediate_size": 4096}
 

@@ -23,7 +23,7 @@ Normalize = Callable[[Tensor, str, SequenceGroup | None], Tensor]
 
 @dataclass(frozen=True)
 class StreamCall:
-    """What an operation reads beside the stream that it changes.
+    """Holds what an operation reads beside the stream that it changes.
 
     Attributes:
         stream: q, k or v.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cat_lm.model.streams.base import PackedStreams, StreamOp
 from cat_lm.model.streams.convolution import Bias, Convolution
-from cat_lm.model.streams.layer_pass import LayerPass
+from cat_lm.model.streams.layer_pass import LayerPass, fuses_rotation
 from cat_lm.model.streams.long_filter import LongFilter
 from cat_lm.model.streams.rotation import Activation, Rotation, Silu
 from cat_lm.model.streams.weights import StreamWeights
@@ -47,7 +47,7 @@ class Fusion:
     def __call__(self, layer: LayerPass) -> Made | None:
         """Compute the operations, or give None where the kernel does not serve."""
         fits = isinstance(layer.streams, PackedStreams) or not self.is_packed
-        return self.run(layer) if fits and self.serves(layer.pipeline) else None
+        return self.run(layer) if fits and self.serves(layer.weights) else None
 
 
 def _is_one_kernel(weights: StreamWeights) -> bool:
@@ -57,20 +57,19 @@ def _is_one_kernel(weights: StreamWeights) -> bool:
 
 
 def _one_token(layer: LayerPass) -> Made | None:
-    pipeline, context = layer.pipeline, layer.context
-    names, first, state = pipeline.filtered, pipeline.filter, context.state
-    learns = torch.is_grad_enabled() and any(p.requires_grad for p in pipeline.parameters())
-    if state is None or context.padding is not None or learns:
+    weights, context = layer.weights, layer.context
+    names, first, state = weights.filtered, weights.filter, context.state
+    query = layer.streams.parts()["q"] if state is not None else None
+    if query is None or context.padding is not None or query.shape[1] > 1:
         return None
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in weights.parameters())
     held = {n: state.newest_inputs(n, first.window) for n in layer.streams.stored(names)}
-    if None in held.values():
+    if learns or None in held.values():
+        return None
+    if not can_step(first.kind.name, query, first.window, context.conv_backend):
         return None
     streams = layer.streams.contiguous()
     inputs, biases = list(streams.parts().values()), streams.biases()
-    if inputs[0].shape[1] > 1 or not can_step(
-        first.kind.name, inputs[0], first.window, context.conv_backend
-    ):
-        return None
     following = {}
     for name, past in held.items():
         rows = min(past.shape[1] + 1, first.window - 1)
@@ -81,16 +80,16 @@ def _one_token(layer: LayerPass) -> Made | None:
         first.kind.name,
         inputs,
         [past.get(s) for s in STREAMS],
-        [pipeline.taps(s) if s in names else None for s in STREAMS],
+        [weights.taps(s) if s in names else None for s in STREAMS],
         [biases[s] for s in STREAMS],
         [after.get(s) for s in STREAMS],
         window=first.window,
         rotary=context.rotary,
-        silu=any(type(op) is Silu for s in names for op in pipeline.operations[s]),
+        silu=any(type(op) is Silu for s in names for op in weights.operations[s]),
     )
     for name, newest in following.items():
         state.replace_inputs(name, newest)
-    done = {s: _computed_with_filters(pipeline.operations[s]) for s in STREAMS}
+    done = {s: _computed_with_filters(weights.operations[s]) for s in STREAMS}
     return dict(zip(STREAMS, made, strict=True)), done
 
 
@@ -107,12 +106,12 @@ def _has_filters_of_heads(weights: StreamWeights) -> bool:
 
 
 def _packed_filters_of_heads(layer: LayerPass) -> Made:
-    pipeline, context = layer.pipeline, layer.context
-    further = [op for operations in pipeline.operations.values() for op in operations[1:]]
+    weights, context = layer.weights, layer.context
+    further = [op for operations in weights.operations.values() for op in operations[1:]]
     turns = all(isinstance(op, Rotation) for op in further)
     made = head_conv_qkv(
         layer.streams.packed,
-        [pipeline.taps(s, context.group) for s in STREAMS],
+        [weights.taps(s, context.group) for s in STREAMS],
         layer.streams.bias,
         rotary=context.rotary if turns else None,
         document_ids=context.documents,
@@ -120,7 +119,7 @@ def _packed_filters_of_heads(layer: LayerPass) -> Made:
         initial_state=layer.before.get("qkv"),
         backend=context.conv_backend,
     )
-    done = {s: len(pipeline.operations[s]) if turns else 1 for s in STREAMS}
+    done = {s: len(weights.operations[s]) if turns else 1 for s in STREAMS}
     return dict(zip(STREAMS, made, strict=True)), done
 
 
@@ -129,10 +128,10 @@ def _has_long_filters(weights: StreamWeights) -> bool:
 
 
 def _packed_long_filters(layer: LayerPass) -> Made:
-    names, first, group = layer.pipeline.filtered, layer.pipeline.filter, layer.context.group
+    names, first, group = layer.weights.filtered, layer.weights.filter, layer.context.group
     packed, bias, chosen = layer.streams.packed, layer.streams.bias, STREAM_SLICES[names]
     # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
-    numbers = torch.stack([layer.pipeline.taps(s, group) for s in names], dim=1).flatten(0, 1)
+    numbers = torch.stack([layer.weights.taps(s, group) for s in names], dim=1).flatten(0, 1)
     bias = None if bias is None else bias[:, chosen].flatten(0, 1)
     outputs = first.by(numbers, packed[:, :, :, chosen].flatten(2, 3), bias, "qkv", layer.context)
     made = outputs.unflatten(2, (-1, len(names))).unbind(3)
@@ -142,7 +141,7 @@ def _packed_long_filters(layer: LayerPass) -> Made:
 FUSIONS = (
     Fusion("filters, biases, SiLU and rotation of a token", False, _is_one_kernel, _one_token),
     Fusion(
-        "packed filters of heads, biases, and rotation where nothing else stands before it",
+        "packed filters of heads and biases, on a GPU with a rotation that follows",
         True,
         _has_filters_of_heads,
         _packed_filters_of_heads,
@@ -157,6 +156,8 @@ FUSIONS = (
 
 
 def fused(weights: StreamWeights) -> str | None:
-    """Name what one kernel computes of a row's streams; None where it is operation by operation."""
+    """Name what is computed together of a row's streams; None where nothing is."""
     rows = (f for f in FUSIONS[1:] if weights.is_packed or not f.is_packed)
-    return next((fusion.what for fusion in rows if fusion.serves(weights)), None)
+    found = next((fusion.what for fusion in rows if fusion.serves(weights)), None)
+    turns = any(fuses_rotation(operations) for operations in weights.operations.values())
+    return found or ("on a GPU a convolution and the rotation that follows" if turns else None)

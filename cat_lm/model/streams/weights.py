@@ -70,12 +70,13 @@ class StreamWeights(NothingDecays):
         """List a stream's operations in their order."""
         is_filtered, meets_keys = stream in self.filtered, stream in "qk"
         normalizes = config.qk_norm != "none" and not self.norm_comes_first
+        rotates = config.position_embedding == "rope"
         return [
             self.filter if is_filtered else Bias(),
             *([Ranks(self.filter)] if meets_keys and config.conv_rank > 1 else []),
             *([Silu()] if is_filtered and config.conv_activation == "silu" else []),
             *([Norm()] if meets_keys and normalizes else []),
-            *([Rotation(self.widths[stream])] if meets_keys and _rotates(config) else []),
+            *([Rotation(self.widths[stream])] if meets_keys and rotates else []),
             *([Activation()] if activates else []),
         ]
 
@@ -108,7 +109,3 @@ class StreamWeights(NothingDecays):
     def biases(self) -> list[nn.Parameter]:
         """Return the projections' biases that there are."""
         return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
-
-
-def _rotates(config: AttentionSettings) -> bool:
-    return config.position_embedding == "rope"

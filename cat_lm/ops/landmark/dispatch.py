@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,17 +62,9 @@ def choose_decoder(
     return "cpu" if name == "gather" and has_kernel(device, dtype) else name
 
 
-def _flops(
-    implementation: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    selected: Tensor,
-    layout: BlockLayout,
-    local: int,
-    *_: object,
-) -> float:
+def _flops(*given: Any) -> float:
     """Count as softmax attention to the keys of so many blocks."""
+    _, query, key, _, selected, layout, local, *_ = given
     read = min((selected.shape[3] + local) * layout.block, key.shape[2])
     return 4.0 * query.numel() * read
 
