@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.core.checksums import checksum
+from cat_lm.core.files import checksum
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.checkpoint.files import MARKER, StoredFile, write_marker
 from cat_lm.training.distributed import Ranks

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.folders import check_file
+from cat_lm.core.folders import check_file, output_problem, path_problem
 from cat_lm.core.numbers import LEARNING_RATE, Range, check_number, check_whole
-from cat_lm.core.paths import output_problem, path_problem
 from cat_lm.core.readers import clipped
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-from cat_lm.core import numbers, paths
+from cat_lm.core import folders, numbers
 from cat_lm.core.numbers import Range
 from cat_lm.core.registry import Registry
 
@@ -40,13 +40,13 @@ def entry_of(registry: Registry) -> AfterValidator:
 
 
 def _check_path(path: str | None) -> str | None:
-    if path is not None and (problem := paths.path_problem(path)):
+    if path is not None and (problem := folders.path_problem(path)):
         raise ValueError(problem)
     return path
 
 
 def _check_output(path: str | None) -> str | None:
-    if path is not None and (problem := paths.output_problem(path)):
+    if path is not None and (problem := folders.output_problem(path)):
         raise ValueError(problem)
     return path
 

@@ -1,41 +1,37 @@
-"""Files that are either whole or absent: atomic replacement, appending, flushes to disk."""
+"""Files that are either whole or absent: atomic replacement, appending, checksums."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+import xxhash
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 
+# xxh3_128 guards against damage at several GB/s; SHA-256 stands where others compare it too
+# (shards, exported weights). Both let Python's other threads run meanwhile.
+Algorithm = Literal["sha256", "xxh3_128"]
+SEAL = "record_sha256"  # the key of a record's own checksum
+_MAKERS = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _PIECE = 1 << 22
-# What only a write can meet; a read inside of `naming` may be of another file.
-_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """Open a file, as the `opener` of `open`: a pipe does not wait for somebody who writes to it.
-
-    Raises:
-        OSError: as `os.open`; a socket is named as such.
-    """
-    try:
-        return os.open(path, flags | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        raise OSError(errno.EINVAL, "is a socket or a device, not a file", str(path)) from None
+# Only a write raises these; other errors inside of `atomic_write` may be of another file.
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
 def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
-    """Opens a temporary file beside `path`; on success it is flushed to disk and renamed to it.
+    """Open a temporary file beside `path`; on success it is flushed to disk and renamed to it.
 
     On any error the temporary file is removed and `path` is left as it was.
     """
@@ -44,36 +40,27 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
     encoding = None if "b" in mode else "utf-8"
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.", suffix=".tmp")
     try:
-        with naming(path), os.fdopen(handle, mode, encoding=encoding) as stream:
+        with os.fdopen(handle, mode, encoding=encoding) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
         give_usual_mode(Path(name))
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-@contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Name the file in the error of a full disk, which a write inside does not know."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno in _WRITE_ERRORS:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _DISK_FULL:
             error.filename = str(path)
         raise
+    sync_directory(path.parent)
 
 
 class AppendedFile:
     """A file that only grows, by whole pieces.
 
-    A write that fails does not raise: several ranks must end together. It is kept as `error`,
-    nothing of it stays in the file, and nothing more is written.
+    A write that fails does not raise, since several ranks must end together. The error is kept as
+    `error`, nothing of the piece stays in the file, and nothing more is written.
 
-    Where the file is removed or renamed meanwhile, writing continues under its name.
+    Where the file is removed or replaced meanwhile, writing continues under its name.
 
     Attributes:
         error: what the user must know of the first failure, or None.
@@ -83,7 +70,7 @@ class AppendedFile:
         """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow.
 
         Args:
-            say: gets a line when the file was removed or renamed.
+            say: gets a line when the file was removed or replaced.
         """
         self.error: UserError | None = None
         self._path, self._say = Path(path), say
@@ -92,41 +79,37 @@ class AppendedFile:
     def _open(self) -> None:
         if self._path.is_symlink():
             raise UserError(f"{self._path}: is a link, must be a run's own file; remove it")
-        # Without a buffer: it would be written again, and fail again, whenever it is let go.
+        # A buffer would be written again, and fail again, whenever it is let go.
         self._stream = open(self._path, "a+b", buffering=0)  # noqa: SIM115
         self._own = os.fstat(self._stream.fileno())
         self._size = self._own.st_size
 
     def write(self, data: bytes) -> None:
-        """Appends `data` and hands it to the system."""
+        """Append `data` and hand it to the system."""
         if self.error is None:
-            self._try(lambda: self._append(data))
+            self._try(lambda: (self._keep_name(), self._append(data)))
 
     def sync(self) -> None:
-        """Flushes to disk."""
+        """Flush the file to disk."""
         if self.error is None:
             self._try(lambda: (self._keep_name(), os.fsync(self._stream.fileno())))
 
     def close(self) -> None:
+        """Close the file."""
         if self.error is None:
             self._try(self._keep_name)
         self._try(self._stream.close)
 
     def _append(self, data: bytes) -> None:
-        self._keep_name()
-        self._put(data)
-
-    def _put(self, data: bytes) -> None:
         left = memoryview(data)
-        while left:  # on a disk that is nearly full the system writes a part
+        while left:  # On a disk that is nearly full the system writes a part.
             left = left[self._stream.write(left) :]
         self._size += len(data)
 
     def _keep_name(self) -> None:
-        """Write to the file's name again where it no longer leads to what is written.
+        """Open the name again where it no longer leads to the open file.
 
-        What was written before is copied there from the open file, unless it is still in the
-        folder under another name, or another file is there already.
+        What was written before is copied from the open file, unless another file is there.
         """
         try:
             found = os.stat(self._path)
@@ -135,34 +118,24 @@ class AppendedFile:
                 self._size = found.st_size
                 return
         except FileNotFoundError:
-            pass
-        except OSError:  # Nothing can be told for a while; the open file may still be written to.
+            self._path.parent.mkdir(exist_ok=True)
+        except OSError:  # Where nothing is known for a moment, the open file is written to.
             return
-        self._path.parent.mkdir(exist_ok=True)
-        # NFS keeps a file that was removed while it is open under a name of its own.
-        renamed = [
-            entry.name
-            for entry in os.scandir(self._path.parent)
-            if entry.inode() == self._own.st_ino and not entry.name.startswith(".nfs")
-        ]
         old = self._stream
         self._open()
+        how = "was replaced by another file; what follows is appended to that one"
         with old:
-            if renamed:
-                how = f"was renamed to {renamed[0]}; what follows is in a new file"
-            elif self._size:
-                how = "was replaced by another file; what follows is appended to that one"
-            else:
-                how = "was removed; it is written again with all that it held"
+            if not self._size:
+                how = "was removed or renamed; it is written again with all that it held"
                 old.seek(0)
                 while piece := old.read(_PIECE):
-                    self._put(piece)
+                    self._append(piece)
         self._say(f"{self._path}: {how}")
 
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except UserError as error:  # there is a link in the file's place
+        except UserError as error:  # A link is in the file's place.
             self.error = error
         except OSError as error:
             text = f"{self._path}: {describe_os_error(error)}"
@@ -174,13 +147,13 @@ class AppendedFile:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Writes `text` atomically."""
+    """Write `text` atomically."""
     with atomic_write(path) as stream:
         stream.write(text)
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Writes `value` atomically as indented JSON."""
+    """Write `value` atomically as indented JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -193,8 +166,68 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def write_sealed(path: Path, record: dict[str, Any]) -> None:
+    """Write a record and the checksum of its values atomically as JSON."""
+    stored = json.loads(json.dumps(record))  # keys and lists as they will be read
+    write_json(path, {**stored, SEAL: _seal(stored)})
+
+
+def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a record without its checksum, and whether the checksum is that of its values."""
+    record = dict(record)
+    seal = record.pop(SEAL, None)
+    return record, seal == _seal(record)
+
+
+def _seal(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def checksum(
+    path: Path | str, algorithm: Algorithm, reading: Callable[[Path], object] = lambda path: None
+) -> str:
+    """Hash a file's bytes; returns lower-case hexadecimal digits. Raises OSError.
+
+    Args:
+        reading: called with the path each time that some MiB were hashed, in the calling thread;
+            what it raises ends the hashing.
+    """
+    digest = _MAKERS[algorithm]()
+    buffer = bytearray(_PIECE)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+            reading(Path(path))
+    return digest.hexdigest()
+
+
+def sha256(path: Path | str) -> str:
+    """Hash a file by SHA-256; returns lower-case hexadecimal digits. Raises OSError."""
+    return checksum(path, "sha256")
+
+
+def checksums(
+    paths: Iterable[Path],
+    algorithm: Algorithm,
+    reading: Callable[[Path], object] = lambda path: None,
+) -> dict[Path, str]:
+    """Hash many files in as many threads as this process has cores.
+
+    Args:
+        reading: as in `checksum`, in the thread that hashes.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = list(paths)
+    with ThreadPoolExecutor(min(len(paths), len(os.sched_getaffinity(0))) or 1) as pool:
+        found = pool.map(lambda path: checksum(path, algorithm, reading), paths)
+        return dict(zip(paths, found, strict=True))
+
+
 def sync_directory(path: Path | str) -> None:
-    """Flushes a directory's entries, so that a rename in it survives a power cut."""
+    """Flush a directory's entries, so that a rename in it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -211,3 +244,40 @@ def give_usual_mode(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+
+
+def os_error(error: Exception, path: Path | str) -> OSError | None:
+    """Return the system's error behind a library's error on a file, with the file's name.
+
+    safetensors, torch and `shutil.copytree` have its number only in their texts. Whether an error
+    is temporary, and the exit code, depend on the number.
+
+    Returns:
+        None where the system has no part in it, as where the content is damaged.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        error.filename = error.filename or str(path)
+        return error
+    text = str(error)
+    for number in map(int, re.findall(r"(\d+)[)\]]", text)):  # (os error 28), [Errno 28] or (28)
+        if number in errno.errorcode and os.strerror(number) in text:
+            return OSError(number, os.strerror(number), str(path))
+    if isinstance(error, FileNotFoundError):  # which safetensors raises for all that is not opened
+        try:
+            open(path, "rb").close()
+        except OSError as found:
+            return found
+        return OSError(errno.EAGAIN, "could not be opened, and now can be", str(path))
+    return None
+
+
+@contextmanager
+def causes_told(path: Path | str) -> Iterator[None]:
+    """Raise the system's error, with a file's name, in the place of a library's inside."""
+    try:
+        yield
+    except Exception as error:
+        cause = os_error(error, path)
+        if cause is None or cause is error:
+            raise
+        raise cause from error

@@ -1,26 +1,54 @@
-"""Folders that are either whole or absent: written beside their place, flushed, then renamed."""
+"""Folders: where output can go, locks, temporary folders, and folders that are whole or absent.
+
+Output is written under temporary names and renamed into place. A folder is replaced where a record
+in it lists all that it holds; nothing that is not listed is ever deleted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.core.files import give_usual_mode, sync_directory
-from cat_lm.core.locks import Busy, hold
-from cat_lm.core.paths import output_problem
-from cat_lm.core.readers import clipped, resolve
-from cat_lm.core.temporary import (
-    left_beside,
-    make_temporary,
-    maker_is_gone,
-    own_name,
-    remove_temporary,
-)
+from cat_lm.core.files import give_usual_mode, sync_directory, write_text
+
+MARK = ".cat_lm.json"  # the file that marks a temporary folder as this program's
+WAIT_SECONDS = 0.2  # between looks whether another holder of a lock is done
+_MARK_TEXT = '{"format":1,"program":"cat_lm","temporary":true}\n'
+# s3://, file:/, a::s3://, user@host:; `Path` makes one slash of two, and takes "./" off.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"
+_ADDRESS = re.compile(rf"(?:\./+)*(?:(?:{_SCHEME}::)*{_SCHEME}:/|[^/@:]+@[^/@:]+:)")
+
+
+# Where output can go
+
+
+def path_problem(text: str) -> str | None:
+    """Return why a text can be no path of a file, a folder or a model; None where it can."""
+    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
+    if not text.strip("\"' ") or text != text.strip():
+        return "is no path"
+    if any(ord(character) < 32 for character in text):
+        return "is no path: it has control characters in it"
+    return None
+
+
+def output_problem(text: str) -> str | None:
+    """Return why nothing can be written to a path; None where it may be possible."""
+    if _ADDRESS.match(text):
+        return "is an address; results are written to folders of this machine alone"
+    if text == "-":
+        return "is no path: results are written to files, not to the standard output"
+    return path_problem(text)
 
 
 def check_output(out: Path | str, flag: str = "--out") -> None:
@@ -28,23 +56,9 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
 
     Raises:
         UserError: it, or a folder that it would be in, is a file, may not be written to, or is no
-            path of this machine; or it lies in /proc or /sys, where no folder can be made.
+            path of this machine.
     """
-    name = f"{flag} {clipped(str(out), 200)}"
-    _check_path(out, name, "a folder")
-    place = Path(out).absolute()
-    _check_place(place, place, name, "a folder")
-
-
-def check_scratch(folder: Path | None) -> None:
-    """Check that --scratch names a folder that is there; None is the system's.
-
-    Raises:
-        UserError: it is none.
-    """
-    if folder is not None and not folder.is_dir():
-        what = "not a folder" if folder.exists() else "no such folder"
-        raise UserError(f"--scratch {folder}: {what}")
+    _check_place(out, Path(out).absolute(), f"{flag} {out}", "a folder")
 
 
 def check_file(path: Path | str) -> None:
@@ -53,45 +67,201 @@ def check_file(path: Path | str) -> None:
     Raises:
         UserError: it is a folder or a device, or lies where no file can be made.
     """
-    name = clipped(str(path), 200)
-    _check_path(path, name, "a file")
-    place = Path(path).absolute()
-    try:
-        if os.path.lexists(place) and not place.is_file():
-            resolve(place)  # a loop is said as such
-            what = "a folder" if place.is_dir() else "no regular file"
-            raise UserError(f"{name}: is {what}; give a file")
-    except OSError as error:
-        raise file_error(f"{name}: {describe_os_error(error)}", error) from None
-    _check_place(place.parent, place, name, "a file in a folder")
+    if os.path.lexists(path) and not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "no regular file"
+        raise UserError(f"{path}: is {what}; give a file")
+    _check_place(path, Path(path).absolute().parent, str(path), "a file in a folder")
 
 
-def _check_path(path: Path | str, name: str, wanted: str) -> None:
+def _check_place(path: Path | str, folder: Path, name: str, wanted: str) -> None:
+    """Check that a folder can be written to, or made where it is not there yet."""
     if problem := output_problem(str(path)):
         raise UserError(f"{name!r}: {problem}; give {wanted}")
+    place = folder
+    while not os.path.lexists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        which = "is a file" if place == Path(path).absolute() else f"{place} is a file"
+        raise UserError(f"{name}: {which}; give {wanted}")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{name}: {place} may not be written to")
 
 
-def _check_place(folder: Path, named: Path, name: str, wanted: str) -> None:
-    """Check that `folder` can be written to, or made where it is not there yet.
+# Locks, which the kernel releases when their holder ends, however it ends
+
+
+class Busy(Exception):
+    """Another process holds the lock."""
+
+
+class Lock:
+    """A lock that is held: until `close`, as a file is, or until all processes that have it end.
+
+    Attributes:
+        error: of a file system that knows no locks; the lock then holds nobody back, and what is
+            done under it must be safe without it.
+    """
+
+    def __init__(self, descriptor: int, error: OSError | None) -> None:
+        self._descriptor = descriptor
+        self.error = error
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the open descriptor, for a child process to inherit."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Release the lock; more than once changes nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
+    """Take the lock that a folder or a file stands for; the file is made where it is not there.
 
     Args:
-        named, name: what was asked for, `folder` or a file in it, and how messages call it.
+        shared: together with other holders of the kind.
+        wait: until another's lock ends.
+
+    Raises:
+        Busy: another holds it, and `wait` is false.
+        OSError: the file cannot be opened.
     """
-    place = folder
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    while True:
+        lock = Lock(os.open(path, flags, 0o666), None)
+        try:
+            fcntl.flock(lock, kind)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise Busy from None
+            lock.error = error
+            return lock
+        # The holder before may have removed or renamed what was opened above.
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return lock
+        if not wait:
+            raise Busy
+
+
+def hold_patiently(path: Path, progress: Callable[[str], object], what: str) -> Lock:
+    """Take a lock as soon as nobody else has it, and report meanwhile `what` is waited for."""
+    while True:
+        try:
+            return hold(path, wait=False)
+        except Busy:
+            progress(what)
+            time.sleep(WAIT_SECONDS)
+
+
+# Temporary folders, in which files grow until they are whole and get their names by a rename
+
+
+def own_name(place: Path, suffix: str) -> Path:
+    """Return the temporary folder of this process beside a place: `.NAME.PROCESS.SUFFIX`."""
+    return place.with_name(f".{place.name}.{_process_namespace()}-{os.getpid()}.{suffix}")
+
+
+def left_beside(place: Path, suffix: str) -> list[Path]:
+    """List the temporary folders of all processes beside a place."""
+    named = re.compile(rf"\.{re.escape(place.name)}\.[^/]+-\d+\.{re.escape(suffix)}")
+    if not place.parent.is_dir():
+        return []
+    found = (path for path in place.parent.iterdir() if named.fullmatch(path.name))
+    return sorted(path for path in found if is_ours(path))
+
+
+def maker_is_gone(folder: Path) -> bool:
+    """Return True if the process that `own_name` names was one of this host, and has ended."""
+    host, _, process = folder.stem.rpartition("-")
+    if not host.endswith(f".{_process_namespace()}") or not process.isdecimal():
+        return False
     try:
-        while not os.path.lexists(place):
-            place = place.parent
-        is_folder = place.is_dir()
+        os.kill(int(process), 0)
+    except (OSError, OverflowError) as error:
+        return isinstance(error, ProcessLookupError)
+    return False
+
+
+def _process_namespace() -> str:
+    """Return this host's name, and the namespace that numbers its processes, as of a container."""
+    namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+    return f"{socket.gethostname()}-{namespace}"
+
+
+def make_temporary(folder: Path) -> None:
+    """Make a temporary folder; one that a killed process left is taken with what is in it.
+
+    Raises:
+        UserError: something else stands there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_ours(folder):
+        raise _not_ours(folder)
+    if not is_marked(folder):
+        write_text(folder / MARK, _MARK_TEXT)
+
+
+def is_marked(folder: Path) -> bool:
+    """Return True if a folder is a temporary one of this program."""
+    return not folder.is_symlink() and (folder / MARK).is_file()
+
+
+def is_ours(folder: Path) -> bool:
+    """Return True if a folder is marked, or a kill ended its making before the mark."""
+    if is_marked(folder):
+        return True
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(path.name.startswith(f".{MARK}") for path in folder.iterdir())
+
+
+def empty_temporary(folder: Path) -> None:
+    """Delete everything in a temporary folder but its mark. Raises UserError for another folder."""
+    if not is_ours(folder):
+        raise _not_ours(folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
+
+
+def remove_temporary(folder: Path) -> None:
+    """Delete a temporary folder, the mark last; nothing where there is none.
+
+    Raises:
+        UserError: something else stands there, or it cannot be removed.
+    """
+    if not os.path.lexists(folder):
+        return
+    try:
+        empty_temporary(folder)
+        (folder / MARK).unlink(missing_ok=True)
+        folder.rmdir()
     except OSError as error:
-        raise file_error(f"{name}: {describe_os_error(error)}", error) from None
-    if not is_folder:
-        if place.is_symlink() and not place.exists():
-            resolve(place)  # a loop is said as such
-        which = "is a file" if place == named else f"{place} is a file"
-        raise UserError(f"{name}: {which}; give {wanted}")
-    virtual = resolve(place).is_relative_to("/proc") or resolve(place).is_relative_to("/sys")
-    if virtual or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{name}: {place} may not be written to")
+        text = f"{folder}: cannot be removed ({describe_os_error(error)})"
+        raise file_error(text, error) from None
+
+
+def _not_ours(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: stands where temporary files go, and was not made by this program; move it away"
+    )
+
+
+# Folders that are whole or absent
 
 
 def _nothing(folder: Path) -> Collection[str]:
@@ -111,30 +281,32 @@ def atomic_folder(
         flag: names the option in messages.
 
     Raises:
-        UserError: `out` holds anything else; another command is writing to it; or it cannot be
-            written.
+        UserError: `out` holds anything else, or cannot be written.
     """
     from safetensors import SafetensorError
 
-    place = resolve(out)  # of a link, the folder that it points to is replaced
+    place = Path(os.path.realpath(out))  # of a link, the folder that it points to is replaced
     named = f"{flag} {out}"
+    holder = own_name(place, "tmp")
+    new, old = holder / "new", holder / "old"
     try:
-        with _claimed(place, listing, named):
-            holder = own_name(place, "tmp")
-            new, old = holder / "new", holder / "old"
-            _check_listed(place, listing, named)
-            make_temporary(holder)
-            try:
-                new.mkdir()
-                yield new
-                _publish(new)
-                _replace(place, new, old, listing, named)
-            except BaseException:
-                with contextlib.suppress(UserError):
-                    remove_temporary(holder)
-                raise
-            # The result is there; what cannot be tidied now goes with the next attempt.
-            with contextlib.suppress(UserError):
+        _clear_leftovers(place)
+        _check_listed(place, listing, named)
+        make_temporary(holder)
+        try:
+            new.mkdir()
+            yield new
+            _publish(new)
+            if place.exists():
+                shutil.copymode(place, new)
+                os.replace(place, old)
+            _check_listed(old, listing, named)  # again: a file may have come meanwhile
+            os.replace(new, place)
+            sync_directory(place.parent)
+        finally:
+            if old.exists() and not place.exists():
+                os.replace(old, place)
+            with contextlib.suppress(UserError):  # The next attempt removes it.
                 remove_temporary(holder)
     except OSError as error:
         text = f"{named}: cannot be written: {describe_os_error(error)}"
@@ -143,59 +315,16 @@ def atomic_folder(
         raise UserError(f"{named}: cannot be written: {error}") from error
 
 
-@contextmanager
-def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> Iterator[None]:
-    """Hold the lock of a place, and clear what killed commands left beside it."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    path = place.with_name(f".{place.name}.writing")
-    try:
-        lock = hold(path, wait=False)
-    except Busy:
-        raise UserError(f"{named}: another command is writing to it") from None
-    with lock:
-        try:
-            for left in left_beside(place, "tmp"):
-                # Where the file system has no locks, another command may be at work.
-                if lock.error is None or maker_is_gone(left):
-                    _clear(left, place, listing, named)
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+def _clear_leftovers(place: Path) -> None:
+    """Remove what killed processes of this host left beside a place.
 
-
-def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
-    """Remove what a killed command left, after an earlier result in it is back in its place.
-
-    Raises:
-        UserError: the place holds something else; the earlier result then stays where it is.
+    A kill between the two renames left the earlier result there; it is put back.
     """
-    old = left / "old"
-    if old.is_dir():
-        if place.is_dir() and not any(place.iterdir()):
-            place.rmdir()
-        if not place.exists():
-            os.replace(old, place)
-        # A result that is there is the newer one: the kill came after the second rename.
-        _check_listed(place, listing, named)
-    remove_temporary(left)
-
-
-def _replace(
-    place: Path, new: Path, old: Path, listing: Callable[[Path], Collection[str]], named: str
-) -> None:
-    """Rename the earlier result away and the new one into its place; or leave all as it was."""
-    try:
-        if place.exists():
-            shutil.copymode(place, new)
-            os.replace(place, old)
-        # Once more: a file may have come meanwhile.
-        _check_listed(old, listing, named)
-        os.replace(new, place)
-    except BaseException:
-        if old.exists() and not place.exists():
-            os.replace(old, place)
-        raise
-    sync_directory(place.parent)
+    for left in left_beside(place, "tmp"):
+        if left == own_name(place, "tmp") or maker_is_gone(left):
+            if (left / "old").exists() and not place.exists():
+                os.replace(left / "old", place)
+            remove_temporary(left)
 
 
 def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
@@ -224,7 +353,7 @@ def files_below(folder: Path) -> set[str]:
 
 def _publish(folder: Path) -> None:
     """Flush everything to disk, with the permissions that newly made files would have."""
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         if path.is_symlink():
             continue
         if path.is_dir() or path.stat().st_nlink == 1:  # A hard link is somebody's file, too.
@@ -234,4 +363,3 @@ def _publish(folder: Path) -> None:
         else:
             with open(path, "rb") as stream:
                 os.fsync(stream.fileno())
-    sync_directory(folder)

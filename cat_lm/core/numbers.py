@@ -123,6 +123,9 @@ def check_number(
     return value
 
 
+# The label of positions that are not scored, as in torch's cross entropy.
+IGNORE_INDEX = -100
+
 # A model's shape
 HIDDEN_SIZE = Range(1, 2**17)
 LAYERS = Range(1, 1024)

@@ -6,11 +6,9 @@ asked for or a `UserError` with the file, the place in it, what stands there and
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -19,10 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.core.files import open_at_once
 
-# Where a shell's <(command) and `command |` stand.
-_OPEN_FILES = ("/dev/fd", "/proc/self/fd")
 MAX_TEXT_BYTES = 2**30
 MAX_YAML_BYTES = 2**24
 
@@ -56,6 +51,11 @@ def _check_inside(name: str) -> str:
 InsideName = Annotated[str, AfterValidator(_check_inside)]
 
 
+def resolve(path: Path | str) -> Path:
+    """Return an absolute path without links."""
+    return Path(os.path.realpath(path))
+
+
 def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> bytes:
     """Read a whole file.
 
@@ -66,11 +66,9 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
     Raises:
         UserError: there is no such file, it may not be read, is no file, or is too large.
     """
-    path, name = Path(path), f"{what} {path}".strip()
+    name = f"{what} {path}".strip()
     try:
-        with open(path, "rb", opener=open_at_once) as stream:
-            _refuse_other_kinds(path, os.fstat(stream.fileno()).st_mode)
-            os.set_blocking(stream.fileno(), True)  # a pipe's other end may still be writing
+        with open(path, "rb") as stream:
             text = stream.read(limit + 1)
     except OSError as error:
         raise file_error(f"{name}: {describe_os_error(error)}", error) from None
@@ -79,15 +77,6 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
     if len(text) > limit:
         raise UserError(f"{name}: is larger than {limit >> 20} MiB; it cannot be what is meant")
     return text
-
-
-def _refuse_other_kinds(path: Path, mode: int) -> None:
-    """Raise OSError for devices, and for pipes but those that this process was given open."""
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise OSError(errno.EINVAL, "is a device, not a file")
-    given = str(path) == "/dev/stdin" or str(path.parent) in _OPEN_FILES
-    if stat.S_ISFIFO(mode) and not given:  # it may have no other end, and would be waited for
-        raise OSError(errno.EINVAL, "is a pipe, not a file")
 
 
 def read_text(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> str:
@@ -114,42 +103,46 @@ def read_json(path: Path | str, schema: type[T], advice: str = "") -> T:
 
 def parse_json(text: bytes | str, schema: type[T], name: str, advice: str = "") -> T:
     """Read JSON of one schema from its text; `name` names it in the UserError that it may raise."""
-    try:
-        return schema.model_validate_json(text)
-    except ValidationError as error:
-        raise UserError(f"{name}: {describe_mismatch(error)}{_then(advice)}") from None
+    return _checked(schema.model_validate_json, text, name, advice)
 
 
 def check_shape(values: Any, schema: type[T], name: str, advice: str = "") -> T:
     """Check values that were read already, as `parse_json` does."""
+    return _checked(schema.model_validate, values, name, advice)
+
+
+def _checked(validate: Callable[[Any], T], given: Any, name: str, advice: str) -> T:
     try:
-        return schema.model_validate(values)
+        return validate(given)
     except ValidationError as error:
-        raise UserError(f"{name}: {describe_mismatch(error)}{_then(advice)}") from None
+        raise UserError(f"{name}: {_describe_mismatch(error)}{_then(advice)}") from None
 
 
 def _then(advice: str) -> str:
     return f"; {advice}" if advice else ""
 
 
-def describe_mismatch(error: ValidationError) -> str:
+def _describe_mismatch(error: ValidationError) -> str:
     """Describe the first error that pydantic found: the place, what stands there, what should."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "json_invalid":
+    place, kind = ".".join(map(str, first["loc"])), first["type"]
+    if kind == "json_invalid":
         return f"is not JSON ({first['ctx']['error']})"
-    if first["loc"] == ("format",):
-        is_there = first["type"] != "missing"
-        found = f"format is {short(first['input'])}" if is_there else "has no format"
+    if place == "format":
+        found = "has no format" if kind == "missing" else f"format is {short(first['input'])}"
         return f"{found}, must be 1: another version of cat_lm wrote it"
-    if first["type"] == "missing":
+    if kind == "missing":
         return f"has no {place}"
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if first["type"] in ("model_type", "dict_type"):  # else the words of Python, or a class's name
-        message = "should be an object"
-    message = message[0].lower() + message[1:]
-    where = f"{place} is" if place else "holds"
-    return f"{where} {short(first['input'])}: {message}"
+    # pydantic's own text of these names Python's types, or a class.
+    is_object = kind in ("model_type", "dict_type")
+    message = "should be an object" if is_object else mismatch_text(first)
+    return f"{f'{place} is' if place else 'holds'} {short(first['input'])}: {message}"
+
+
+def mismatch_text(error: Any) -> str:
+    """Return what pydantic says of one of its errors, to stand after the value."""
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return message[0].lower() + message[1:]
 
 
 def short(value: Any, most: int = 60) -> str:
@@ -164,10 +157,7 @@ def short(value: Any, most: int = 60) -> str:
 def clipped(text: str, most: int = 60) -> str:
     """Show text on one line in about `most` characters: cut, without control characters."""
     text = text if len(text) <= most else f"{text[: most - 3]}..."
-    if text.isprintable():
-        return text
-    parts = (c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return "".join(parts)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def read_object(
@@ -194,11 +184,9 @@ def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
     Raises:
         UserError: it is no JSON.
     """
-    constants = {}
-    if finite:
-        constants = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
+    hooks = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
     try:
-        return json.loads(decode(text, name), **constants)
+        return json.loads(decode(text, name), **hooks)
     except ValueError as error:
         raise UserError(f"{name}: is not JSON ({error})") from None
     except RecursionError:
@@ -233,12 +221,11 @@ def read_json_lines(
     """
     # Not str.splitlines, which also splits at characters that JSON's texts may hold.
     lines = read_text(path, what).removesuffix("\n").split("\n")
-    name = f"{what} {path}".strip()
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        place = f"{name}, line {number}"
+        place = f"{what} {path}, line {number}".strip()
         try:
             record = parse_value(line.encode(), place, finite=True)
         except UserError:
@@ -258,20 +245,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line = f"line {key.start_mark.line + 1}"
-            if key.tag != "tag:yaml.org,2002:str":
-                what = short(self.construct_object(key, deep=True))
-                raise UserError(f"{line}: the key {what} is no text; put it in quotes")
+            place = f"line {key.start_mark.line + 1}: key '{clipped(str(key.value))}'"
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise UserError(f"{place} is no text; put it in quotes")
             if key.value in seen:
-                raise UserError(f"{line}: key '{clipped(key.value)}' stands twice")
+                raise UserError(f"{place} stands twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-# What the loader's conversions raise for a date, a number or a tag that cannot be read.
-_NO_VALUE = (ValueError, LookupError, AttributeError, RecursionError)
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -284,22 +264,11 @@ def parse_yaml(text: str, name: str) -> Any:
         return yaml.load(text, _UniqueKeyLoader)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    except (yaml.YAMLError, *_NO_VALUE) as error:
+    # The others are of the loader's conversions, such as of a date.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def read_yaml(path: Path | str, what: str = "") -> Any:
     """Read a YAML file; errors as in `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path, what, MAX_YAML_BYTES), f"{what} {path}".strip())
-
-
-def resolve(path: Path | str) -> Path:
-    """Resolve links. Raises UserError for a loop of them and for names that no system takes."""
-    try:
-        return Path(path).resolve()
-    except (OSError, RuntimeError) as error:
-        loop = isinstance(error, RuntimeError) or error.errno == errno.ELOOP
-        reason = "a loop of symbolic links" if loop else describe_os_error(error)
-        raise UserError(f"{path}: {reason}") from None
-    except ValueError as error:
-        raise UserError(f"{str(path)!r}: {error}") from None

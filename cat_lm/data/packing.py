@@ -17,20 +17,19 @@ from typing import Literal
 
 import numpy as np
 
-from cat_lm.core.checksums import checksums
 from cat_lm.core.errors import UserError, is_temporary
-from cat_lm.core.files import sync_directory, write_json
-from cat_lm.core.labels import IGNORE_INDEX
-from cat_lm.core.locks import hold_patiently
-from cat_lm.core.readers import Record, read_json
-from cat_lm.core.temporary import (
+from cat_lm.core.files import checksums, sync_directory, write_json
+from cat_lm.core.folders import (
     empty_temporary,
+    hold_patiently,
     left_beside,
     make_temporary,
     maker_is_gone,
     own_name,
     remove_temporary,
 )
+from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.core.readers import Record, read_json
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest

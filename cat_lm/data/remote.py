@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError, file_error
-from cat_lm.core.files import atomic_write
+from cat_lm.core.files import atomic_write, sha256
+from cat_lm.core.folders import empty_temporary, make_temporary, remove_temporary
 from cat_lm.core.host import GIB
-from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
 from cat_lm.data.corpus import TokenCorpus, allow_open_files
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
 from cat_lm.data.remote_shards import RemoteShard, alone

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sync_directory
-from cat_lm.core.locks import hold_patiently
+from cat_lm.core.files import sha256, sync_directory
+from cat_lm.core.folders import hold_patiently
 from cat_lm.data.listed_shards import ListedShard
 from cat_lm.data.manifest import open_shard
 from cat_lm.data.shards import Shard

@@ -31,9 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sync_directory
+from cat_lm.core.files import sha256, sync_directory
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import write_json, write_text
+from cat_lm.core.files import sha256, write_json, write_text
 from cat_lm.core.numbers import VOCABULARY
 from cat_lm.core.readers import short
 from cat_lm.data.sentencepiece_models import EOD_PIECE, SPACE, SentencePieceModel, train_model

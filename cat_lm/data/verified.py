@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cat_lm.core.checksums import checksums, sha256
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import checksums, sha256
 from cat_lm.core.readers import Versioned, parse_json, read_object, resolve, short
 from cat_lm.data.manifest import Count, Digest
 from cat_lm.data.storage import cache_folder

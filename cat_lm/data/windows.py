@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus, has_outside
 
 Batch = dict[str, np.ndarray]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from cat_lm.core.causes import os_error
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import os_error
 from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
 from cat_lm.core.readers import (
     MAX_YAML_BYTES,

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cat_lm.core.checksums import Algorithm, checksums
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import Algorithm, checksums
 from cat_lm.core.numbers import CONTEXT
 from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_object
 

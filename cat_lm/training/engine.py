@@ -15,7 +15,7 @@ import torch
 from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.runtime.cpu import make_process_ready

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import Batch, validation_windows
 from cat_lm.training.distributed import Ranks

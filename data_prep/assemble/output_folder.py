@@ -20,10 +20,9 @@ from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
-from cat_lm.core.locks import Busy
+from cat_lm.core.folders import Busy, is_marked
+from cat_lm.core.folders import remove_temporary as remove_temporary_folder
 from cat_lm.core.outputs import remove_files
-from cat_lm.core.temporary import is_marked
-from cat_lm.core.temporary import remove_temporary as remove_temporary_folder
 from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.verified import NOTE

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.core.files import write_json
+from cat_lm.core.files import sha256, write_json
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
 from cat_lm.data.opening import open_corpus

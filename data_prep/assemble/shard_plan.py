@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
-from cat_lm.core.files import atomic_write
+from cat_lm.core.files import atomic_write, sha256
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_shards
 from data_prep.assemble.selection import Selection

@@ -14,7 +14,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write
-from cat_lm.core.temporary import make_temporary
+from cat_lm.core.folders import make_temporary
 from cat_lm.data.manifest import SPLITS
 from cat_lm.data.shards import ShardInfo
 from data_prep.assemble import output_folder

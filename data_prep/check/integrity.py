@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import sha256
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import check_fingerprint, splits_of
 from cat_lm.data.shards import Shard

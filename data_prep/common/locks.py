@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cat_lm.core.locks import hold
+from cat_lm.core.folders import hold
 
 _noted = False
 

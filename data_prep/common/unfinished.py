@@ -18,8 +18,8 @@ from pydantic import AfterValidator
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.folders import is_ours, make_temporary, remove_temporary
 from cat_lm.core.readers import Versioned, read_json
-from cat_lm.core.temporary import is_ours, make_temporary, remove_temporary
 from cat_lm.data.manifest import listed_shards
 from cat_lm.data.packing import PACKING, plan_files
 from cat_lm.data.verified import NOTE

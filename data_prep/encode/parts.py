@@ -23,11 +23,9 @@ from typing import IO
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sync_directory
+from cat_lm.core.files import opened, sha256, sync_directory, write_sealed
 from cat_lm.core.readers import Versioned, check_shape, read_object
-from cat_lm.core.seals import opened, write_sealed
 
 DOCUMENT = np.dtype(
     [

@@ -10,9 +10,8 @@ from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
-from cat_lm.core.checksums import sha256
-from cat_lm.core.files import sync_directory
-from cat_lm.core.temporary import make_temporary, remove_temporary
+from cat_lm.core.files import sha256, sync_directory
+from cat_lm.core.folders import make_temporary, remove_temporary
 from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
 from data_prep.common.selection_spec import SelectionSpec

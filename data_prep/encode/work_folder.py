@@ -1,7 +1,7 @@
 """The work folder of a preparation: its parts, and all that a restart needs to know.
 
 It is only ever where the arguments say: `parts` in the output folder, or a folder in --scratch
-whose name follows from the output folder. It is a temporary folder (`cat_lm.core.temporary`), from
+whose name follows from the output folder. It is a temporary folder (`cat_lm.core.folders`), from
 which only files with the names of a preparation's are ever deleted.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.folders import MARK, is_marked, make_temporary, remove_temporary
 from cat_lm.core.outputs import remove_files
 from cat_lm.core.readers import resolve
-from cat_lm.core.temporary import MARK, is_marked, make_temporary, remove_temporary
 
 INSIDE = "parts"
 ASSEMBLY = "assembly.json"  # the plan of the shards

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import write_json
+from cat_lm.core.files import sha256, write_json
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import sha256
 from cat_lm.core.readers import clipped
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 

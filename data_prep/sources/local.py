@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.folders import MARK
 from cat_lm.core.readers import clipped
-from cat_lm.core.temporary import MARK
 from cat_lm.data.manifest import MANIFEST
 from data_prep.common.amounts import cut
 from data_prep.common.unfinished import MARKER

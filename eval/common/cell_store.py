@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import opened, write_sealed
 from cat_lm.core.folders import check_file
 from cat_lm.core.readers import Versioned, check_shape, parse_value, read_bytes, short
-from cat_lm.core.seals import opened, write_sealed
 
 
 def key_hash(key: Mapping[str, Any], digits: int = 16) -> str:

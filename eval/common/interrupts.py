@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.locks import Busy, Lock, hold
+from cat_lm.core.folders import Busy, Lock, hold
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.2  # between looks at whether a signal has come

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.core.files import write_json
-from cat_lm.core.locks import Lock
+from cat_lm.core.folders import Lock
 from cat_lm.core.outputs import is_result
 from cat_lm.core.readers import Versioned, read_json, short
 from eval.common.interrupts import Stopped, held, run_to_end, say, terminated_as_interrupt

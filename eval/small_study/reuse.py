@@ -14,7 +14,7 @@ from typing import Any
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
-from cat_lm.core.temporary import make_temporary, remove_temporary
+from cat_lm.core.folders import make_temporary, remove_temporary
 from eval.small_study.execute import (
     ORIGIN,
     JobFailed,

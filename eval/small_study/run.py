@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.locks import Lock
+from cat_lm.core.folders import Lock
 from eval.common.library_text import LIBRARY
 from eval.small_study.plan import ROOT, Job, Study, check, claim
 

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 from safetensors import SafetensorError, safe_open
@@ -96,14 +96,14 @@ def stale_states(times: int):
     """The same of the generators' states, which Python reads."""
     left = [times]
 
-    def opening(path: str, flags: int) -> int:
-        if path.endswith(".pt"):
+    def opening(path: Path, mode: str) -> IO:
+        if path.suffix == ".pt":
             left[0] -= 1
             if left[0] >= 0:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return os.open(path, flags)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return open(path, mode)
 
-    return mock.patch.object(readers, "open_at_once", opening)
+    return mock.patch.object(readers, "open", opening, create=True)
 
 
 def read(ranks, data: str, folder: str) -> dict[str, tuple[bool, str]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.documents import document_runs
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.sequence import sequence_group

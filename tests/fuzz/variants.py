@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from cat_lm.core.seals import opened, write_sealed
+from cat_lm.core.files import opened, write_sealed
 
 # Measured times differ in length, and with them what a case of the same seed would damage.
 _TIMES = re.compile(r'("(?:\w*seconds|tokens_per_second|data|training|testing)": )[\d.e-]+')

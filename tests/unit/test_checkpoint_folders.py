@@ -418,8 +418,3 @@ def test_links_of_the_run_s_own_names_change_nothing_elsewhere(run, tmp_path):
     set_aside_useless(folder, found, lambda line: None)
     assert (tmp_path / "mine").read_text() == "mine"
     assert (folder / "latest").read_text() == "step-00000004\n"
-    (folder / ".lock").unlink()
-    (folder / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"\.lock: is a link, must be a lock's own file"):
-        to_resume(run)
-    assert (tmp_path / "mine").read_text() == "mine"

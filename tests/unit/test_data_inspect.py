@@ -159,7 +159,7 @@ def change(copy, edit):
 
 def forge(copy, values):
     """Shards whose checksums are right, but whose tokens are not what the manifest says."""
-    from cat_lm.core.checksums import sha256
+    from cat_lm.core.files import sha256
 
     file = copy / "train-00000.bin"
     tokens = np.fromfile(file, dtype="<u2")

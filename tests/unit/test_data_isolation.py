@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader
 from cat_lm.data.opening import open_corpus
 from cat_lm.model import CatConfig, CatForCausalLM

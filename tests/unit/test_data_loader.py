@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, validation_windows
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shuffle import Permutation

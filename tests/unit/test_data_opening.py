@@ -6,8 +6,8 @@ import os
 import pytest
 
 from cat_lm.config import RunConfig
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import sha256
 from cat_lm.data import TokenCorpus, listed_shards
 from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture

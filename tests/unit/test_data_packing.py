@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError, file_error
-from cat_lm.core.labels import IGNORE_INDEX
-from cat_lm.core.locks import hold
-from cat_lm.core.temporary import is_marked, make_temporary
+from cat_lm.core.folders import hold, is_marked, make_temporary
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import PIECE, best_fit, pack
@@ -300,7 +299,7 @@ def test_the_log_tells_the_padding_and_the_cuts(corpus):
 
 def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
     """Else it would count as hung after a while."""
-    monkeypatch.setattr("cat_lm.core.locks.WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("cat_lm.core.folders.WAIT_SECONDS", 0.01)
     told = []
     name = packing_module._plan_name(corpus.split, T, corpus.fingerprint)
     place = corpus.folder / "packing"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.temporary import make_temporary, own_name
+from cat_lm.core.folders import make_temporary, own_name
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import raw_bytes
 from data_prep.check.findings import inspect

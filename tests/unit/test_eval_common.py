@@ -10,8 +10,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_sealed
 from cat_lm.core.readers import Versioned
-from cat_lm.core.seals import write_sealed
 from cat_lm.pretrained.loading import model_label
 from eval.common.cell_store import CellStore, DamagedCell, key_hash
 from eval.common.html import render

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.temporary import make_temporary, own_name
+from cat_lm.core.folders import make_temporary, own_name
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from tests.commands import python

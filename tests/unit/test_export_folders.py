@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from cat_lm import export
-from cat_lm.core.checksums import checksum
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import checksum
 from cat_lm.export import export_checkpoint, export_model, refuse_checkpoints, training_facts
 from cat_lm.pretrained.loading import load_tokenizer
 from cat_lm.pretrained.record import recorded_precision

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.core.errors import TemporaryError, UserError
-from cat_lm.core.folders import check_file, check_output
+from cat_lm.core.errors import UserError
+from cat_lm.core.folders import check_output
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
@@ -58,16 +57,3 @@ def test_where_a_folder_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
     with pytest.raises(UserError, match=f"--out a/b: {tmp_path} may not be written to"):
         check_output("a/b")
-
-
-def test_a_file_system_s_bad_moment_is_temporary(tmp_path, monkeypatch):
-    """A job that is started again goes on by itself then."""
-
-    def stale(path):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-
-    for check in (check_output, check_file):
-        with monkeypatch.context() as patch:
-            patch.setattr(os.path, "lexists", stale)
-            with pytest.raises(TemporaryError, match="Stale file handle"):
-                check(tmp_path / "out")

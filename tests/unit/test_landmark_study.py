@@ -17,7 +17,7 @@ import pytest
 
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.core.locks import Lock
+from cat_lm.core.folders import Lock
 from eval.common.interrupts import held
 from eval.landmark import __main__ as command
 from eval.landmark import study

@@ -9,7 +9,7 @@ from itertools import combinations, permutations, product
 import numpy as np
 import pytest
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks import generate, make_task
 from eval.recall.tasks.base import distinct, distinct_ngrams, unused, weighted_order
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from cat_lm.mixers.parts.base import Setting
 from cat_lm.model.context import Context

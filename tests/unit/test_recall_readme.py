@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cat_lm import mixers
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.options import parse_specification
 from cat_lm.mixers import make_mixer
 from eval.common.grids import cells, execution

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from eval.common.grids import cells
 from eval.recall.model import RecallModel

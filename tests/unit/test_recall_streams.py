@@ -18,7 +18,7 @@ import torch
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context

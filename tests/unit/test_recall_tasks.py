@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.tasks.base import SPLITS, row_splits
 

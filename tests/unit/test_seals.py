@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.seals import SEAL, opened, write_sealed
+from cat_lm.core.files import SEAL, opened, write_sealed
 from cat_lm.generate import refuse_nonsense
 
 RECORD = {"loss": 1.5, "lengths": (32, 64), "by_step": {10: 1.0, 9: 2.0}, "none": None}

@@ -11,9 +11,7 @@ from unittest import mock
 import pytest
 
 from cat_lm.config.sections import CheckpointSection
-from cat_lm.core import temporary
-from cat_lm.core.errors import TemporaryError
-from cat_lm.core.temporary import MARK, make_temporary, own_name
+from cat_lm.core.folders import MARK, make_temporary, own_name
 from cat_lm.training.checkpoint import transfer
 from cat_lm.training.checkpoint.files import clear_leftovers, prune
 from tests.checkpoints import names, run_of_three, to_resume
@@ -61,17 +59,6 @@ def test_without_locks_only_what_a_dead_process_left_goes(run):
     assert (alive / "step/half").exists()
     assert lines[0].startswith(f"warning: {run / 'checkpoints'}: no locks here (not implemented)")
     assert to_resume(run)[0].name == "step-00000006" and not alive.exists()
-
-
-def test_a_leftover_that_cannot_be_looked_at_now_stays(run, monkeypatch):
-    path, lines = leftover(run, 7, "saving"), []
-    stale = TemporaryError(f"{path / MARK}: Stale file handle")
-    with monkeypatch.context() as patch:
-        patch.setattr(temporary, "read_json", mock.Mock(side_effect=stale))
-        clear_leftovers(run / "checkpoints", lines.append, alone=True)
-        with pytest.raises(TemporaryError, match="Stale file handle"):
-            transfer.prepare(path / "step-00000007")
-    assert (path / "step/half").exists() and len(lines) == 1 and lines[0].endswith("; it stays")
 
 
 def test_a_save_begins_empty(run):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.triton_launch import next_power_of_2, on_device_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

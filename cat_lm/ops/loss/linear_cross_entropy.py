@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.operators import custom_op, refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 

@@ -14,12 +14,16 @@ from pydantic import Field
 
 from cat_lm.config import RunConfig
 from cat_lm.config.sections import CheckpointSection
-from cat_lm.core.checksums import Algorithm
 from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
-from cat_lm.core.files import write_json, write_text
-from cat_lm.core.folders import files_below
+from cat_lm.core.files import Algorithm, write_json, write_text
+from cat_lm.core.folders import (
+    files_below,
+    make_temporary,
+    maker_is_gone,
+    own_name,
+    remove_temporary,
+)
 from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
-from cat_lm.core.temporary import make_temporary, maker_is_gone, own_name, remove_temporary
 
 MARKER = "complete.json"
 STATE = "state.json"

@@ -27,8 +27,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm.core.causes import causes_told, os_error
 from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import causes_told, os_error
 from cat_lm.training.checkpoint import buffers
 from cat_lm.training.checkpoint.fragments import (
     Fragment,

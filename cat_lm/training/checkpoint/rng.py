@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cat_lm.core.causes import causes_told
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import causes_told
 from cat_lm.core.readers import read_bytes
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
-from cat_lm.core.locks import Busy, Lock, hold
-from cat_lm.core.temporary import own_name, remove_temporary
+from cat_lm.core.folders import Busy, Lock, hold, own_name, remove_temporary
 from cat_lm.training.checkpoint import files, transfer
 from cat_lm.training.checkpoint.files import (
     Say,

@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.core import __version__, plugins
-from cat_lm.core.causes import causes_told
-from cat_lm.core.checksums import checksum
 from cat_lm.core.commit import commit
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import give_usual_mode, sync_directory, write_json, write_text
-from cat_lm.core.temporary import empty_temporary, make_temporary, remove_temporary
+from cat_lm.core.files import (
+    causes_told,
+    checksum,
+    give_usual_mode,
+    sync_directory,
+    write_json,
+    write_text,
+)
+from cat_lm.core.folders import empty_temporary, make_temporary, remove_temporary
 from cat_lm.model.attention.objective import Objective
 from cat_lm.training.checkpoint.files import (
     ALGORITHM,

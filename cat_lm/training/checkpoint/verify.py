@@ -9,8 +9,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cat_lm.core.checksums import checksums
 from cat_lm.core.errors import TemporaryError, UserError
+from cat_lm.core.files import checksums
 from cat_lm.training.checkpoint.files import (
     ALGORITHM,
     MARKER,
@@ -110,7 +110,7 @@ def wrong_file(
     """Name the first file that is not as the marker lists it; None if all are.
 
     Args:
-        reading: as in `cat_lm.core.checksums.checksums`.
+        reading: as in `cat_lm.core.files.checksums`.
     """
     if problem := wrong_size(folder, files):
         return problem

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import sha256
 from cat_lm.core.readers import clipped, read_bytes
 
 LRA = "https://github.com/google-research/long-range-arena (lra_release.gz)"

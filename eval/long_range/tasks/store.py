@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cat_lm.core.checksums import checksums
 from cat_lm.core.errors import UserError, describe_os_error
-from cat_lm.core.files import atomic_write
-from cat_lm.core.folders import atomic_folder
-from cat_lm.core.locks import hold
+from cat_lm.core.files import atomic_write, checksums, opened, write_sealed
+from cat_lm.core.folders import atomic_folder, hold
 from cat_lm.core.readers import Versioned, check_shape, read_object
-from cat_lm.core.seals import opened, write_sealed
 from cat_lm.data.verified import changed_files
 from eval.common.cell_store import key_hash
 from eval.long_range.tasks.base import Place

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.files import finite, write_json, write_text
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from eval.common.grids import pictures
 from eval.common.grids.execution import Execution, alone_in

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks.base import Task, distinct, distinct_ngrams
 
 MODES = ("autoregressive", "oneshot")

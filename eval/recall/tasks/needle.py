@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks.base import Task, distinct, unused
 
 PARTS = ("early", "middle", "late")  # thirds of the haystack

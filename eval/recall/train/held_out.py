@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus
 from eval.common.comparison import ratio_error
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Versioned
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified

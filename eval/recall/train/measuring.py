@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cat_lm.core.labels import IGNORE_INDEX
+from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples
 

@@ -10,9 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import atomic_write, write_json
+from cat_lm.core.files import atomic_write, sha256, write_json
 from cat_lm.core.outputs import claim_outputs
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest

@@ -20,8 +20,8 @@ from datasets import Dataset, load_dataset
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
 
-from cat_lm.core.checksums import sha256
 from cat_lm.core.errors import UserError
+from cat_lm.core.files import sha256
 from cat_lm.core.readers import (
     InsideName,
     Record,

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.temporary import MARK, make_temporary
+from cat_lm.core.folders import MARK, make_temporary
 from data_prep.common.unfinished import MAKING
 from tests.prepared_data import digests
 from tests.unit.test_data_selection import flags as set_flags

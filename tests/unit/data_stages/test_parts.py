@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.seals import opened, write_sealed
+from cat_lm.core.files import opened, write_sealed
 from data_prep.encode import parts
 from tests.conftest import write_jsonl
 from tests.prepared_data import digests

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.seals import opened, write_sealed
+from cat_lm.core.files import opened, write_sealed
 from cat_lm.export import export_model
 from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep import cells as length_sweep_cells

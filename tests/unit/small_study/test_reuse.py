@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.config import load_config
-from cat_lm.core.temporary import make_temporary
+from cat_lm.core.folders import make_temporary
 from cat_lm.training.checkpoint import step_folders
 from eval.small_study.execute import (
     ORIGIN,
