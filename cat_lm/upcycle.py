@@ -238,8 +238,8 @@ def _identity_filter(config: PreTrainedConfig, name: str, like: Tensor) -> Tenso
     """
     import torch
 
-    from cat_lm.model.streams.ranks import Ranks
-    from cat_lm.model.streams.weights import filter_of
+    from cat_lm.model.streams.operations import Ranks
+    from cat_lm.model.streams.pipeline import filter_of
 
     if name.endswith(".canon_filter"):
         return torch.zeros(like.shape)

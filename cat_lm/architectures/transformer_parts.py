@@ -34,7 +34,7 @@ class KernelKeys(ModelSection):
 
 
 class CanonKeys(ModelSection):
-    """Canon layers of the block, see `cat_lm.model.streams.canon`."""
+    """Canon layers of the block, see `CanonLayer`."""
 
     canon: str = Field("none", description="some of the places A, C and D, as in ACD; or none")
     canon_window: Annotated[int, whole(numbers.WINDOW)] = Field(4, description="taps of a filter")

@@ -12,57 +12,38 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
 from cat_lm.core.registry import Registry
 from cat_lm.mixers.parts.base import CAPABILITIES, Mixer, MixerKind, Setting
-from cat_lm.model.attention import PATTERNS
 
 __all__ = ["CAPABILITIES", "MIXERS", "Mixer", "MixerKind", "Setting"]
-__all__ += ["get", "make", "make_mixer", "names", "register"]
+__all__ += ["get", "make", "make_mixer", "mixer_of", "mixer_problems", "names", "register"]
+
+
+class MixerRegistry(Registry[MixerKind]):
+    """The mixers; patterns of attention that are none by a file of their own are among them."""
+
+    def names(self) -> tuple[str, ...]:
+        """List all mixers, this project's first. Raises UserError for a broken plugin."""
+        from cat_lm.mixers.kinds.cat import pattern_mixers
+
+        known = super().names()
+        for mixer in pattern_mixers(known):
+            self.register(mixer)
+        return super().names()
 
 
 def _check(kind: MixerKind) -> None:
     """Check what a mixer says of itself. Raises ValueError."""
-    named = f"mixer {kind.name!r}"
-    if set(kind.name) & set(":,= \n"):
-        raise ValueError(f"{named}: a name has no spaces, colons, commas or =")
-    if not isinstance(kind.supports, frozenset | set):
-        raise ValueError(
-            f"{named}: supports={kind.supports!r} must be a frozenset of names, as "
-            'frozenset({"documents"})'
-        )
-    unknown = set(kind.supports) - set(CAPABILITIES)
-    if unknown:
-        raise ValueError(
-            f"{named}: supports {', '.join(sorted(unknown))}; known: {', '.join(CAPABILITIES)}"
-        )
+    if unknown := set(kind.supports) - set(CAPABILITIES):
+        said, known = ", ".join(sorted(unknown)), ", ".join(CAPABILITIES)
+        raise ValueError(f"mixer {kind.name!r}: supports {said}; known: {known}")
     options = getattr(kind, "Options", None)
     if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:
-        raise ValueError(f"{named}: its Options must be a frozen dataclass")
+        raise ValueError(f"mixer {kind.name!r}: its Options must be a frozen dataclass")
 
 
-class MixerRegistry(Registry[MixerKind]):
-    """The mixers, those that patterns of attention are among them."""
-
-    def names(self) -> tuple[str, ...]:
-        """List all mixers, this project's first. Raises UserError for a broken plugin."""
-        from cat_lm.mixers.patterns import mixer_names
-
-        known = super().names()
-        return (*known, *(n for n in mixer_names() if n not in (*known, *_OTHER_PATTERNS)))
-
-    def _find(self, name: Any, what: str) -> None:
-        if isinstance(name, str) and name not in self._modules and name in self.names():
-            from cat_lm.mixers.patterns import PatternAttention, mixer_names
-
-            if name not in self._entries:
-                self.register(PatternAttention(PATTERNS.get(mixer_names()[name])))
-        else:
-            super()._find(name, what)
-
-
-# Of these the mixers `attention` and `cat` have another name, or an option.
-_OTHER_PATTERNS = ("softmax", "map-mixing")
 MIXERS = MixerRegistry(
     "mixer",
     MixerKind,
@@ -94,3 +75,31 @@ def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
         UserError: an unknown name or option.
     """
     return make(*parse_specification(specification), what=what)
+
+
+def mixer_of(model: Any) -> Mixer:
+    """Make the mixer of a language model's section or configuration. Raises UserError."""
+    return make(model.mixer, model.mixer_options or {})
+
+
+def mixer_problems(model: Any) -> list[str]:
+    """Return what of a model's mixer, its options and the sizes does not go together, by key."""
+    try:
+        mixer = mixer_of(model)
+    except UserError as error:
+        return [f"mixer_options: {error}"]
+    layers, width = model.num_hidden_layers, model.hidden_size
+    try:
+        for layer in range(min(layers, 2)):  # The others are like the second.
+            mixer.check(Setting(width, layer, layers))
+    except UserError as error:
+        return [f"mixer_options: {error} (hidden_size={width})"]
+    rows = model.learned_positions
+    if mixer.learned_positions and rows is None:
+        return [
+            f"learned_positions: mixer {mixer.label} needs a table of positions: give its rows, "
+            "at least data.context_length; or set mixer_options.position to rope or none"
+        ]
+    if rows is not None and not mixer.learned_positions:
+        return [f"learned_positions={rows}: has no effect with mixer {mixer.label}; leave it out"]
+    return []

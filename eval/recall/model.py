@@ -21,7 +21,7 @@ from cat_lm.mixers import Mixer, Setting
 from cat_lm.mixers.parts.streams import filters_as_lists
 from cat_lm.model.blocks.residual import Block
 from cat_lm.model.context import Context
-from cat_lm.model.streams.long_filter import LongFilter
+from cat_lm.model.streams.operations import LongFilter
 from cat_lm.model.streams.pipeline import StreamPipeline
 
 SPREAD = 0.02

@@ -18,7 +18,6 @@ from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.mixers.kinds import mamba
-from cat_lm.mixers.parts import mamba2
 from cat_lm.model import CatMamba2Config, CatMambaConfig
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
@@ -113,14 +112,13 @@ def test_steps_rates_and_outputs_start_as_published(case):
 @both
 def test_what_is_exponentiated_is_in_fp32(case, monkeypatch):
     """In bf16 Δ and its bias are summed, and states kept, in fp32; so is the residual stream."""
-    module = mamba if case == "mamba" else mamba2
-    scan, given = module.decaying_scan, []
+    scan, given = mamba.decaying_scan, []
 
     def recorded(q, k, v, rate, a, **how):
         given.append((v.dtype, rate.dtype, a.dtype, float(rate.detach().float().sum())))
         return scan(q, k, v, rate, a, **how)
 
-    monkeypatch.setattr(module, "decaying_scan", recorded)
+    monkeypatch.setattr(mamba, "decaying_scan", recorded)
     model = model_of(case).to(torch.bfloat16)
     mixer, rows = model.backbone.layers[0].mixer, tokens(1, 9)
     hidden = model.backbone(rows, output_hidden_states=True).hidden_states

@@ -7,7 +7,7 @@ from cat_lm import architectures
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
-from cat_lm.model.streams.ranks import RANK_START
+from cat_lm.model.streams.operations import RANK_START
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
 from tests.unit.tiny_models import cat_model, random_ids, stock_model

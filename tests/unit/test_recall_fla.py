@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.mixers.kinds.gla import gated_linear_attention
-from cat_lm.mixers.parts.linear_attention import linear_attention
+from cat_lm.mixers.parts.linear import linear_attention
 from cat_lm.model.context import Context
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 

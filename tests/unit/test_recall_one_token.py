@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cat_lm.core.numbers import IGNORE_INDEX
-from cat_lm.mixers import make_mixer
-from cat_lm.mixers.parts.base import Setting
+from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from eval.recall.grids.plan import SCALES, plan
 from eval.recall.tasks import generate, make_task

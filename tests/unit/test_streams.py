@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cat_lm.model.streams import fusions, pipeline
-from cat_lm.model.streams.convolution import Convolution
-from cat_lm.model.streams.fusions import FUSIONS, fused
-from cat_lm.model.streams.rotation import Rotation
+from cat_lm.model.streams import pipeline
+from cat_lm.model.streams.operations import Convolution, Rotation
+from cat_lm.model.streams.pipeline import FUSIONS, fused
 from tests.unit.test_model_rank import first_attention
 from tests.unit.tiny_models import cat_model, random_ids
 
@@ -23,7 +22,7 @@ def taken(monkeypatch):
 
     class Watched:
         def __init__(self, fusion):
-            self.fusion = fusion
+            self.__dict__ |= {"fusion": fusion, **vars(fusion)}
 
         def __call__(self, layer):
             found = self.fusion(layer)
@@ -117,8 +116,8 @@ def test_a_token_after_others(taken, monkeypatch, family):
     ids = random_ids(2, 9)
     whole = model(ids).logits
     cache = model(ids[:, :5], use_cache=True).past_key_values
-    monkeypatch.setattr(fusions, "can_step", lambda *_: True)
-    monkeypatch.setattr(fusions, "convolve_step", step)
+    monkeypatch.setattr(pipeline, "can_step", lambda *_: True)
+    monkeypatch.setattr(pipeline, "convolve_step", step)
     taken.clear()
     parts = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 9)]
     assert set(taken) == {TOKEN}

@@ -13,8 +13,7 @@ from cat_lm import mixers
 from cat_lm.architectures.base import Architecture, Classes, ModelSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.mixers import Mixer, Setting
-from cat_lm.mixers.checks import mixer_of, mixer_problems
+from cat_lm.mixers import Mixer, Setting, mixer_of, mixer_problems
 from cat_lm.model.attention.objective import Objective
 from cat_lm.model.rules import gated_width
 

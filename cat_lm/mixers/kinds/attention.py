@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from cat_lm.mixers.kinds import cat
@@ -32,8 +33,7 @@ class Options:
     @property
     def plain(self) -> cat.Options:
         """The same layer as CAT without filters."""
-        how = {"position": self.position, "bias": self.bias, "dropout": self.dropout}
-        return cat.Options(streams=None, heads=self.heads, **how)
+        return cat.Options(streams=None, **dataclasses.asdict(self))
 
 
 class SoftmaxAttention(cat.ConvolvedAttention):

@@ -1,22 +1,27 @@
 """CAT: softmax attention over convolved queries, keys and values (Definition 1 of the paper).
 
 Without position embeddings by default. The rest is Zoology's attention layer: a projection with
-bias, dropout 0.1 on the attention map, an output projection with bias.
+bias, dropout 0.1 on the attention map, an output projection with bias. Every other pattern of
+attention is a mixer by its name as well: CAT with this pattern.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.options import (
     ConvolutionOptions,
+    StreamSettings,
     check_choice,
     check_fraction,
+    stream_settings,
 )
-from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
 from cat_lm.model import attention
+from cat_lm.model.attention import PATTERNS, Pattern
 from cat_lm.ops.convolution import kinds
 
 if TYPE_CHECKING:
@@ -103,13 +108,55 @@ class ConvolvedAttention(MixerKind):
         return Attention(options.plain, settings, options.plain.bias)
 
     def layout_settings(self, options: Any, width: int) -> StreamSettings:
-        return self.settings(options, width).of_model()
+        settings = self.settings(options, width)
+        # A language model lays its rows out itself.
+        settings.takes_gaps, settings.keeps_padding = False, True
+        return settings
 
     def cache_layer(self, options: Any) -> type:
         from cat_lm.model.cache import StateDynamicLayer
 
         own = attention.pattern(self.settings(options, options.heads)).cache_layers()
         return StateDynamicLayer if own is None else own[0]
+
+
+class PatternAttention(ConvolvedAttention):
+    """CAT with a pattern of attention, whose options stand beside CAT's."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        own = [(name, type(value), value) for name, value in pattern.options.items()]
+        self.Options = dataclasses.make_dataclass("Options", own, bases=(Options,), frozen=True)
+        self.pattern, self.name = pattern, pattern.name.replace("_", "-")
+        self.longest, self.computes_on_cpu = pattern.longest, pattern.computes_on_cpu
+        self.__module__ = type(pattern).__module__  # It is a plugin's where the pattern is one.
+
+    def check(self, options: Any, setting: Setting) -> None:
+        super().check(options, setting)
+        settings = self.settings(options, setting.d_model)
+        if problems := attention.problems(settings, settings._attn_implementation):
+            raise ValueError(problems[0])
+
+    def attention_settings(self, options: Any) -> dict[str, Any]:
+        own = {name: getattr(options, name) for name in self.pattern.options}
+        able = self.pattern.implementations
+        by = "sdpa" if able is None or "sdpa" in able else min(able)
+        chosen = {"attention": self.pattern.name, "attention_options": own}
+        return super().attention_settings(options) | chosen | {"_attn_implementation": by}
+
+
+def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
+    """Make the mixers that patterns of attention are, but for `known` ones.
+
+    A pattern whose options have names of CAT's, or defaults that no text can give, is none.
+    """
+    # The mixer `attention` is softmax by another name, and mixed maps are an option of `cat`.
+    known, found = {*known, "softmax", "map-mixing"}, []
+    for pattern in map(PATTERNS.get, PATTERNS.names()):
+        is_plain = all(isinstance(value, int | float | str) for value in pattern.options.values())
+        is_new = pattern.name.replace("_", "-") not in known
+        if is_new and is_plain and not set(pattern.options) & set(Options.__dataclass_fields__):
+            found.append(PatternAttention(pattern))
+    return found
 
 
 ENTRY = ConvolvedAttention()

@@ -16,23 +16,21 @@ from torch import Tensor, nn
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
 from cat_lm.mixers.parts.options import DeltaOptions, check_operator
-from cat_lm.mixers.parts.streams import FilteredStreams
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
 from cat_lm.ops.recurrence import backends, fla
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 
-ZOOLOGY_EPSILON = 1e-24  # of the square of a length, as `F.normalize` has it
-
 
 class DeltaRule(LinearMixer):
-    """One layer of the delta rule; other arguments as of `LinearMixer`.
+    """One layer of the delta rule; arguments as of `LinearMixer`.
 
-    Args:
+    Attributes:
         unit_epsilon: what is added to the square of the length of queries and keys.
     """
 
     recurrence = backends.DELTA_RULE
+    unit_epsilon = 1e-6
 
     def __init__(
         self,
@@ -43,11 +41,10 @@ class DeltaRule(LinearMixer):
         *,
         norm_eps: float,
         is_gated: bool = False,
-        unit_epsilon: float = 1e-6,
         **how: Any,
     ) -> None:
         super().__init__(width, heads, keys, values, is_gated=is_gated, **how)
-        self.unit_epsilon, self.is_gated = unit_epsilon, is_gated
+        self.is_gated = is_gated
         self.b_proj = nn.Linear(width, heads, bias=False)
         self.o_norm = (GatedNorm if is_gated else nn.RMSNorm)(values // heads, norm_eps)
 
@@ -77,8 +74,15 @@ class DeltaRule(LinearMixer):
         return (wide * (squares + self.unit_epsilon).rsqrt()).to(x.dtype)
 
 
-class FilteredDeltaRule(FilteredStreams, DeltaRule):
-    """The delta rule over streams that are filtered as `DeltaOptions` say."""
+def make_rule(
+    rule: type[DeltaRule], options: DeltaOptions, width: int, values: int, operator: Operator
+) -> DeltaRule:
+    """Make the layer of a mixer by name: as in Zoology, with the streams that its options say."""
+    layer = rule(width, options.heads, width, values, norm_eps=1e-5)
+    layer.own_operator = operator
+    layer.unit_epsilon = 1e-24  # of the square of a length, as `F.normalize` has it
+    layer.filter_streams(options)
+    return layer
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Options(DeltaOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_operator(self.operator)
+        check_operator(self)
 
 
 class DeltaNet(MixerKind):
@@ -105,12 +109,11 @@ class DeltaNet(MixerKind):
     supports = ALL
 
     def check(self, options: Options, setting: Setting) -> None:
-        options.check(setting.d_model, 1.0)
+        options.check(setting.d_model, setting.d_model)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
         operator = fla.delta_rule if options.operator == "fla" else delta_rule
-        width, how = setting.d_model, {"operator": operator, "unit_epsilon": ZOOLOGY_EPSILON}
-        return FilteredDeltaRule(options, width, width, norm_eps=1e-5, **how)
+        return make_rule(DeltaRule, options, setting.d_model, setting.d_model, operator)
 
 
 ENTRY = DeltaNet()

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cat_lm.mixers.kinds.deltanet import ZOOLOGY_EPSILON, DeltaRule
+from cat_lm.mixers.kinds.deltanet import DeltaRule, make_rule
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.options import DeltaOptions, check_positive
-from cat_lm.mixers.parts.streams import FilteredStreams
 from cat_lm.model.context import at_least_fp32
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.delta_rule import delta_rule
@@ -33,34 +32,22 @@ class GatedDeltaRule(DeltaRule):
     def __init__(self, width: int, heads: int, *sizes: int, **how: Any) -> None:
         super().__init__(width, heads, *sizes, **how)
         self.a_proj = nn.Linear(width, heads, bias=False)
-        for name, values in initial_decay(heads).items():
+        for name, values in self.initial_values().items():
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Draw the rates as they are published, by name."""
-        return initial_decay(self.heads)
+        """Draw the rates as they are published, to 16, and steps from 0.001 to 0.1, by name."""
+        rates = torch.empty(self.heads).uniform_(1e-3, 16)
+        steps = 1e-3 * (torch.rand(self.heads) * math.log(100)).exp()
+        return {"A_log": rates.log(), "dt_bias": steps + torch.log(-torch.expm1(-steps))}
 
     def rates(self, x: Tensor) -> list[Tensor]:
-        return [*super().rates(x), log_decay(self.a_proj(x), self.dt_bias, self.A_log)]
-
-
-class FilteredGatedDeltaRule(FilteredStreams, GatedDeltaRule):
-    """The gated delta rule over streams that are filtered as `DeltaOptions` say."""
-
-
-def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> Tensor:
-    """Compute log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
-    steps = at_least_fp32(a) + at_least_fp32(dt_bias)
-    # Softplus; of F.softplus, torch.compile takes the gradient to lie otherwise than it does.
-    steps = torch.logaddexp(steps, torch.zeros_like(steps))
-    return -at_least_fp32(A_log).exp() * steps
-
-
-def initial_decay(heads: int) -> dict[str, Tensor]:
-    """Draw `A_log` and `dt_bias` [H] as they start: rates to 16, steps from 0.001 to 0.1."""
-    rates = torch.empty(heads).uniform_(1e-3, 16)
-    steps = 1e-3 * (torch.rand(heads) * math.log(100)).exp()
-    return {"A_log": rates.log(), "dt_bias": steps + torch.log(-torch.expm1(-steps))}
+        """Compute β and log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
+        found = super().rates(x)
+        steps = at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias)
+        # Softplus; of F.softplus, torch.compile takes the gradient to lie otherwise than it does.
+        steps = torch.logaddexp(steps, torch.zeros_like(steps))
+        return [*found, -at_least_fp32(self.A_log).exp() * steps]
 
 
 @dataclass(frozen=True)
@@ -86,12 +73,11 @@ class GatedDeltaNet(MixerKind):
     supports = ALL
 
     def check(self, options: Options, setting: Setting) -> None:
-        options.check(setting.d_model, options.expand_v)
+        options.check(setting.d_model, int(setting.d_model * options.expand_v))
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        values = options.sizes(setting.d_model, options.expand_v)["v"]
-        how = {"operator": delta_rule, "unit_epsilon": ZOOLOGY_EPSILON}
-        return FilteredGatedDeltaRule(options, setting.d_model, values, norm_eps=1e-5, **how)
+        values = int(setting.d_model * options.expand_v)
+        return make_rule(GatedDeltaRule, options, setting.d_model, values, delta_rule)
 
 
 ENTRY = GatedDeltaNet()

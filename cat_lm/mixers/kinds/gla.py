@@ -89,7 +89,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_counts(self, "heads")
-        check_operator(self.operator)
+        check_operator(self)
         check_positive(self, "expand_k", "expand_v")
 
     def sizes(self, width: int) -> tuple[int, int]:
@@ -110,11 +110,11 @@ class Gla(MixerKind):
             raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        is_fla, sizes = options.operator == "fla", options.sizes(setting.d_model)
-        operator = fla.gated_linear_attention if is_fla else gated_linear_attention
-        return GatedLinearAttention(
-            setting.d_model, options.heads, *sizes, norm_eps=1e-5, operator=operator
-        )
+        sizes = options.sizes(setting.d_model)
+        layer = GatedLinearAttention(setting.d_model, options.heads, *sizes, norm_eps=1e-5)
+        is_fla = options.operator == "fla"
+        layer.own_operator = fla.gated_linear_attention if is_fla else gated_linear_attention
+        return layer
 
 
 ENTRY = Gla()

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.linear_attention import linear_attention
-from cat_lm.mixers.parts.options import ConvolutionOptions
-from cat_lm.mixers.parts.settings import StreamSettings, stream_settings
+from cat_lm.mixers.parts.linear import linear_attention
+from cat_lm.mixers.parts.options import ConvolutionOptions, stream_settings
 from cat_lm.mixers.parts.streams import Streams
 from cat_lm.model.context import Context
 
@@ -18,10 +17,10 @@ from cat_lm.model.context import Context
 class LinearConvolutionAugmentedAttention(nn.Module):
     """One LinCAT layer; without filters, plain linear attention."""
 
-    def __init__(self, options: Options, settings: StreamSettings) -> None:
+    def __init__(self, options: Options, width: int) -> None:
         super().__init__()
-        self.streams = Streams(options, settings, options.bias)
-        self.out_proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=options.bias)
+        self.streams = Streams(options, stream_settings(options, width), options.bias)
+        self.out_proj = nn.Linear(width, width, bias=options.bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Mix x [B, T, C]."""
@@ -53,8 +52,7 @@ class ConvolvedLinearAttention(MixerKind):
             raise ValueError(f"heads={options.heads} do not divide d_model={setting.d_model}")
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        settings = stream_settings(options, setting.d_model)
-        return LinearConvolutionAugmentedAttention(options, settings)
+        return LinearConvolutionAugmentedAttention(options, setting.d_model)
 
 
 ENTRY = ConvolvedLinearAttention()

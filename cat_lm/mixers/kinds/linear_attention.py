@@ -26,11 +26,6 @@ class Options:
     def __post_init__(self) -> None:
         check_counts(self, "heads")
 
-    @property
-    def plain(self) -> lincat.Options:
-        """The same layer as LinCAT without filters."""
-        return lincat.Options(streams=None, heads=self.heads, bias=self.bias)
-
 
 class LinearAttention(MixerKind):
     """LinCAT without filters."""
@@ -40,10 +35,11 @@ class LinearAttention(MixerKind):
     supports = ALL
 
     def check(self, options: Options, setting: Setting) -> None:
-        lincat.ENTRY.check(options.plain, setting)
+        lincat.ENTRY.check(options, setting)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        return lincat.ENTRY.build(options.plain, setting)
+        plain = lincat.Options(streams=None, heads=options.heads, bias=options.bias)
+        return lincat.ENTRY.build(plain, setting)
 
 
 ENTRY = LinearAttention()

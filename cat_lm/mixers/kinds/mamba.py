@@ -1,9 +1,12 @@
-"""Mamba (Gu and Dao, 2023): a selective state space model, in its own block without a second norm.
+"""Mamba (Gu and Dao, 2023) and Mamba-2 (Dao and Gu, 2024), in the names of transformers' models.
 
-    h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t x_t,   y_t = C_t h_t + D x_t
+    Mamba:    h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t x_t,       y_t = C_t h_t + D x_t
+    Mamba-2:  S_t = exp(Δ_t a) S_{t−1} + Δ_t B_t x_t^T,     y_t = S_t^T C_t + D x_t
 
-between a short convolution and a gate. Step sizes, decays and states are computed in fp32 whatever
-the precision.
+each between a short convolution and a gate. Mamba has a rate for each channel and number of state;
+Mamba-2, of which only language models are made, one rate a and one step size Δ for each head, whose
+B and C belong to a group of heads. Step sizes, decays and states are computed in fp32 whatever the
+precision.
 
 Published recall curves of Mamba were often made with a harness that re-initialised all linear
 layers and set dt_proj.bias to 0, which undoes Mamba's spread of time scales. As a mixer by name,
@@ -12,9 +15,9 @@ layers and set dt_proj.bias to 0, which undoes Mamba's spread of time scales. As
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +25,44 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.initial_steps import Starts
 from cat_lm.mixers.parts.options import check_choice, check_counts
 from cat_lm.model.context import Context, at_least_fp32
-from cat_lm.model.sequence import own_heads, to_heads, to_sequence, to_tokens
+from cat_lm.model.sequence import SequenceGroup, own_heads, to_heads, to_sequence, to_tokens
 from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The initialization of the parameters of a Mamba or Mamba-2 layer.
+
+    Attributes:
+        fastest, slowest: the bounds of Δ, which is spread evenly in its logarithm.
+        floor: what smaller Δ are raised to.
+        layers: by whose root the output's projection is divided; None for not at all.
+        by: family, linear layers from the model's normal distribution but for Δ's and the
+            output's; torch, all linear layers and the convolution as torch draws them, but for
+            these two; zoology, as torch but for the linear layers, which start as the model's.
+    """
+
+    fastest: float = 0.1
+    slowest: float = 1e-3
+    floor: float = 0.0
+    layers: int | None = None
+    by: str = "family"
+
+    def steps(self, count: int) -> Tensor:
+        """Draw softplus⁻¹(Δ) [count]."""
+        low, high = math.log(self.slowest), math.log(self.fastest)
+        steps = (low + (high - low) * torch.rand(count)).exp().clamp(min=self.floor)
+        return steps + torch.log(-torch.expm1(-steps))
+
+    def output(self, weight: Tensor) -> Tensor:
+        """Draw a projection that writes to the residual stream, as torch draws a linear layer."""
+        bound = 1 / math.sqrt(weight.shape[1])
+        if self.layers is not None:
+            bound /= math.sqrt(self.layers)
+        return torch.empty_like(weight).uniform_(-bound, bound)
 
 
 class StepProjection(nn.Linear):
@@ -109,7 +144,7 @@ class MambaMixer(nn.Module):
         # A step of no length leaves the state as it was.
         delta = context.without_padding(F.softplus(self.dt_proj(low_rank)))
         a = -at_least_fp32(self.A_log).exp()
-        scan = functools.partial(selective_scan, backend=context.mixer_backend)
+        scan = partial(selective_scan, backend=context.mixer_backend)
         group = context.group
         (own,), (delta,) = to_heads(group, x), to_heads(group, delta)  # channels are heads here
         b, c = to_sequence(group, b), to_sequence(group, c)
@@ -132,6 +167,120 @@ def selective_scan(
     if how.get("return_state"):
         return found[0].squeeze(2).to(x.dtype), found[1]
     return found.squeeze(2).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of x ⊙ SiLU(gate), each group of channels by its own size."""
+
+    no_decay = ("weight",)
+
+    def __init__(self, width: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return what the weight starts from."""
+        return {"weight": torch.ones_like(self.weight)}
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute [B, T, I] in the dtype of `gate`, from fp32."""
+        gated = at_least_fp32(x) * F.silu(at_least_fp32(gate))
+        parts = gated.unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
+        return self.weight * normed.to(gate.dtype)
+
+
+class Mamba2Mixer(nn.Module):
+    """The state space of a layer, with the names of transformers' Mamba-2.
+
+    Args:
+        heads, head_width: H heads of P channels.
+        groups: of heads, which share B and C.
+        step_limit: the bounds of all Δ.
+        norm_eps: added to mean squares in the gated norm.
+        width, states, window, bias, conv_bias, starts: as of `MambaMixer`.
+    """
+
+    no_decay = ("A_log", "D", "dt_bias")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        states: int,
+        groups: int,
+        window: int,
+        *,
+        bias: bool,
+        conv_bias: bool,
+        step_limit: tuple[float, float],
+        norm_eps: float,
+        starts: Starts,
+    ) -> None:
+        super().__init__()
+        self.starts, self.step_limit = starts, step_limit
+        self.heads, self.head_width, self.groups = heads, head_width, groups
+        inner = heads * head_width
+        self.parts = [inner, groups * states, groups * states]
+        self.in_proj = nn.Linear(width, inner + sum(self.parts) + heads, bias=bias)
+        self.conv1d = ShortConvolution(sum(self.parts), window, conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = GatedRMSNorm(inner, groups, norm_eps)
+        self.out_proj = nn.Linear(inner, width, bias=bias)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return what the parameters start from, by name; the first projection's start is usual."""
+        return {
+            "A_log": torch.arange(1.0, self.heads + 1).log(),
+            "D": torch.ones(self.heads),
+            "dt_bias": self.starts.steps(self.heads),
+            "out_proj.weight": self.starts.output(self.out_proj.weight),
+        }
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        sizes = [self.parts[0], sum(self.parts), self.heads]
+        gate, x, steps = self.in_proj(x).split(sizes, dim=-1)
+        x, b, c = self.conv1d(x, context).split(self.parts, dim=-1)
+        delta = F.softplus(at_least_fp32(steps) + at_least_fp32(self.dt_bias))
+        # A step of no length leaves the state as it was.
+        delta = context.without_padding(delta.clamp(*self.step_limit))
+        x = x.unflatten(-1, (-1, self.head_width))  # [B, T, H, P]
+        group = context.group
+        (own,), (delta,) = to_heads(group, x), to_heads(group, delta)
+        b, c = to_sequence(group, b), to_sequence(group, c)
+        y = to_tokens(group, context.recur(partial(self._scan, context), own, delta, b, c))
+        y = y + self.D[:, None] * x
+        return self.out_proj(self.norm(y.flatten(2), gate))
+
+    def _scan(
+        self, context: Context, x: Tensor, delta: Tensor, b: Tensor, c: Tensor, **how: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute y [B, T, H, P] of x, Δ [B, T, H], B and C [B, T, G N]; as `decaying_scan`."""
+        group = context.group
+        k, q = self._for_own_heads(b, group), self._for_own_heads(c, group)
+        a = -at_least_fp32(own_heads(group, self.A_log)).exp()[:, None, None]
+        rate, v = delta[..., None, None], delta[..., None] * x
+        found = decaying_scan(q, k, v, rate, a, backend=context.mixer_backend, **how)
+        if how.get("return_state"):
+            return found[0].to(x.dtype), found[1]
+        return found.to(x.dtype)
+
+    def _for_own_heads(self, x: Tensor, group: SequenceGroup | None) -> Tensor:
+        """Return B or C [B, T, G N] for this rank's heads: [B, T, H, N], in fp32 at least."""
+        count, heads = self.groups, self.heads
+        each = heads // count
+        own = slice(0, heads) if group is None else group.span(heads)
+        # The groups that own heads belong to, before they are copied for each head. Of one group
+        # these are views, so that the cast to fp32 comes first.
+        first, end = own.start // each, -(-own.stop // each)
+        read = at_least_fp32(x.unflatten(-1, (count, 1, -1))[:, :, first:end])
+        read = read.expand(-1, -1, -1, each, -1).flatten(2, 3)
+        return read[:, :, own.start - first * each : own.stop - first * each]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from cat_lm.core.parameters import start
-from cat_lm.mixers.parts.options import ConvolutionOptions
-from cat_lm.mixers.parts.settings import StreamSettings
+from cat_lm.mixers.parts.options import ConvolutionOptions, StreamSettings
 from cat_lm.mixers.parts.streams import Streams
 from cat_lm.model import attention
 from cat_lm.model.attention.core import AttentionMixin

@@ -5,42 +5,32 @@ The module that a mixer builds is causal and takes
     forward(x, context) -> y
 
 with x and y [B, T, C] and a `cat_lm.model.context.Context`, of which it reads what its kind
-`supports`:
+`supports`; the rest is None:
 
 - documents: `context.documents` [B, T]; where the id changes a document starts, which reads no
   other.
 - padding: `context.padding` [B, T] bool, False at padding: no real token reads what is there, and
   it leaves the state exactly as it was. To the left and the right of a call's real tokens it is as
-  if it were not there. Between them it keeps its place: convolutions read zeros there, so that such
-  a row is neither the row without the gap nor the same row cut into calls, which closes a gap at
-  the end of a call. It is not refused: to look would make the host wait for the GPU. What comes out
-  at padding is anything finite. Attention that reads keys in blocks or side by side refuses gaps,
-  and landmark attention tokens after padding at a row's end, by a ValueError.
+  if it were not there. Between them it keeps its place: convolutions read zeros there. Attention
+  that reads keys in blocks or side by side refuses gaps, and landmark attention tokens after
+  padding at a row's end, by a ValueError. What comes out at padding is anything finite.
 - state: `context.state`, a layer of a cache (`cat_lm.model.cache`), empty before the first tokens,
   holds the module's decoding state after each call. Calls with the parts of a sequence give what
   one call with all of it gives. Not with documents.
 
-The rest is None. A module whose `adds_losses` is true has a loss of its own in training, a number,
-which it appends to the list `context.losses`, unless that is None.
-
-Parameters of its own that take no weight decay are named in the module class's `no_decay`; recall,
-whose recipe is Zoology's, decays all of them, and asks all the same, since a mixer is of both.
-
-Linear layers and embeddings start as the model's, other parameters as the module built them, and
-what its `initial_values()` gives by name from there. A module with `keeps_initialisation` true is
-left as it built itself (see `cat_lm.core.parameters`).
+A module whose `adds_losses` is true has a loss of its own in training, a number, which it appends
+to the list `context.losses`, unless that is None. How parameters start and which take no weight
+decay, a module says as in `cat_lm.core.parameters`; recall, whose recipe is Zoology's, decays all.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.options import changed_options
 from cat_lm.core.plugins import is_own
-from cat_lm.core.registry import mishap, module_problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,55 +138,33 @@ class Mixer:
         """Make one layer's module.
 
         Raises:
-            UserError: options that do not fit the width, or a module that is not what its kind
-                says, or does not say what it must of its parameters; of a mixer that is not ours,
-                one that reads later tokens.
+            UserError: options that do not fit the width, or a module that does not say what it must
+                of its parameters; of a mixer that is not ours, one that reads later tokens.
         """
         from cat_lm.core.parameters import check_parameters  # imports torch
 
         self.check(setting)
         try:
             module = self.kind.build(self.options, setting)
-            _check_takes(module)
             check_parameters(module)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
-        except Exception as error:
-            if is_own(self.kind) or isinstance(error, UserError | MemoryError):
-                raise
-            raise UserError(f"mixer {self.label}: build raises {mishap(error)}") from error
-        if not is_own(self.kind):
+        if self.kind.computes_on_cpu and not is_own(self.kind):
             self._check_causal(setting)
         return module
 
     def _check_causal(self, setting: Setting) -> None:
-        """Check a layer of a plugin's mixer. Raises UserError where it reads later tokens."""
         from cat_lm.core import causality  # imports torch
         from cat_lm.core.parameters import start
         from cat_lm.model.context import Context
 
-        kind = self.kind
-        if not kind.computes_on_cpu or (kind.longest is not None and kind.longest < causality.TIME):
-            return
-        # All layers but the first are alike.
-        setting = replace(setting, layer=min(setting.layer, 1))
+        setting = replace(setting, layer=min(setting.layer, 1))  # The others are like the second.
 
-        def make() -> tuple[nn.Module, nn.Module, int]:
-            module = kind.build(self.options, setting).eval()
+        def make() -> tuple[nn.Module, Any, int]:
+            module = self.kind.build(self.options, setting).eval()
             module.apply(start)
             return module, lambda x: module(x, Context()), setting.d_model
 
         # The key has the kind's id, because its class may define `==`.
-        causality.check_causal(f"mixer {self.label}", (id(kind), self.options, setting), make)
-
-
-def _check_takes(module: nn.Module) -> None:
-    """Check that a mixer's module can be called. Raises ValueError."""
-    if problem := module_problem(module):
-        raise ValueError(problem)
-    try:
-        inspect.signature(module.forward).bind("x", "context")
-    except TypeError:
-        raise ValueError(
-            f"the forward of {type(module).__name__} must take x and a context"
-        ) from None
+        key = (id(self.kind), self.options, setting)
+        causality.check_causal(f"mixer {self.label}", key, make)

@@ -1,20 +1,51 @@
-"""The base of GLA, DeltaNet and Gated DeltaNet, in flash-linear-attention's names."""
+"""Linear attention over feature maps, and the base of GLA, DeltaNet and Gated DeltaNet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm.mixers.parts.options import DeltaOptions, stream_settings
+from cat_lm.mixers.parts.streams import make_convolution
 from cat_lm.model.context import Context
 from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.backends import Recurrence
+from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.runtime.documents import document_runs
+from cat_lm.ops.runtime.precision import without_autocast
 
 Operator = Callable[..., Any]  # a recurrence, as those of `cat_lm.ops.recurrence`
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: Context, eps: float = 1e-12
+) -> Tensor:
+    """Compute o_t = Σ_{s≤t} (q_t·k_s) v_s / Σ_{s≤t} q_t·k_s for feature maps q, k [B, T, H, F].
+
+    Exact, for any feature map with positive products; sums are in fp32 at least. Quadratic in T;
+    with a state, which holds both sums, linear.
+    """
+    k, document_ids, dtype = context.without_padding(k), context.documents, v.dtype
+    widest = torch.promote_types(q.dtype, torch.float32)
+    q, k = q.to(widest), k.to(widest)
+    if context.state is not None:
+        # One more value of 1 makes the lower sum.
+        values, never = F.pad(v.to(widest), (0, 1), value=1.0), q.new_zeros(*q.shape[:3], 1, 1)
+        sums = context.recur(decaying_scan, q, k, values, never, q.new_ones(1, 1, 1))
+        return (sums[..., :-1] / (sums[..., -1:] + eps)).to(dtype)
+    with without_autocast(q):
+        scores = torch.einsum("bthf,bshf->bhts", q, k).tril()
+        if document_ids is not None:
+            runs = document_runs(document_ids)
+            scores = scores * (runs[:, :, None] == runs[:, None])[:, None]
+        y = torch.einsum("bhts,bshd->bthd", scores, v.to(widest))
+    return (y / (scores.sum(dim=-1).transpose(1, 2)[..., None] + eps)).to(dtype)
 
 
 class GatedNorm(nn.RMSNorm):
@@ -25,7 +56,7 @@ class GatedNorm(nn.RMSNorm):
 
 
 class LinearMixer(nn.Module):
-    """Projections, short convolutions and the choice of an operator.
+    """Projections, short convolutions and the choice of an operator, in fla's names.
 
     Args:
         width: C.
@@ -34,13 +65,14 @@ class LinearMixer(nn.Module):
         window: W of the short convolutions of queries, keys and values; 0 for none.
         conv_std: of the filters at the start, see `ShortConvolution`.
         is_gated: whether the output is multiplied by SiLU of a projection.
-        operator: computes the recurrence in place of the backend that suits the device.
 
     Attributes:
         recurrence: what is computed.
+        own_operator: computes it in place of the backend that suits the device.
     """
 
     recurrence: ClassVar[Recurrence]
+    own_operator: Operator | None = None
 
     def __init__(
         self,
@@ -52,10 +84,9 @@ class LinearMixer(nn.Module):
         window: int = 0,
         conv_std: float | None = None,
         is_gated: bool = True,
-        operator: Operator | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.own_operator = heads, operator
+        self.heads, self.options, self.convolution = heads, None, None
         for stream, channels in zip(STREAMS, (keys, keys, values), strict=True):
             self.add_module(f"{stream}_proj", nn.Linear(width, channels, bias=False))
             if window:
@@ -65,15 +96,30 @@ class LinearMixer(nn.Module):
             self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
 
+    def filter_streams(self, options: DeltaOptions) -> None:
+        """Convolve and activate the streams as a mixer's options say; for one without a window."""
+        if options.shared_kv:
+            self.v_proj = None
+        width, values = self.k_proj.in_features, self.o_proj.in_features
+        settings = stream_settings(options, width, value_width=values // self.heads)
+        self.options, self.convolution = options, make_convolution(settings)
+
     def streams(self, x: Tensor, context: Context) -> list[Tensor]:
         """Make queries, keys and values [B, T, H, D] of x [B, T, C]."""
         made = []
         for stream in STREAMS:
-            y = self.get_submodule(f"{stream}_proj")(x)
+            project = getattr(self, f"{stream}_proj")
+            y = made[1] if project is None else project(x)
             if hasattr(self, f"{stream}_conv1d"):
-                y = self.get_submodule(f"{stream}_conv1d")(y, context, name=f"{stream}_inputs")
-            made.append(self.of_heads(y))
-        return made
+                y = getattr(self, f"{stream}_conv1d")(y, context, name=f"{stream}_inputs")
+            made.append(y)
+        if self.convolution is None:
+            made = [self.of_heads(y) for y in made]
+        else:
+            made = self.convolution(context, *made)
+        if self.options is not None and self.options.activation == "silu":
+            made = map(F.silu, made)
+        return list(made)
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Split the channels, [B, T, H D] to [B, T, H, D]."""

@@ -1,29 +1,29 @@
-"""Options and counts that several mixers have."""
+"""Options that several mixers have, and the settings of streams and attention that they stand for.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import filters
 
-INITS = ("uniform", "identity")
-ACTIVATIONS = ("none", "silu")
-OPERATORS = ("torch", "fla")
 
-
-def check_operator(name: str) -> None:
+def check_operator(options: object) -> None:
     """Check an option that chooses between our operators and flash-linear-attention's.
 
     Raises:
         ValueError: an unknown operator, or one of a package that is not here.
     """
-    if name not in OPERATORS:
-        raise ValueError(f"operator={name!r}: must be torch or fla")
-    if name == "fla" and importlib.util.find_spec("fla") is None:
+    check_choice(options, "operator", ("torch", "fla"))
+    if options.operator == "fla" and importlib.util.find_spec("fla") is None:
         raise ValueError(
             "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
         )
@@ -49,12 +49,6 @@ def check_fraction(options: object, name: str) -> None:
         raise ValueError(f"{name}={getattr(options, name)}: must be at least 0 and below 1")
 
 
-def check_streams(streams: str | None) -> None:
-    """Check a choice of streams. Raises ValueError."""
-    if len(set(streams or "")) != len(streams or "") or not set(streams or "") <= set(STREAMS):
-        raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
-
-
 def check_choice(options: object, name: str, choices: tuple[str, ...]) -> None:
     """Check an option that is one of few words. Raises ValueError."""
     if (value := getattr(options, name)) not in choices:
@@ -62,12 +56,14 @@ def check_choice(options: object, name: str, choices: tuple[str, ...]) -> None:
 
 
 def check_filters(options: ConvolutionOptions | DeltaOptions) -> None:
-    """Check the options of short filters. Raises ValueError."""
-    check_streams(options.streams)
+    """Check the options that convolutions of streams share. Raises ValueError."""
+    streams = options.streams or ""
+    if len(set(streams)) != len(streams) or not set(streams) <= set(STREAMS):
+        raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
     check_counts(options, "window", "heads")
     kinds.get(options.conv_type)
-    check_choice(options, "init", INITS)
-    check_choice(options, "activation", ACTIVATIONS)
+    check_choice(options, "init", ("uniform", "identity"))
+    check_choice(options, "activation", ("none", "silu"))
 
 
 @dataclass(frozen=True)
@@ -110,36 +106,23 @@ class ConvolutionOptions:
         keys = ("filter", "filter_state")
         for problem in filters.problems(self.filter, self.filter_state or 0, self.conv_type, keys):
             raise ValueError(problem)
-        if self.long_filter is not None and self.window != ConvolutionOptions.window:
+        if self.filter != filters.TAPS and self.window != ConvolutionOptions.window:
             raise ValueError(
                 f"window={self.window}: is for taps, of which filter={self.filter} has none; leave "
                 "it out"
             )
-        if self.place not in ("after", "before"):
-            raise ValueError(f"place={self.place!r}: must be after or before")
+        check_choice(self, "place", ("after", "before"))
         if self.place == "before" and self.heads > 1:
             raise ValueError("place=before needs heads=1: before the projection there are no heads")
-
-    @property
-    def long_filter(self) -> filters.LongFilter | None:
-        """The kind of filters as long as the row; None for taps."""
-        return None if self.filter == filters.TAPS else filters.get(self.filter)
 
 
 @dataclass(frozen=True)
 class DeltaOptions:
-    """Options of both delta-rule layers.
+    """Options of both delta-rule layers: those of `ConvolutionOptions`, with other defaults.
 
     Attributes:
-        streams: which of q, k, v pass a short convolution; none: none of them.
-        window: W of the short convolutions.
-        conv_type: depthwise, one filter for each channel; head, one for each head; multihead, one
-            for each pair of heads; or a kind of one's own.
-        init: uniform, ±1/√W, torch's own for a convolution; or identity, which changes nothing.
         activation: silu, of all three streams whether convolved or not, or none.
-        heads: H.
-        shared_kv: whether keys and values have one projection, K = V before the convolutions;
-            needs values as wide as keys.
+        shared_kv: needs values as wide as keys.
     """
 
     streams: str | None = STREAMS
@@ -153,14 +136,53 @@ class DeltaOptions:
     def __post_init__(self) -> None:
         check_filters(self)
 
-    def sizes(self, width: int, expand_v: float) -> dict[str, int]:
-        """Return the channels of each stream."""
-        return {"q": width, "k": width, "v": int(width * expand_v)}
-
-    def check(self, width: int, expand_v: float) -> None:
-        """Check that heads divide keys and values. Raises ValueError."""
-        values = self.sizes(width, expand_v)["v"]
+    def check(self, width: int, values: int) -> None:
+        """Check that heads divide the channels of keys and values. Raises ValueError."""
         if width % self.heads or values % self.heads or values < 1:
             raise ValueError(f"heads={self.heads} do not divide {width} keys, {values} values")
         if self.shared_kv and values != width:
             raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class StreamSettings(AttentionSettings):
+    """The settings of a mixer's streams and attention, as a configuration has them.
+
+    Attributes:
+        value_width: channels of a head of values; None for those of queries and keys.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    value_width: int | None = None
+    attention_dropout: float = 0.0
+    position_embedding: str = "none"
+    rope_parameters: dict[str, Any] | None = None
+    _attn_implementation: str = "sdpa"
+    # `cat_lm.mixers.parts.base` says what padding in a mixer's row means.
+    reads_padding: ClassVar[bool] = True
+    takes_gaps: ClassVar[bool] = True
+    keeps_padding: ClassVar[bool] = False
+
+    def stream_width(self, stream: str) -> int:
+        """Return the channels of a stream's heads."""
+        return self.value_width if stream == "v" and self.value_width else self.head_width
+
+
+def stream_settings(
+    options: ConvolutionOptions | DeltaOptions, width: int, **others: Any
+) -> StreamSettings:
+    """Make the settings that options stand for, and others, in a layer of `width` channels."""
+    convolved = {"conv_type": "none"}
+    if options.streams:
+        convolved = {"conv_type": options.conv_type, "conv_streams": options.streams}
+    return StreamSettings(
+        hidden_size=width,
+        num_attention_heads=options.heads,
+        conv_window=options.window,
+        conv_init=options.init,
+        conv_filter=getattr(options, "filter", "taps"),
+        conv_state=getattr(options, "filter_state", None) or 0,
+        **convolved,
+        **others,
+    )

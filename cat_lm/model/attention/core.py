@@ -22,7 +22,7 @@ from cat_lm.model.context import Context
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
-from cat_lm.model.streams.norm import QueryKeyNorm
+from cat_lm.model.streams.operations import QueryKeyNorm
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import (
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.context import Context
-from cat_lm.model.streams.canon import CanonBlock
 from cat_lm.model.streams.pipeline import StreamPipeline
+from cat_lm.model.streams.short_convolution import CanonBlock
 from cat_lm.ops.convolution.kinds import STREAMS
 
 

@@ -61,10 +61,10 @@ class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
         their scores; queries and keys become R times as wide. For `"head"` with both streams.
     qk_norm (`str`, defaults to `"none"`): `"l2"` or `"rms"`, of queries and keys; qk_norm_place
         (`str`, defaults to `"after"`): of their convolution, or `"before"` it. See
-        `cat_lm.model.streams.norm`.
+        `cat_lm.model.streams.operations`.
     canon (`str`, defaults to `"none"`): the places of Canon layers, some of A, C and D;
         canon_window (`int`, defaults to 4): their taps; canon_init (`str`, defaults to
-        `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.streams.canon`.
+        `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.streams.short_convolution`.
     position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
     rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
         `rope_parameters["partial_rotary_factor"]`, which is another name of it.

@@ -20,7 +20,7 @@ from cat_lm.core.numbers import (
     NORM_EPSILON,
     VOCABULARY,
 )
-from cat_lm.mixers.checks import mixer_of, mixer_problems
+from cat_lm.mixers import mixer_of, mixer_problems
 from cat_lm.model.attention.settings import refuse
 from cat_lm.model.hf.settings import (
     RecurrentSettings,

@@ -7,8 +7,7 @@ import torch
 from cat_lm.model import attention
 from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.rules import canon_places
-from cat_lm.model.streams.fusions import fused
-from cat_lm.model.streams.weights import StreamWeights
+from cat_lm.model.streams.pipeline import StreamPipeline, fused
 from cat_lm.ops import BACKENDS, choose_backend
 from cat_lm.ops.long_filter import LENGTH
 from cat_lm.ops.long_filter import api as long_filter
@@ -73,7 +72,7 @@ def _fused(config: AttentionSettings, is_packed: bool) -> list[str]:
     if not config.convolved_streams:
         return []
     with torch.device("meta"):
-        found = fused(StreamWeights(config, {"bias": None} if is_packed else {}))
+        found = fused(StreamPipeline(config, {"bias": None} if is_packed else {}))
     return [f"fused: {found or 'nothing'}"]
 
 

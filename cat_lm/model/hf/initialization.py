@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import initialization as init
 
-from cat_lm.model.streams.canon import CanonLayer
 from cat_lm.model.streams.pipeline import StreamPipeline
+from cat_lm.model.streams.short_convolution import CanonLayer
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings

@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from cat_lm.mixers.kinds.mamba import MambaMixer
-from cat_lm.mixers.parts.initial_steps import Starts
+from cat_lm.mixers.kinds.mamba import MambaMixer, Starts
 from cat_lm.model.blocks.residual import Block
 from cat_lm.model.hf.causal_lm import CausalBody
 from cat_lm.model.hf.configuration_mamba import CatMamba2Config, CatMambaConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cat_lm.mixers.parts.mamba2 import Mamba2Mixer
+from cat_lm.mixers.kinds.mamba import Mamba2Mixer
 from cat_lm.model.hf.configuration_mamba import CatMamba2Config
 from cat_lm.model.hf.modeling_mamba import (
     CatMambaForCausalLM,

@@ -18,8 +18,7 @@ from transformers import initialization as init
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.parameters import kept_parts
-from cat_lm.mixers import Setting
-from cat_lm.mixers.checks import mixer_of
+from cat_lm.mixers import Setting, mixer_of
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
 from cat_lm.model.hf.causal_lm import CausalBody

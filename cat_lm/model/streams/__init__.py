@@ -1,5 +1,5 @@
 """Queries, keys and values between their projections and attention, and convolutions elsewhere.
 
-`pipeline` builds a layer's operations, each in a file of its own; `fusions` lists the kernels that
-compute several of them at once.
+`pipeline` makes a layer's `operations` of a configuration, and lists the kernels that compute
+several of them at once.
 """

@@ -2,21 +2,132 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor, nn
+
+from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup, own_heads
-from cat_lm.model.streams.base import PackedStreams, SeparateStreams
-from cat_lm.model.streams.fusions import FUSIONS
-from cat_lm.model.streams.layer_pass import LayerPass
-from cat_lm.model.streams.norm import QueryKeyNorm
-from cat_lm.model.streams.weights import StreamWeights
+from cat_lm.model.streams.layouts import PackedStreams, SeparateStreams
+from cat_lm.model.streams.operations import (
+    Activation,
+    Bias,
+    Convolution,
+    LongFilter,
+    Norm,
+    QueryKeyNorm,
+    Ranks,
+    Rotation,
+    Silu,
+    StreamCall,
+    StreamOp,
+)
+from cat_lm.ops import head_conv_qkv
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mixed_values
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
+from cat_lm.ops.convolution.step import can_step, convolve_step
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
+
+# Streams by their letters, and how many operations of each are done.
+Made = tuple[dict[str, Tensor], dict[str, int]]
 
 
-class StreamPipeline(StreamWeights):
-    """Computes queries, keys and values: by a kernel of `fusions`, then by one operation each."""
+def filter_of(config: AttentionSettings) -> Convolution | LongFilter:
+    """Make the operation that a configuration's filters are."""
+    return LongFilter(config) if config.has_long_filters else Convolution(config)
+
+
+class StreamPipeline(NothingDecays):
+    """Computes queries, keys and values: by a kernel of `FUSIONS`, then by one operation each.
+
+    A stream with filters is convolved, filtered further where ranks are asked for, activated,
+    normalised and rotated, as the configuration says; one without gets its bias in the place of the
+    first of these. The norm may come before all of them. (`conv_mixing: maps` uses the values'
+    filters otherwise: see `MapMixingCore`.)
+
+    The projections stay plain linear layers, so that what replaces or adapts linear layers (LoRA,
+    quantisation) means the same as in any other model. This module holds the filters `q_filter`,
+    `k_filter`, `v_filter`, taps with lag 0 first, and the projections' biases, and its forward
+    reads no other parameters: whoever gathers a module's parameters before its forward (ZeRO-3,
+    FSDP) gathers all that it needs.
+
+    Args:
+        biases: of the projections, by the names that they get here; None where there is none. One
+            of GPT-NeoX's packed projection is `bias` [3 C], and others `q_bias`, `k_bias`,
+            `v_bias`.
+        activates: whether all three streams, convolved or not, end in a SiLU.
+    """
+
+    def __init__(
+        self,
+        config: AttentionSettings,
+        biases: Mapping[str, nn.Parameter | None],
+        activates: bool = False,
+    ) -> None:
+        super().__init__()
+        self.filter, self.streams = filter_of(config), config.convolved_streams
+        self.filtered, self.window = config.embedding_streams, self.filter.window
+        self.widths = {stream: config.stream_width(stream) for stream in STREAMS}
+        self.is_packed, self.mixes_maps = "bias" in biases, config.mixes_maps
+        self.norm_comes_first = config.qk_norm_place == "before"
+        self.operations = {s: tuple(self._list(config, s, activates)) for s in STREAMS}
+        for name, bias in biases.items():
+            self.register_parameter(name, bias)
+        for op, named in ((self.filter, self.streams), *((ranks, "qk") for ranks in self.ranks)):
+            for stream in named:
+                self.register_parameter(f"{stream}_{op.name}", nn.Parameter(op.initial(stream)))
+
+    def _list(self, config: AttentionSettings, stream: str, activates: bool) -> list[StreamOp]:
+        """List a stream's operations in their order."""
+        is_filtered, meets_keys = stream in self.filtered, stream in "qk"
+        normalizes = config.qk_norm != "none" and not self.norm_comes_first
+        rotates = config.position_embedding == "rope"
+        return [
+            self.filter if is_filtered else Bias(),
+            *([Ranks(self.filter)] if meets_keys and config.conv_rank > 1 else []),
+            *([Silu()] if is_filtered and config.conv_activation == "silu" else []),
+            *([Norm()] if meets_keys and normalizes else []),
+            *([Rotation(self.widths[stream])] if meets_keys and rotates else []),
+            *([Activation()] if activates else []),
+        ]
+
+    @property
+    def ranks(self) -> list[Ranks]:
+        """Return the operation that makes further ranks, if there is one."""
+        return [op for op in self.operations["q"] if isinstance(op, Ranks)]
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Return True if a head's output depends on other heads."""
+        return isinstance(self.filter, Convolution) and self.filter.kind.mixes_heads
+
+    def filters(self) -> dict[str, nn.Parameter]:
+        """Return the filters of the streams that have them, in the order q, k, v."""
+        return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
+
+    def taps(self, stream: str, group: SequenceGroup | None = None) -> Tensor | None:
+        """Return a stream's filters as they are used, of its heads here; None where it has none.
+
+        Args:
+            group: the ranks that share the heads.
+        """
+        filters = getattr(self, f"{stream}_filter", None)
+        if filters is None:
+            return None
+        axis = self.filter.head_axis
+        return self.filter.used(filters if axis is None else own_heads(group, filters, axis))
+
+    def biases(self) -> list[nn.Parameter]:
+        """Return the projections' biases that there are."""
+        return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
 
     def forward(
         self, context: Context, *projected: Tensor, norm: QueryKeyNorm | None = None
@@ -33,20 +144,21 @@ class StreamPipeline(StreamWeights):
 
         Returns:
             Queries, keys and values, each [B, T, its heads, D], the first two R times as wide. If
-            maps are mixed, a fourth tensor follows, see `with_maps`.
+            maps are mixed, a fourth tensor follows, see `_with_maps`.
         """
         streams = self._split(projected, context.group)
         if norm is not None and self.norm_comes_first:
             streams = streams.normalized(norm, context.group)
         streams = streams.without_padding(context, self.filtered)
-        layer = LayerPass(self, streams, norm, context)
+        layer = LayerPass(self, streams, context)
         made, done = {}, {}
         for fusion in FUSIONS:
             if (found := fusion(layer)) is not None:
                 made, done = found
                 break
-        finished = (layer.finish(s, made.get(s), done.get(s, 0)) for s in STREAMS)
-        return self.with_maps(tuple(finished), context)
+        if any(done.get(s, 0) < len(self.operations[s]) for s in STREAMS):
+            made = self._finish(layer, norm, made, done)
+        return self._with_maps(tuple(made[s] for s in STREAMS), context)
 
     def _split(
         self, projected: tuple[Tensor, ...], group: SequenceGroup | None
@@ -65,7 +177,28 @@ class StreamPipeline(StreamWeights):
             biases[stream] = None if bias is None else own_heads(own, bias.view(-1, width))
         return SeparateStreams(parts, biases)
 
-    def with_maps(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]:
+    def _finish(
+        self,
+        layer: LayerPass,
+        norm: QueryKeyNorm | None,
+        made: dict[str, Tensor],
+        done: dict[str, int],
+    ) -> dict[str, Tensor]:
+        """Compute the operations after those that are done, one by one."""
+        before = layer.streams.apart(layer.before, self.filtered) if layer.before else {}
+        inputs, biases, finished = layer.streams.parts(), layer.streams.biases(), {}
+        for s in STREAMS:
+            call = StreamCall(s, inputs[s], before.get(s), biases[s], self, norm, layer.context)
+            x, rest = made.get(s, inputs[s]), self.operations[s][done.get(s, 0) :]
+            while rest:
+                if fuses_rotation(rest):
+                    x, rest = rest[0](x, call, rotary=layer.context.rotary), rest[2:]
+                else:
+                    x, rest = rest[0](x, call), rest[1:]
+            finished[s] = x
+        return finished
+
+    def _with_maps(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]:
         """Add what the mixing of maps takes beside queries, keys and values, if maps are mixed.
 
         These are the `mixed_values` [B, T, H, H D], or, after a cache, the values' filters
@@ -81,3 +214,170 @@ class StreamPipeline(StreamWeights):
         documents, positions = context.documents, context.document_positions
         mixed = mixed_values(value, filters, documents, context.conv_backend, positions)
         return query, key, value, mixed
+
+
+class LayerPass:
+    """One pass of a layer: its pipeline, the streams as filters read them, and its context."""
+
+    def __init__(
+        self, weights: StreamPipeline, streams: SeparateStreams | PackedStreams, context: Context
+    ) -> None:
+        self.weights, self.streams, self.context = weights, streams, context
+        self._before: dict[str, Tensor] | None = None
+
+    # No `functools.cached_property`, which locks, and which torch.compile cannot enter.
+    @property
+    def before(self) -> dict[str, Tensor]:
+        """The W−1 inputs before these, by their names in the state, which gets these for them."""
+        if self._before is None:
+            window, names = self.weights.window, self.weights.filtered
+            read = self.streams.stored(names) if window > 1 and names else {}
+            found = {n: self.context.inputs_before(n, x, window) for n, x in read.items()}
+            self._before = {name: x for name, x in found.items() if x is not None}
+        return self._before
+
+
+# Kernels that compute several operations of a layer's streams at once. The first one that serves
+# computes what it covers, and each stream's further operations follow one by one. Where none does,
+# a convolution still rotates what it makes if the rotation follows it.
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A kernel that computes the first operations of the streams.
+
+    Attributes:
+        what: in words.
+        is_packed: whether it needs streams of one projection.
+        serves: whether it computes what a layer's streams begin with.
+        run: computes them, or gives None where these tokens are not what it is for.
+    """
+
+    what: str
+    is_packed: bool
+    serves: Callable[[StreamPipeline], bool]
+    run: Callable[[LayerPass], Made | None]
+
+    def __call__(self, layer: LayerPass) -> Made | None:
+        """Compute the operations, or give None where the kernel does not serve."""
+        fits = isinstance(layer.streams, PackedStreams) or not self.is_packed
+        return self.run(layer) if fits and self.serves(layer.weights) else None
+
+
+def _is_one_kernel(weights: StreamPipeline) -> bool:
+    done = [_computed_with_filters(operations) for operations in weights.operations.values()]
+    has_taps = isinstance(weights.filter, Convolution) and bool(weights.filtered)
+    return has_taps and None not in done and len(set(weights.widths.values())) == 1
+
+
+def _one_token(layer: LayerPass) -> Made | None:
+    weights, context = layer.weights, layer.context
+    names, first, state = weights.filtered, weights.filter, context.state
+    query = layer.streams.parts()["q"] if state is not None else None
+    if query is None or context.padding is not None or query.shape[1] > 1:
+        return None
+    learns = torch.is_grad_enabled() and any(p.requires_grad for p in weights.parameters())
+    held = {n: state.newest_inputs(n, first.window) for n in layer.streams.stored(names)}
+    if learns or None in held.values():
+        return None
+    if not can_step(first.kind.name, query, first.window, context.conv_backend):
+        return None
+    streams = layer.streams.contiguous()
+    inputs, biases = list(streams.parts().values()), streams.biases()
+    following = {}
+    for name, past in held.items():
+        rows = min(past.shape[1] + 1, first.window - 1)
+        following[name] = past.new_empty(past.shape[0], rows, *past.shape[2:])
+    held = {name: past.contiguous() for name, past in held.items()}
+    past, after = streams.apart(held, names), streams.apart(following, names)
+    made = convolve_step(
+        first.kind.name,
+        inputs,
+        [past.get(s) for s in STREAMS],
+        [weights.taps(s) if s in names else None for s in STREAMS],
+        [biases[s] for s in STREAMS],
+        [after.get(s) for s in STREAMS],
+        window=first.window,
+        rotary=context.rotary,
+        silu=any(type(op) is Silu for s in names for op in weights.operations[s]),
+    )
+    for name, newest in following.items():
+        state.replace_inputs(name, newest)
+    layer._before = {}  # The state has these inputs by now.
+    done = {s: _computed_with_filters(weights.operations[s]) for s in STREAMS}
+    return dict(zip(STREAMS, made, strict=True)), done
+
+
+def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
+    """Count the operations that the kernel of one token computes; None if it cannot come first."""
+    rest = [op for op in operations if not isinstance(op, Activation)]
+    able = all(isinstance(op, Convolution | Bias | Silu | Rotation) for op in rest)
+    return len(rest) if able else None
+
+
+def _has_filters_of_heads(weights: StreamPipeline) -> bool:
+    first = weights.filter
+    return isinstance(first, Convolution) and first.kind is kinds.HEAD and bool(weights.filtered)
+
+
+def _packed_filters_of_heads(layer: LayerPass) -> Made:
+    weights, context = layer.weights, layer.context
+    further = [op for operations in weights.operations.values() for op in operations[1:]]
+    turns = all(isinstance(op, Rotation) for op in further)
+    made = head_conv_qkv(
+        layer.streams.packed,
+        [weights.taps(s, context.group) for s in STREAMS],
+        layer.streams.bias,
+        rotary=context.rotary if turns else None,
+        document_ids=context.documents,
+        positions=context.document_positions,
+        initial_state=layer.before.get("qkv"),
+        backend=context.conv_backend,
+    )
+    done = {s: len(weights.operations[s]) if turns else 1 for s in STREAMS}
+    return dict(zip(STREAMS, made, strict=True)), done
+
+
+def _has_long_filters(weights: StreamPipeline) -> bool:
+    return isinstance(weights.filter, LongFilter)
+
+
+def _packed_long_filters(layer: LayerPass) -> Made:
+    names, first, group = layer.weights.filtered, layer.weights.filter, layer.context.group
+    packed, bias, chosen = layer.streams.packed, layer.streams.bias, STREAM_SLICES[names]
+    # [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
+    numbers = torch.stack([layer.weights.taps(s, group) for s in names], dim=1).flatten(0, 1)
+    bias = None if bias is None else bias[:, chosen].flatten(0, 1)
+    outputs = first.by(numbers, packed[:, :, :, chosen].flatten(2, 3), bias, "qkv", layer.context)
+    made = outputs.unflatten(2, (-1, len(names))).unbind(3)
+    return dict(zip(names, made, strict=True)), dict.fromkeys(names, 1)
+
+
+FUSIONS = (
+    Fusion("filters, biases, SiLU and rotation of a token", False, _is_one_kernel, _one_token),
+    Fusion(
+        "packed filters of heads and biases, on a GPU with a rotation that follows",
+        True,
+        _has_filters_of_heads,
+        _packed_filters_of_heads,
+    ),
+    Fusion(
+        "packed filters as long as the text, and biases",
+        True,
+        _has_long_filters,
+        _packed_long_filters,
+    ),
+)
+
+
+def fuses_rotation(operations: tuple[StreamOp, ...]) -> bool:
+    """Return True if the first of the operations is a convolution that a rotation follows."""
+    return [type(op) for op in operations[:2]] == [Convolution, Rotation]
+
+
+def fused(weights: StreamPipeline) -> str | None:
+    """Name what is computed together of a row's streams; None where nothing is."""
+    rows = (f for f in FUSIONS[1:] if weights.is_packed or not f.is_packed)
+    found = next((fusion.what for fusion in rows if fusion.serves(weights)), None)
+    turns = any(fuses_rotation(operations) for operations in weights.operations.values())
+    return found or ("on a GPU a convolution and the rotation that follows" if turns else None)

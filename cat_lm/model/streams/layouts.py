@@ -1,15 +1,11 @@
-"""Queries, keys and values as they come from projections, and what an operation on one of them is.
-
-Projections are packed, as GPT-NeoX's are, or one for each stream: two ways to the same operations.
-"""
+"""Queries, keys and values as projections make them: packed, as GPT-NeoX's, or one for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.model.context import Context
@@ -19,46 +15,6 @@ from cat_lm.ops.convolution.qkv import STREAM_SLICES
 
 # A norm of queries or keys x [B, T, heads, D] of a stream, of all heads or those of a group's rank.
 Normalize = Callable[[Tensor, str, SequenceGroup | None], Tensor]
-
-
-@dataclass(frozen=True)
-class StreamCall:
-    """Holds what an operation reads beside the stream that it changes.
-
-    Attributes:
-        stream: q, k or v.
-        inputs: the stream as filters read it, [B, T, heads, D].
-        before: the inputs before these, [B, W−1, heads, D]; None for zeros.
-        bias: of the projection, [heads, D], which comes after the filters; None for none.
-        weights: the module that holds the operations' parameters, by stream and name.
-        norm: of queries and keys, if the model has one.
-        context: of the layer.
-    """
-
-    stream: str
-    inputs: Tensor
-    before: Tensor | None
-    bias: Tensor | None
-    weights: nn.Module
-    norm: Normalize | None
-    context: Context
-
-
-class StreamOp:
-    """An operation on one stream [B, T, heads, D], which may widen it.
-
-    Its parameters are those of the pipeline that it is in, named by the stream and `name`.
-    """
-
-    name = ""
-
-    def initial(self, stream: str) -> Tensor:
-        """Make a stream's parameter as it changes nothing; only of an operation with a name."""
-        raise NotImplementedError
-
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        """Change x."""
-        raise NotImplementedError
 
 
 class SeparateStreams:

@@ -1,0 +1,312 @@
+"""The operations on one stream of queries, keys or values, [B, T, heads, D].
+
+Filters of W taps and filters as long as the text, further ranks of filters, norms, SiLU, rotation:
+each is a class, of which `pipeline` makes a layer's. Parameters are the pipeline's, by the stream
+and the operation's `name`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cat_lm.core.parameters import NothingDecays
+from cat_lm.model.context import Context
+from cat_lm.model.sequence import SequenceGroup, own_heads
+from cat_lm.model.streams.layouts import Normalize
+from cat_lm.ops import convolve, rotate
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.reference import check_kind
+from cat_lm.ops.long_filter import filters as long_filters
+from cat_lm.ops.long_filter.api import continued, long_conv
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
+
+RANK_START = 2.0**-6  # exact in half precision too
+_EPSILON = 1e-6  # of the mean square
+
+
+@dataclass(frozen=True)
+class StreamCall:
+    """Holds what an operation reads beside the stream that it changes.
+
+    Attributes:
+        stream: q, k or v.
+        inputs: the stream as filters read it, [B, T, heads, D].
+        before: the inputs before these, [B, W−1, heads, D]; None for zeros.
+        bias: of the projection, [heads, D], which comes after the filters; None for none.
+        weights: the pipeline, which holds the operations' parameters.
+        norm: of queries and keys, if the model has one.
+        context: of the layer.
+    """
+
+    stream: str
+    inputs: Tensor
+    before: Tensor | None
+    bias: Tensor | None
+    weights: nn.Module
+    norm: Normalize | None
+    context: Context
+
+
+class StreamOp:
+    """An operation on one stream [B, T, heads, D], which may widen it."""
+
+    name = ""
+
+    def initial(self, stream: str) -> Tensor:
+        """Make a stream's parameter as it changes nothing; only of an operation with a name."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        """Change x."""
+        raise NotImplementedError
+
+
+class Bias(StreamOp):
+    """Adds its projection's bias to a stream without filters."""
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        return x if call.bias is None else x + call.bias.to(x.dtype)
+
+
+class Convolution(StreamOp):
+    """Convolves a stream along time, and adds its projection's bias (CAT, Definition 1).
+
+    For head h and lags j = 0 … W−1 (zeros before the start), with one filter for each head
+    (`conv_type: head`):
+
+        y[b,t,h,:] = bias_h + sum_j F[h,j] x[b,t−j,h,:],   x = hidden · Wᵀ_h
+
+    which is (F * X) W + b of the paper's definition: a filter that the channels of a head share
+    commutes with the projection, and the bias is added after the convolution. The other kinds are
+    in `cat_lm.ops.convolution.kinds`. With `conv_norm: l1` a filter is divided by its magnitudes'
+    sum, `Kind.normalized`.
+    """
+
+    name = "filter"
+
+    def __init__(self, config: AttentionSettings) -> None:
+        self.kind = kinds.get(config.conv_type)
+        self.settings, self.window = config, config.conv_window
+        axes = self.kind.filter_axes
+        self.head_axis = axes.index("H") if "H" in axes and not self.kind.mixes_heads else None
+
+    def initial(self, stream: str) -> Tensor:
+        """Make filters that change nothing. Raises ValueError for a kind that cannot be."""
+        check_kind(self.kind)
+        config = self.settings
+        shape = config.stream_heads(stream), config.stream_width(stream), self.window
+        return self.kind.identity(*shape)
+
+    def drawn(self, stream: str) -> Tensor:
+        """Draw filters as they start, by `conv_init`."""
+        start, way = self.initial(stream), self.settings.conv_init
+        if way == "identity":
+            return start
+        bound = 1 / math.sqrt(self.kind.fan_in(self.settings.stream_heads(stream), self.window))
+        drawn = torch.empty_like(start).uniform_(-bound, bound)
+        return drawn if way == "uniform" else start + drawn
+
+    def used(self, filters: Tensor) -> Tensor:
+        """Return filters as they are used."""
+        return self.kind.normalized(filters) if self.settings.conv_norm == "l1" else filters
+
+    def __call__(
+        self, x: Tensor, call: StreamCall, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Convolve x, and rotate what comes out where `rotary` has the angles."""
+        filters = call.weights.taps(call.stream, call.context.group)
+        return self.by(filters, call, call.bias, rotary)
+
+    def by(
+        self,
+        filters: Tensor,
+        call: StreamCall,
+        bias: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Convolve a call's inputs by filters."""
+        context = call.context
+        return convolve(
+            self.kind.name,
+            call.inputs,
+            filters,
+            bias,
+            rotary=rotary,
+            document_ids=context.documents,
+            positions=context.document_positions,
+            initial_state=call.before,
+            backend=context.conv_backend,
+        )
+
+
+class LongFilter(StreamOp):
+    """Convolves a stream over all lags j ≤ t, and adds its projection's bias.
+
+    A filter is O(N) numbers that `cat_lm.ops.long_filter` computes F from: `kind` is what they
+    mean, N is `size`. They stay in fp32, as half precision has no rates near 0.
+    """
+
+    name = "filter"
+    window, head_axis = 1, 0  # no inputs are kept, and each head has numbers of its own
+
+    def __init__(self, config: AttentionSettings) -> None:
+        self.settings, self.size = config, config.conv_state
+        self.kind = long_filters.get(config.conv_filter)
+
+    def initial(self, stream: str) -> Tensor:
+        """Make the numbers of filters that change nothing."""
+        return self.kind.identity(self.settings.stream_heads(stream), self.size)
+
+    def drawn(self, stream: str) -> Tensor:
+        """Draw the numbers as they start, by `conv_init`."""
+        heads = self.settings.stream_heads(stream)
+        return self.kind.start_as(self.settings.conv_init, heads, self.size)
+
+    def used(self, numbers: Tensor) -> Tensor:
+        """Return the numbers, which are used as they are."""
+        return numbers
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        """Convolve x [B, T, heads, D]."""
+        numbers = call.weights.taps(call.stream, call.context.group)
+        return self.by(numbers, x, call.bias, call.stream, call.context)
+
+    def by(
+        self, numbers: Tensor, x: Tensor, bias: Tensor | None, name: str, context: Context
+    ) -> Tensor:
+        """Convolve x [B, T, heads, D], zeros at padding, by filters of numbers [heads, P].
+
+        A row that ends in padding is continued from the state after its last real token.
+
+        Args:
+            bias: [heads, D].
+            name: of the filters' state in the layer's, which is updated.
+        """
+        modes, state = self.kind.modes_of(numbers, self.size), context.state
+        backend = context.conv_backend
+        if state is None:
+            where = {"document_ids": context.documents, "positions": context.document_positions}
+            return long_conv(x, modes, bias, **where, backend=backend)
+        before = state.recurrent.get(name)
+        outputs, after = continued(x, modes, bias, before, context.padding, backend)
+        state.replace_recurrent(name, after)
+        return outputs
+
+
+class Ranks(StreamOp):
+    """Filters queries and keys R times, and sets the results side by side, [B, T, H, R·D].
+
+    Their scores are then q·k / sqrt(D) convolved over queries and keys with a kernel of rank R: for
+    all f, g and S[i,j] = q_i·k_j,
+
+        (f * q)_i · (g * k)_j = sum_ab f[a] g[b] S[i−a, j−b]
+
+    as in multi-token attention (Golovneva et al., 2025), whose kernel has full rank and meets
+    masked scores. Only the first rank has biases.
+    """
+
+    name = "rank_filter"
+
+    def __init__(self, convolution: Convolution) -> None:
+        self.convolution, self.rank = convolution, convolution.settings.conv_rank
+
+    def initial(self, stream: str) -> Tensor:
+        """Make the filters of the further ranks as they start, [R−1, H, W].
+
+        The keys' are zeros, so that the scores are those of rank 1. The queries' are small, and
+        another tap in each rank, so that gradients tell the ranks apart.
+        """
+        filters = self.convolution.initial(stream)
+        start = torch.zeros(self.rank - 1, *filters.shape)
+        if stream == "q":
+            start.diagonal(offset=1, dim1=0, dim2=2).fill_(RANK_START)
+        return start
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        """Set what the further filters make of the inputs beside x, which the first made."""
+        further = getattr(call.weights, f"{call.stream}_{self.name}")
+        further = own_heads(call.context.group, further, 1)
+        others = [self.convolution.by(filters, call) for filters in further.unbind(0)]
+        return torch.cat([x, *others], dim=-1)
+
+
+class QueryKeyNorm(NothingDecays):
+    """Holds the weights of `qk_norm`, and normalises queries or keys before the rotation.
+
+    For head h, with x̂ = x / |x| and rms(x) = x / sqrt(mean(x²)) over the D channels of a head:
+
+        l2:  the logits are s_h q̂·k̂, with s_h learned from sqrt(D) (Henry et al., 2020)
+        rms: q and k are rms(x) · w, with weights w of D channels each (Qwen3's)
+
+    both before the temperature divides the logits. It may come before the convolution; then what is
+    normalised has the projection's bias, and the convolution adds none.
+    """
+
+    def __init__(self, config: AttentionSettings):
+        super().__init__()
+        self.heads, self.width = config.num_attention_heads, config.head_width
+        self.scales = config.qk_norm == "l2"
+        for name, values in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(values))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return the parameters as they start."""
+        if self.scales:
+            return {"logit_scale": torch.full((self.heads,), math.sqrt(self.width))}
+        return {"q_weight": torch.ones(self.width), "k_weight": torch.ones(self.width)}
+
+    def forward(self, x: Tensor, stream: str, group: SequenceGroup | None = None) -> Tensor:
+        """Normalise queries or keys [B, T, heads, D]; `group` are the ranks that share heads."""
+        weight = None if self.scales else getattr(self, f"{stream}_weight").to(x.dtype)
+        x = F.rms_norm(x, x.shape[-1:], weight, _EPSILON)
+        if not self.scales or stream == "k":
+            return x
+        scale = self.logit_scale
+        if x.shape[2] < self.heads:  # those of this rank
+            scale = group.own(scale)
+        # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
+        return x * (scale / math.sqrt(self.width))[:, None].to(x.dtype)
+
+
+class Norm(StreamOp):
+    """Normalises queries or keys after their convolution."""
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        return call.norm(x, call.stream, call.context.group)
+
+
+class Rotation(StreamOp):
+    """Rotates heads of D channels, every rank of R·D alike, where the context has angles."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        rotary, backend = call.context.rotary, call.context.conv_backend
+        if rotary is None:
+            return x
+        rank = x.shape[3] // self.width
+        if rank == 1:
+            return rotate(x, *rotary, backend=backend)
+        ranks = x.unflatten(3, (rank, self.width)).flatten(2, 3)
+        ranks = rotate(ranks, *rotary, backend=backend)
+        return ranks.unflatten(2, (-1, rank)).flatten(3)
+
+
+class Silu(StreamOp):
+    """Passes a stream through SiLU."""
+
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        return F.silu(x)
+
+
+class Activation(Silu):
+    """The SiLU that all three streams end in, convolved or not."""
