@@ -110,7 +110,6 @@ class SentencePieceModel:
         self.pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
         self.model_type = proto.trainer_spec.model_type
         self.unk_id = self.processor.unk_id()
-        self.eos_id = self.processor.eos_id()
         self.byte_fallback = proto.trainer_spec.byte_fallback
         self.normalizer = proto.normalizer_spec
         self._refuse_the_unsupported(proto)
@@ -132,6 +131,12 @@ class SentencePieceModel:
                     f"{self.name}: {reason}, which has no exact fast tokenizer here; "
                     "give a transformers tokenizer folder instead"
                 )
+
+    def settings(self) -> dict[str, str]:
+        """Return the names of the special tokens, as `tokenizer_config.json` has them."""
+        ids = {"unk_token": self.unk_id, "eos_token": self.processor.eos_id()}
+        ids["bos_token"] = self.processor.bos_id()
+        return {key: self.pieces[index][0] for key, index in ids.items() if index >= 0}
 
     def special_pieces(self) -> list[str]:
         return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]

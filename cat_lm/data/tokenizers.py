@@ -29,21 +29,19 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256, write_json, write_text
 from cat_lm.core.numbers import VOCABULARY
-from cat_lm.core.readers import short
-from cat_lm.data.sentencepiece_models import EOD_PIECE, SPACE, SentencePieceModel, train_model
-from cat_lm.data.tokenizer_kinds import (
-    auto_tokenizer,
-    bytes_tokenizer,
-    from_sentencepiece,
-    from_transformers,
-    read_tokenizer_json,
+from cat_lm.core.readers import Record, clipped, read_json, read_object, read_text, short
+from cat_lm.data.sentencepiece_models import (
+    EOD_PIECE,
+    SPACE,
+    UNIGRAM,
+    SentencePieceModel,
+    train_model,
 )
-from cat_lm.data.unigram_ids import UnigramIds
-from cat_lm.data.word_cache import WordCache
-from cat_lm.pretrained.files import reason
+from cat_lm.pretrained.files import asks_for_code, reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 TRAIN_PREFIX = "train:sentencepiece:"
 # What the end of a document is called where a tokenizer's own settings do not say.
@@ -111,10 +109,10 @@ def build_tokenizer(
     elif spec.startswith("train:"):
         kind = "sentencepiece"
         model = SentencePieceModel(train_model(training_text(), _vocab_size(spec)), spec)
-        tokenizer, settings = from_sentencepiece(model, verbatim=True)
+        tokenizer, settings = model.fast_tokenizer(verbatim=True), model.settings()
     elif Path(spec).suffix == ".model":
         kind, model = "sentencepiece", SentencePieceModel.read(Path(spec))
-        tokenizer, settings = from_sentencepiece(model, verbatim=False)
+        tokenizer, settings = model.fast_tokenizer(), model.settings()
     else:
         kind = "transformers"
         tokenizer, settings = from_transformers(Path(spec))
@@ -133,31 +131,49 @@ def build_tokenizer(
 
 
 class DocumentEncoder:
-    """Encodes documents with the tokenizer of a prepared folder, as they are stored in shards."""
+    """Encodes documents with the tokenizer of a prepared folder, as they are stored in shards.
+
+    `tokenizers` looks for every piece of a unigram model in a text, and takes a literal "</s>" or
+    "<0x0A>" for the piece of that name. Sentencepiece spells such a text out, and so encodes the
+    documents of its unigram models here.
+    """
 
     def __init__(self, folder: Path | str, eod_id: int, vocab_size: int) -> None:
         self.tokenizer = read_tokenizer_json(Path(folder) / "tokenizer.json")
         self.eod_id = eod_id
         self.vocab_size = vocab_size
-        self._words = WordCache.of(self.tokenizer, eod_id)
-        self._unigram = UnigramIds.of(Path(folder) / MODEL_FILE, self.tokenizer, eod_id)
+        self._processor = None
+        model = Path(folder) / MODEL_FILE
+        if type(self.tokenizer.model).__name__ == "Unigram" and model.is_file():
+            self._processor = SentencePieceModel.read(model).processor
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text without any token added."""
-        tokens, lengths = self._encode(texts)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        bounds = zip((ends - lengths).tolist(), (ends - 1).tolist(), strict=True)
-        return [tokens[start:stop].tolist() for start, stop in bounds]
+        """Return the ids of each text without any token added."""
+        if self._processor is not None:
+            return self._processor.encode(list(texts), num_threads=1)
+        return self.fast_ids(texts)
+
+    def fast_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids that the folder's `tokenizer.json` gives each text."""
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of all documents, each closed by EOD, in one array, and each one's length.
+        """Return tokens of all documents, each closed by EOD, in one array, and each one's length.
 
         Raises `UserError` for a tokenizer that produces EOD inside a document or an id that its
         vocabulary does not have.
         """
-        tokens, lengths = self._encode(texts)
+        buffer = array("I")  # takes a list of ids several times faster than NumPy does
+        lengths = np.empty(len(texts), np.int32)
+        for document, ids in enumerate(self.encode_batch(texts)):
+            start = len(buffer)
+            buffer.fromlist(ids)
+            buffer.append(self.eod_id)
+            lengths[document] = len(buffer) - start
+        tokens = np.frombuffer(buffer, np.uint32)
         if np.count_nonzero(tokens == self.eod_id) != len(texts):
             raise UserError(
                 f"the tokenizer gives its end-of-document id {self.eod_id} for ordinary text; "
@@ -168,31 +184,6 @@ class DocumentEncoder:
                 f"the tokenizer gives id {tokens.max()}, its vocabulary has {self.vocab_size}"
             )
         return tokens.astype(dtype), lengths
-
-    def _encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all texts, each closed by EOD, uint32; and how many each has, int32."""
-        tokens, lengths = self._fast_ids(texts)
-        if self._unigram is not None:
-            return self._unigram.corrected(texts, tokens, lengths)
-        return tokens, lengths
-
-    def _fast_ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self._words is not None:
-            return self._words.encode(texts)
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        buffer = array("I")  # takes a list of ids several times faster than NumPy does
-        lengths = np.empty(len(texts), np.int32)
-        for document, encoding in enumerate(encodings):
-            start = len(buffer)
-            buffer.fromlist(encoding.ids)
-            buffer.append(self.eod_id)
-            lengths[document] = len(buffer) - start
-        return np.frombuffer(buffer, np.uint32), lengths
-
-    def forget(self) -> None:
-        """Drops what makes texts like earlier ones faster; for measuring."""
-        if self._words is not None:
-            self._words.clear()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of these ids, special tokens shown."""
@@ -208,7 +199,7 @@ def verify_tokenizer(info: TokenizerInfo, folder: Path | str, texts: Sequence[st
     """
     folder = Path(folder)
     encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
-    encoded = encoder.encode_batch(texts)
+    encoded = encoder.fast_ids(texts)
     if (folder / MODEL_FILE).is_file():
         _verify_sentencepiece(info, SentencePieceModel.read(folder / MODEL_FILE), texts, encoded)
     elif info.kind == "transformers":
@@ -234,9 +225,13 @@ def _verify_sentencepiece(
             f"--tokenizer {info.spec}: {len(model.pieces)} pieces became {info.vocab_size} ids"
         )
     verbatim = info.spec.startswith(TRAIN_PREFIX)
+    special = {model.unk_id, *map(model.processor.piece_to_id, model.special_pieces())}
     for text, ids in zip(texts, encoded, strict=True):
-        # The two differ there on purpose: see the module's text.
-        if not (verbatim and SPACE in text):
+        # The two differ on purpose: see the texts of the module and of `DocumentEncoder`.
+        differs = verbatim and SPACE in text
+        if model.model_type == UNIGRAM:
+            differs = "<0x" in text or not special.isdisjoint(ids)
+        if not differs:
             _compare(info, "sentencepiece", model.processor.encode(text), ids, text)
 
 
@@ -319,3 +314,116 @@ def _save(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
             "model_max_length": int(1e30),
         },
     )
+
+
+# The kinds of tokenizers
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Ids 0–255 are the bytes of the UTF-8 text, 256 is EOD."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(EOD_PIECE, special=True, normalized=False)])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which the byte-level pre-tokenizer stands for each byte.
+
+    Printable Latin-1 bytes stand for themselves, the others follow from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
+    """The fast tokenizer of a `tokenizer.json` or a folder, and the names of its special tokens."""
+    folder = path if path.is_dir() else path.parent
+    file = path / "tokenizer.json" if path.is_dir() else path
+    config = folder / "tokenizer_config.json"
+    if file.is_file():
+        tokenizer = read_tokenizer_json(file)
+        # The settings beside a lone file are its own only under the name that goes with them.
+        named = config.is_file() and file.name == "tokenizer.json"
+        settings = _read_settings(config) if named else {}
+    else:
+        tokenizer, settings = _load_with_transformers(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
+        # A template that adds BOS or EOS: models trained on these shards never see it.
+        tokenizer.post_processor = _no_template()
+    return tokenizer, settings
+
+
+def _no_template():
+    from tokenizers.processors import Sequence as Processors
+
+    return Processors([])
+
+
+class _Token(Record):
+    content: str
+
+
+class _Settings(Record):
+    """The special tokens of a `tokenizer_config.json`, as text or as objects."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+
+
+def _read_settings(config: Path) -> dict:
+    found = {name: value for name, value in read_json(config, _Settings) if value}
+    return {n: v.content if isinstance(v, _Token) else v for n, v in found.items()}
+
+
+def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
+    try:
+        loaded = auto_tokenizer(folder)
+    except Exception as error:  # transformers raises many kinds for a folder it cannot read
+        config = folder / "tokenizer_config.json"
+        said = asks_for_code(read_object(config)) if config.is_file() else ""
+        raise UserError(
+            f"--tokenizer {folder}: not a tokenizer folder ({said or reason(error)})"
+        ) from None
+    if not getattr(loaded, "is_fast", False):
+        raise UserError(f"--tokenizer {folder}: has no fast tokenizer (tokenizer.json)")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    settings = {name: str(getattr(loaded, name)) for name in names if getattr(loaded, name, None)}
+    return loaded.backend_tokenizer, settings
+
+
+def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a folder by `transformers`, without its code; raises whatever that raises."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def read_tokenizer_json(path: Path) -> Tokenizer:
+    """Reads a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
+    from tokenizers import Tokenizer
+
+    text = read_text(path)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except BaseException as error:
+        # The library raises bare exceptions for what it cannot parse, and "panics", which are none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path}: not a tokenizer.json ({reason(error)})") from None
+    # Writing it takes memory for every id up to the largest.
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if problem := VOCABULARY.at_least(0).problem(largest):
+        raise UserError(f"{path}: token {clipped(repr(token))} has the id {largest}, {problem}")
+    tokenizer.encode_special_tokens = True
+    return tokenizer

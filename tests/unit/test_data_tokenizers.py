@@ -210,45 +210,6 @@ def test_u2581_is_a_space_to_a_given_model_and_itself_to_a_trained_one(tmp_path,
     assert encoder.decode(ids) == text.replace("\u2581", " ")
 
 
-@pytest.mark.parametrize("options", [{}, {"add_dummy_prefix": False}, {"model_type": "bpe"}])
-@pytest.mark.parametrize("limit", [1, 7, 1 << 19])
-def test_the_table_of_words_changes_no_id(tmp_path, monkeypatch, options, limit):
-    from cat_lm.data import word_cache
-
-    monkeypatch.setattr(word_cache, "MAX_WORDS", limit)
-    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False} | options
-    _, encoder = build(tmp_path, unigram_model(tmp_path / "x.model", **options))
-    assert encoder._words is not None
-    rng = random.Random(0)
-    noise = ["".join(rng.choices("  \n\tab\u2581('1é漢", k=50)) for _ in range(100)]
-    texts = ["", *noise, "", *HARD_TEXTS, *generated_text(20), ""]
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "x.model"))
-    expected = reference.encode(texts)
-    assert encoder.encode_batch(texts) == expected
-    assert [encoder.encode_batch([text])[0] for text in texts] == expected
-    encoder.forget()
-    assert encoder.encode_batch(texts[::-1]) == expected[::-1]
-
-
-def test_only_what_cuts_before_spaces_has_a_table_of_words(tmp_path):
-    """Any other tokenizer may join words, or have tokens that are found before words are cut."""
-    _, encoder = build(tmp_path, "bytes")
-    assert encoder._words is None
-    _, encoder = build(tmp_path, "train:sentencepiece:600", project_text())
-    assert encoder._words is not None
-    file = tmp_path / "tokenizer" / "tokenizer.json"
-    whole = json.loads(file.read_text())
-    added = {**whole["added_tokens"][0], "id": 600, "content": "return x", "special": False}
-    for change in (
-        {"added_tokens": [*whole["added_tokens"], added]},
-        {"pre_tokenizer": None},
-        {"model": {**whole["model"], "dropout": 0.5}},
-        {"normalizer": {"type": "Lowercase"}},
-    ):
-        file.write_text(json.dumps(whole | change))
-        assert DocumentEncoder(tmp_path / "tokenizer", 1, 601)._words is None
-
-
 def other_kinds():
     """Tokenizers of other models' kinds, trained on a little text, each with a template."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers

@@ -259,7 +259,7 @@ class TestCode:
         assert not ran.exists()
 
     def test_of_a_tokenizer_of_its_own(self, foreign, ran, monkeypatch, capsys):
-        from cat_lm.data.tokenizer_kinds import from_transformers
+        from cat_lm.data.tokenizers import from_transformers
 
         self.evil(foreign, ran)
         (foreign / "tokenizer.json").unlink()
