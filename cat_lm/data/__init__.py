@@ -5,7 +5,7 @@ Importing this package costs numpy and nothing more; the tokenizers live in
 """
 
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.loader import TrainLoader, ValidationWindows, validation_windows
+from cat_lm.data.loader import TrainLoader, ValidationWindows
 from cat_lm.data.manifest import read_manifest
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_corpus
@@ -17,5 +17,4 @@ __all__ = [
     "ValidationWindows",
     "open_corpus",
     "read_manifest",
-    "validation_windows",
 ]

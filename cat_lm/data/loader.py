@@ -9,10 +9,10 @@ r·G/w … (r+1)·G/w − 1 of it.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 
@@ -21,23 +21,7 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.packing import PackedWindows
 from cat_lm.data.shuffle import EpochOrder, MixtureOrder
-from cat_lm.data.windows import (
-    Batch,
-    JoinedWindows,
-    StreamWindows,
-    Windows,
-    read_windows,
-    scattered,
-)
-
-__all__ = [
-    "Batch",
-    "Prefetch",
-    "TrainLoader",
-    "ValidationWindows",
-    "rows_of_rank",
-    "validation_windows",
-]
+from cat_lm.data.windows import Batch, JoinedWindows, StreamWindows
 
 PACKINGS = ("stream", "best_fit")
 
@@ -73,25 +57,25 @@ class TrainLoader:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.mask_documents = mask_documents
-
-        def windows(part: TokenCorpus) -> Windows:
-            if packing == "best_fit":
-                return PackedWindows(part, context_length, cache_dir)
-            return StreamWindows(part, context_length)
-
+        self._windows = JoinedWindows(
+            [
+                PackedWindows(part, context_length, cache_dir)
+                if packing == "best_fit"
+                else StreamWindows(part, context_length)
+                for part in corpus.parts
+            ]
+        )
+        orders = [
+            EpochOrder(source.num_windows, source.corpus.fingerprint, seed)
+            for source in self._windows.sources
+        ]
+        self._order = orders[0]
         if isinstance(corpus, Mixture):
-            self._sources = [windows(part) for part in corpus.parts]
-            self._windows = JoinedWindows(self._sources)
-            orders = [_epochs(source, seed) for source in self._sources]
-            key = f"{corpus.fingerprint} {seed}"
-            self._order = MixtureOrder(orders, corpus.counts, key)
-        else:
-            self._windows = windows(corpus)
-            self._order = _epochs(self._windows, seed)
+            self._order = MixtureOrder(orders, corpus.counts, f"{corpus.fingerprint} {seed}")
         self.samples_per_epoch = self._windows.num_windows
 
     def sample_ids(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """The windows that `rank` reads at `step` (counted from 0), int64 [G / world_size]."""
+        """Return the windows that `rank` reads at `step` (from 0), int64 [G / world_size]."""
         rows = rows_of_rank(self.global_batch_size, rank, world_size)
         if step < 0:
             raise ValueError(f"step {step} is negative")
@@ -99,7 +83,7 @@ class TrainLoader:
         return self._order(np.arange(first + rows.start, first + rows.stop))
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """The batch of `rank` at `step` (counted from 0), int64 arrays [G / world_size, T].
+        """Return the batch of `rank` at `step` (from 0), int64 arrays [G / world_size, T].
 
         `input_ids`; `labels`, where labels[:, t] is the token after input_ids[:, t], or −100 where
         there is none to learn; and, with `mask_documents`, `document_ids`, counted from 0 in each
@@ -120,24 +104,19 @@ class TrainLoader:
         planned = None
         if last_step is not None:
             planned = self._order.drawn(last_step * self.global_batch_size)
-        sizes = [source.num_windows for source in self._sources]
-        return lines + self.corpus.describe_draws(sizes, done, planned)
+        return lines + self.corpus.describe_draws(self._windows.sizes, done, planned)
 
     def prefetch(
         self, first_step: int, last_step: int, rank: int = 0, world_size: int = 1, depth: int = 4
     ) -> Prefetch:
-        """The batches of steps first_step … last_step − 1, read ahead by a background thread."""
+        """Return the batches of steps first_step … last_step − 1, read ahead in a thread."""
         return Prefetch(
             lambda step: self.batch(step, rank, world_size), range(first_step, last_step), depth
         )
 
 
-def _epochs(windows: Windows, seed: int) -> EpochOrder:
-    return EpochOrder(windows.num_windows, windows.corpus.fingerprint, seed)
-
-
 def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
-    """The rows of a global batch that belong to `rank`."""
+    """Return the rows of a global batch that belong to `rank`."""
     if global_batch_size % world_size:
         raise UserError(
             f"a global batch of {global_batch_size} windows cannot be shared by {world_size} ranks"
@@ -154,30 +133,24 @@ class ValidationWindows(Sequence[Batch]):
     `windows[i]` is a batch of one; `windows.batch(indices)` a batch of several. The last window is
     padded, with labels −100. With `mask_documents` first tokens of documents are not scored.
     Windows of one corpus come in order; those of a mixture's corpora are interleaved, so that the
-    first n hold each corpus in its share of all held-out windows.
+    first n hold each corpus in its share of all held-out windows. Rank r of w takes the windows
+    r, r + w, r + 2w, …
     """
 
     def __init__(
-        self, corpus: TokenCorpus | Mixture, context_length: int, mask_documents: bool
+        self, corpus: TokenCorpus | Mixture, context_length: int, mask_documents: bool = False
     ) -> None:
         self.corpus = corpus
         self.context_length = context_length
         self.mask_documents = mask_documents
-        self._parts = corpus.parts if isinstance(corpus, Mixture) else [corpus]
-        for part in self._parts:
-            if part.num_tokens < 2:
-                raise UserError(f"{part.name}: the {part.split} split has no token to predict")
-        counts = [-(-(part.num_tokens - 1) // context_length) for part in self._parts]
-        self._length = sum(counts)
-        if len(counts) > 1:
-            self._owners = np.repeat(np.arange(len(counts)), counts)
-            self._windows = np.concatenate([np.arange(count) for count in counts])
-            places = (self._windows + 0.5) / np.repeat(counts, counts)
-            order = np.argsort(places, kind="stable")
-            self._owners, self._windows = self._owners[order], self._windows[order]
+        self._windows = JoinedWindows(
+            [StreamWindows(part, context_length, keep_rest=True) for part in corpus.parts]
+        )
+        places = [(np.arange(size) + 0.5) / size for size in self._windows.sizes]
+        self._order = np.argsort(np.concatenate(places), kind="stable")
 
     def __len__(self) -> int:
-        return self._length
+        return self._windows.num_windows
 
     def __getitem__(self, index: int) -> Batch:
         if not -len(self) <= index < len(self):
@@ -185,22 +158,9 @@ class ValidationWindows(Sequence[Batch]):
         return self.batch([index % len(self)])
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The windows `indices` in the layout of `TrainLoader.batch`, [len(indices), T]."""
-        if len(self._parts) == 1:
-            return self._read(0, indices)
-        indices = np.asarray(indices)
-        return scattered(self._owners[indices], self._windows[indices], self._read)
-
-    def _read(self, part: int, windows: Sequence[int]) -> Batch:
-        corpus = self._parts[part]
-        return read_windows(corpus, windows, self.context_length, self.mask_documents)
-
-
-def validation_windows(
-    corpus: TokenCorpus | Mixture, context_length: int, mask_documents: bool = False
-) -> ValidationWindows:
-    """The windows that validation scores; rank r of w takes the windows r, r + w, r + 2w, …"""
-    return ValidationWindows(corpus, context_length, mask_documents)
+        """Return the windows `indices` in the layout of `TrainLoader.batch`, [len(indices), T]."""
+        numbers = self._order[np.asarray(indices, dtype=np.int64)]
+        return self._windows.read(numbers, self.mask_documents)
 
 
 class Prefetch(Iterator[Batch]):
@@ -211,17 +171,14 @@ class Prefetch(Iterator[Batch]):
     """
 
     def __init__(self, read: Callable[[int], Batch], steps: range, depth: int = 4) -> None:
-        self._ready: queue.Queue = queue.Queue(maxsize=max(1, depth))
-        self._stop = threading.Event()
-        self._done = False
-        weakref.finalize(self, self._stop.set)
-        self._thread = threading.Thread(
-            target=_read_ahead,
-            args=(read, steps, self._ready, self._stop),
-            name="prefetch",
-            daemon=True,
-        )
-        self._thread.start()
+        self._read, self._steps, self._depth = read, iter(steps), max(1, depth)
+        self._ready: deque[Future[Batch]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        for step in islice(self._steps, self._depth - len(self._ready)):
+            self._ready.append(self._thread.submit(self._read, step))
 
     def __enter__(self) -> Prefetch:
         return self
@@ -230,39 +187,19 @@ class Prefetch(Iterator[Batch]):
         self.close()
 
     def __next__(self) -> Batch:
-        if self._done:
+        if not self._ready:
+            self.close()
             raise StopIteration
-        kind, value = self._ready.get()
-        if kind == "batch":
-            return value
-        self.close()
-        if kind == "error":
-            raise value
-        raise StopIteration
+        try:
+            batch = self._ready.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._read_ahead()
+        return batch
 
     def close(self) -> None:
-        """Stops reading ahead; iteration ends. May be called more than once."""
-        self._done = True
-        self._stop.set()
-        self._thread.join()
-
-
-def _read_ahead(
-    read: Callable[[int], Batch], steps: range, ready: queue.Queue, stop: threading.Event
-) -> None:
-    def put(item: tuple) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    try:
-        for step in steps:
-            if not put(("batch", read(step))):
-                return
-        put(("end", None))
-    except BaseException as error:
-        put(("error", error))
+        """Stop reading ahead; iteration ends. May be called more than once."""
+        self._steps = iter(())
+        self._ready.clear()
+        self._thread.shutdown(cancel_futures=True)

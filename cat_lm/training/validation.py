@@ -9,7 +9,7 @@ import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.loader import Batch, validation_windows
+from cat_lm.data.loader import Batch, ValidationWindows
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import Engine
 from cat_lm.training.watchdog import Watchdog
@@ -25,7 +25,7 @@ class Validation:
     ) -> None:
         config = engine.config
         self._engine, self._ranks, self._watchdog = engine, ranks, watchdog
-        self._windows = validation_windows(
+        self._windows = ValidationWindows(
             corpus, config.data.context_length, config.data.mask_documents
         )
         self.num_windows = len(self._windows)

@@ -7,7 +7,7 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
-from cat_lm.data import TrainLoader, validation_windows
+from cat_lm.data import TrainLoader, ValidationWindows
 from cat_lm.data.mixture import BLOCK, Mixture, block_counts
 from cat_lm.data.opening import open_corpus
 from tests.prepared_data import random_documents, write_prepared
@@ -190,12 +190,13 @@ def test_the_log_tells_the_mixture_and_what_was_drawn(tmp_path):
 def test_validation_covers_every_part_and_any_beginning_is_a_fair_sample(tmp_path):
     parts = corpora(tmp_path, 3, "validation")
     mixture = Mixture(parts, [1, 1, 8])
-    windows = validation_windows(mixture, T)
+    windows = ValidationWindows(mixture, T)
     labels = windows.batch(range(len(windows)))["labels"]
     scored = sorted(labels[labels != IGNORE_INDEX].tolist())
     expected = sorted(np.concatenate([p.tokens(1, p.num_tokens) for p in parts]).tolist())
     assert scored == expected
-    counts = [len(validation_windows(part, T)) for part in mixture.parts]
-    half = np.bincount(windows._owners[: len(windows) // 2])
+    counts = [len(ValidationWindows(part, T)) for part in mixture.parts]
+    owners = np.repeat(np.arange(len(counts)), counts)[windows._order]
+    half = np.bincount(owners[: len(windows) // 2])
     assert np.abs(half - np.array(counts) / 2).max() <= 1
     assert (windows[3]["labels"] == labels[3:4]).all()
