@@ -4,30 +4,67 @@ from __future__ import annotations
 
 import bisect
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.listed_shards import ListedShard
-from cat_lm.data.manifest import MANIFEST, open_shard, splits_of
+from cat_lm.data.manifest import MANIFEST, splits_of
 from cat_lm.data.shards import Shard
 
-# Opening a shard on a network disk is waiting; so many are opened at once.
 OPENING_THREADS = 16
 # Files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
+
+
+class ListedShard:
+    """A shard that a manifest lists; its files are looked at where they are first read.
+
+    Ranks of many nodes that each look at thousands of files keep a file system's servers busy.
+    All that a `Shard` has is here too.
+    """
+
+    def __init__(
+        self, folder: Path, entry: dict, dtype: str, bring: Callable[[list[dict]], object]
+    ) -> None:
+        self._entry, self._bring = entry, bring
+        self.name: str = entry["name"]
+        self.num_tokens: int = entry["tokens"]
+        self.num_documents: int = entry["documents"]
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.bin_path = folder / f"{self.name}.bin"
+
+    @cached_property
+    def opened(self) -> Shard:
+        """The shard itself. Raises UserError where it is not what the manifest says."""
+        self._bring([self._entry])
+        shard = Shard(self.bin_path.with_name(self.name))
+        found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
+        expected = (self.num_documents, self.num_tokens, self.dtype.name)
+        if found != expected:
+            raise UserError(
+                f"{shard.bin_path}: documents, tokens, dtype are {found}, "
+                f"the manifest says {expected}; prepare the data again"
+            )
+        return shard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
 
 
 class TokenCorpus:
     """One split of a prepared folder, memory-mapped: shards in order, as one stream of tokens.
 
     Attributes: `name` (what a person calls it: the folder as given, or its address), `folder`
-    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict),
+    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict), `shards`,
     `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
     `fingerprint`, `vocab_size`, `eod_id`, `has_signed_ids` (ids on disk could be negative).
+    `bring` is called with entries of the manifest before their shards are opened.
     """
 
     def __init__(
@@ -36,9 +73,8 @@ class TokenCorpus:
         split: str,
         manifest: dict,
         name: str | None = None,
-        look: bool = True,
+        bring: Callable[[list[dict]], object] = lambda entries: None,
     ) -> None:
-        self._look = look
         self.name = name or str(folder)
         self.folder = folder
         self.split = split
@@ -52,10 +88,12 @@ class TokenCorpus:
         self.fingerprint: str = manifest["fingerprint"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
-        self.has_signed_ids = np.dtype(manifest["dtype"]).kind == "i"
-        self.shards = self._open_shards(counts["shards"])
-        self._token_ends = _running_sum(shard.num_tokens for shard in self.shards)
-        self._document_ends = _running_sum(shard.num_documents for shard in self.shards)
+        dtype = manifest["dtype"]
+        self.has_signed_ids = np.dtype(dtype).kind == "i"
+        allow_open_files(len(counts["shards"]))
+        self.shards = [ListedShard(folder, entry, dtype, bring) for entry in counts["shards"]]
+        self._token_ends = list(accumulate(shard.num_tokens for shard in self.shards))
+        self._document_ends = list(accumulate(shard.num_documents for shard in self.shards))
         for key, ends in (("tokens", self._token_ends), ("documents", self._document_ends)):
             if (found := ends[-1] if ends else 0) != counts[key]:
                 raise UserError(
@@ -63,31 +101,32 @@ class TokenCorpus:
                     f"have {found}"
                 )
 
-    def _open_shards(self, listed: list[dict]) -> Sequence[Shard | ListedShard]:
-        allow_open_files(len(listed))
-        if not self._look:
-            return [ListedShard(self.folder, entry, self.manifest["dtype"]) for entry in listed]
+    @property
+    def parts(self) -> list[TokenCorpus]:
+        """The corpus itself, as the one part of a mixture."""
+        return [self]
 
-        def opened(entry: dict) -> Shard:
-            return open_shard(self.folder, entry, self.manifest["dtype"])
+    def look(self) -> None:
+        """Look at the header of each shard. Raises UserError for what is not as the manifest says.
 
+        On a network disk that is waiting, so several are looked at together.
+        """
         with ThreadPoolExecutor(OPENING_THREADS) as pool:
-            return list(pool.map(opened, listed))
+            list(pool.map(lambda shard: shard.opened, self.shards))
 
-    def entries_here(self) -> list[dict]:
-        """The manifest's entries of the shards that lie in `folder` and can be verified there."""
-        return self.manifest["splits"][self.split]["shards"]
+    def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
+        """Bring all shards to this machine, where they are not; `progress` is told of it."""
 
     def gather(self, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
-        """Tokens [start, stop) of the stream for each pair, in the dtype on disk.
+        """Return tokens [start, stop) of the stream for each pair, in the dtype on disk.
 
         Views of the memory map where one shard holds them all. The disk is asked for everything
         before this returns, and for nothing one by one: a batch waits about as long as a window.
         """
         requests, owners = self._requests(starts, stops)
         pieces: list[list[np.ndarray]] = [[] for _ in starts]
-        for owner, piece in zip(owners, self._read(requests), strict=True):
-            pieces[owner].append(piece)
+        for owner, (shard, first, end) in zip(owners, requests, strict=True):
+            pieces[owner].append(shard.read(first, end))
         return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
 
     def _requests(
@@ -118,16 +157,18 @@ class TokenCorpus:
             UserError: there is one; names the file, the token in it, and the id.
         """
         for shard, start, stop in self._requests(starts, stops)[0]:
-            check_ids(shard.read(start, stop), self.vocab_size, str(shard.bin_path), start)
-
-    def _read(self, requests: list[tuple[Shard, int, int]]) -> list[np.ndarray]:
-        return [shard.read(start, stop) for shard, start, stop in requests]
-
-    def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
-        """Bring all shards to this machine, where they are not; `progress` is told of it."""
+            values = shard.read(start, stop).astype(np.int64)
+            wrong = (values < 0) | (values >= self.vocab_size)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise UserError(
+                    f"{shard.bin_path}: token {start + at} is the id {values[at]}, outside of the "
+                    f"vocabulary of {self.vocab_size}; the file is damaged or was made with "
+                    "another tokenizer (python -m data_prep.inspect looks at all of it)"
+                )
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries.
+        """Return tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries.
 
         Raises `UserError` for ids that the vocabulary does not have.
         """
@@ -174,29 +215,8 @@ def has_outside(ids: np.ndarray, vocab_size: int) -> bool:
     return int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)
 
 
-def check_ids(tokens: np.ndarray, vocab_size: int, place: str, first: int) -> None:
-    """Check that all tokens are ids of the vocabulary.
-
-    Args:
-        place: the file that they are of.
-        first: where in it they begin.
-
-    Raises:
-        UserError: one is not; names the place, the token and the id.
-    """
-    if not has_outside(tokens, vocab_size):
-        return
-    values = tokens.astype(np.int64)
-    at = int(np.argmax((values < 0) | (values >= vocab_size)))
-    raise UserError(
-        f"{place}: token {first + at} is the id {values[at]}, outside of the vocabulary of "
-        f"{vocab_size}; the file is damaged or was made with another tokenizer "
-        "(python -m data_prep.inspect looks at all of it)"
-    )
-
-
 def allow_open_files(shards: int) -> None:
-    """Raises this process's soft limit of open files: a memory map keeps its file open.
+    """Raise this process's soft limit of open files: a memory map keeps its file open.
 
     Raises `UserError` where the hard limit is too low.
     """
@@ -210,11 +230,3 @@ def allow_open_files(shards: int) -> None:
         )
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _running_sum(values: Iterable[int]) -> list[int]:
-    ends, total = [], 0
-    for value in values:
-        total += value
-        ends.append(total)
-    return ends

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import VOCABULARY
 from cat_lm.core.readers import Record, check_shape, parse_value, read_bytes, short
-from cat_lm.data.shards import Shard
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -170,16 +169,3 @@ def check_fingerprint(manifest: dict[str, Any], name: str) -> None:
             f"{name}: the manifest's fingerprint does not belong to its shards; copy the data "
             "again from where they are whole, or prepare them again"
         )
-
-
-def open_shard(folder: Path, entry: dict, dtype: str) -> Shard:
-    """Open a shard that a manifest lists. Raises UserError where it is not what the list says."""
-    shard = Shard(folder / entry["name"])
-    found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
-    expected = (entry["documents"], entry["tokens"], dtype)
-    if found != expected:
-        raise UserError(
-            f"{shard.bin_path}: documents, tokens, dtype are {found}, "
-            f"the manifest says {expected}; prepare the data again"
-        )
-    return shard

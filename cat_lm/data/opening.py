@@ -37,24 +37,59 @@ def open_corpus(
         return open_remote(str(folder), split, cache_dir)
     manifest = read_manifest(folder)
     check_fingerprint(manifest, str(folder))
-    return TokenCorpus(Path(folder), split, manifest, look=look)
+    corpus = TokenCorpus(Path(folder), split, manifest)
+    if look:
+        corpus.look()
+    return corpus
 
 
 def open_verified(
     folder: Path | str, split: str, cache_dir: Path | str | None = None
 ) -> TokenCorpus:
-    """Open a split of prepared data as `open_corpus` does, and verify its shards.
+    """Open a split of prepared data, copied to this machine, and verify its shards.
 
     Raises:
         UserError: as `open_corpus`, or a shard or the tokenizer is not what the manifest says.
     """
     corpus = open_corpus(folder, split, cache_dir)
+    corpus.fetch()
     verify([corpus], cache_dir)
     return corpus
 
 
-def open_data(config: RunConfig, look: bool = True) -> tuple[TokenCorpus, TokenCorpus, TrainLoader]:
-    """The training and the validation split, and the order of the training samples.
+def open_split(data: DataSection, split: str, look: bool = True) -> TokenCorpus | Mixture:
+    """Open the corpora of one split as `open_corpus` does, without any order of the windows."""
+    corpora = [open_corpus(folder, split, data.cache_dir, look) for folder in data.folders]
+    if data.mixture is None:
+        return corpora[0]
+    return Mixture(corpora, list(data.mixture.values()))
+
+
+def open_splits(
+    config: RunConfig, look: bool = True
+) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
+    """Open the training and the validation split as `open_split` does.
+
+    Raises:
+        UserError: there is no such data, or the model has too small a vocabulary.
+    """
+    asked = config.model.vocab_size
+    corpus = open_split(config.data, "train", look)
+    if asked is not None and asked < corpus.vocab_size:
+        raise UserError(
+            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
+            "entries; use at least that, or leave the key out"
+        )
+    held_out = open_split(config.data, "validation", look)
+    # Each on its own is few enough; all of them stay open together.
+    allow_open_files(len(corpus.shards) + len(held_out.shards))
+    return corpus, held_out
+
+
+def open_data(
+    config: RunConfig, look: bool = True
+) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture, TrainLoader]:
+    """Open the training and the validation split, and the order of the training samples.
 
     Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
 
@@ -81,56 +116,17 @@ def open_data(config: RunConfig, look: bool = True) -> tuple[TokenCorpus, TokenC
     return corpus, held_out, loader
 
 
-def open_splits(
-    config: RunConfig, look: bool = True
-) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
-    """The training and the validation split, without any order: cheap, see `open_split`.
-
-    Args:
-        look: as in `open_corpus`.
-
-    Raises:
-        UserError: there is no such data, or the model has too small a vocabulary.
-    """
-    data, asked = config.data, config.model.vocab_size
-    corpus = open_split(data, "train", look)
-    if asked is not None and asked < corpus.vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
-            "entries; use at least that, or leave the key out"
-        )
-    held_out = open_split(data, "validation", look)
-    # Each on its own is few enough; all of them stay open together.
-    allow_open_files(len(corpus.shards) + len(held_out.shards))
-    return corpus, held_out
-
-
-def open_split(data: DataSection, split: str, look: bool = True) -> TokenCorpus | Mixture:
-    """The corpora of one split, without any order: cheap, whatever `data.packing` says.
-
-    Args:
-        look: as in `open_corpus`.
-
-    Raises:
-        UserError: there is no such data.
-    """
-    corpora = [open_corpus(folder, split, data.cache_dir, look) for folder in data.folders]
-    if data.mixture is None:
-        return corpora[0]
-    return Mixture(corpora, list(data.mixture.values()))
-
-
 def _check_ends(corpus: TokenCorpus | Mixture) -> None:
-    """Raises `UserError` where documents do not end with EOD, by which a stream tells them apart.
+    """Raise UserError where documents do not end with EOD, by which a stream tells them apart.
 
     Without it nothing would be masked, and nothing would say so. Looks at the last token of each
     corpus; data that other tools prepared may lack it.
     """
-    for part in corpus.parts if isinstance(corpus, Mixture) else [corpus]:
-        last = next((shard for shard in reversed(part.shards) if shard.num_tokens), None)
-        if last is None:
+    for part in corpus.parts:
+        if not part.num_tokens:
             continue
-        if last.read(last.num_tokens - 1, last.num_tokens)[0] != part.eod_id:
+        last = part.gather([part.num_tokens - 1], [part.num_tokens])[0]
+        if last[0] != part.eod_id:
             raise UserError(
                 f"data.mask_documents=true: the {part.split} documents of {part.name} do not end "
                 f"with EOD ({part.eod_id}), so that their borders are not seen; prepare the data "

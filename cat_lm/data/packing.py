@@ -1,47 +1,45 @@
 """Windows of whole documents: fewer are cut at a window's edge, and none is joined to half another.
 
-`cat_lm.data.best_fit` says which documents go together, for `GROUP` consecutive ones at a time, so
-that memory does not grow with the corpus. What comes out depends on the data and the context length
-only. It is computed once and kept in `DATA/packing/` (or in the cache, where the data cannot be
-written to), 12 bytes a piece and 8 bytes a window; reading any window costs the same.
+Documents longer than a window are cut into full windows and a rest. Rests and shorter documents
+are packed by best-fit decreasing: the longest first, each into the fullest window that has room for
+it; `GROUP` consecutive documents at a time, so that memory does not grow with the corpus. What
+comes out depends on the data and the context length only. It is computed once and kept in
+`DATA/packing/` (or in the cache, where the data cannot be written to), 12 bytes a piece and 8 bytes
+a window; reading any window costs the same.
 """
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from cat_lm.core.errors import UserError, is_temporary
-from cat_lm.core.files import checksums, sync_directory, write_json
-from cat_lm.core.folders import (
-    empty_temporary,
-    hold_patiently,
-    left_beside,
-    make_temporary,
-    maker_is_gone,
-    own_name,
-    remove_temporary,
-)
+from cat_lm.core.files import checksums, write_json
+from cat_lm.core.folders import atomic_folder, hold_patiently
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Record, read_json
-from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.shards import Shard
 from cat_lm.data.storage import cache_folder
-from cat_lm.data.verified import NOTE, Listed, Notes, changed_files, verify
+from cat_lm.data.verified import NOTE, Notes, changed_files, verify
 from cat_lm.data.windows import Batch, check_batch
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2
 FILES = ("windows.bin", "pieces.bin")
+PLAN_FILES = ("plan.json", *FILES, NOTE)
 GROUP = 100_000
+# A piece: where it starts in the stream, and its length, above two bits that tell its ends.
+PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
+FIRST, CUT = 1, 2  # It is the first of its document; its document goes on in another window.
+
+Progress = Callable[[str], object]
 
 
 class Plan(Record):
@@ -73,7 +71,6 @@ class PackedWindows:
         self.corpus = corpus
         self.context_length = context_length
         folder = plan_folder(corpus, context_length, cache_dir)
-        self._folder = folder
         plan = read_json(folder / "plan.json", Plan)
         self.num_windows = plan.windows
         if self.num_windows < 1:
@@ -122,48 +119,32 @@ class PackedWindows:
     def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the row, start, length and flags of all pieces in these windows."""
         numbers = np.asarray(numbers)
-        ends = np.asarray(self._ends[numbers])
         first = np.where(numbers > 0, self._ends[numbers - 1], 0)
-        counts = ends - first
-        if (counts < 1).any() or (ends > len(self._pieces)).any():
-            raise self._damaged()
+        counts = self._ends[numbers] - first
         rows = np.repeat(np.arange(len(numbers)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         pieces = self._pieces[np.repeat(first, counts) + within]
-        starts = pieces["start"].astype(np.int64)
         lengths, flags = (pieces["packed"] >> 2).astype(np.int64), pieces["packed"] & 3
-        filled = np.bincount(rows, weights=lengths)
-        ends = starts + lengths
-        if (filled > self.context_length).any() or (lengths < 1).any() or (starts < 0).any():
-            raise self._damaged()
-        if (ends > self.corpus.num_tokens).any():
-            raise self._damaged()
-        return rows, starts, lengths, flags
-
-    def _damaged(self) -> UserError:
-        return UserError(f"{self._folder}: the packing plan is damaged; delete this folder")
+        return rows, pieces["start"].astype(np.int64), lengths, flags
 
 
 def plan_folder(
     corpus: TokenCorpus,
     context_length: int,
     cache_dir: Path | str | None = None,
-    progress: Callable[[str], object] = lambda what: None,
+    progress: Progress = lambda what: None,
 ) -> Path:
     """Return the folder of the plan, made first where there is none yet.
 
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
-    it; without locks each makes its own, and the first one stays.
+    it; without locks each makes the same one.
 
     Args:
         progress: told of what was done, time and again where a plan is made.
+
+    Raises:
+        UserError: a plan is damaged, or of something else; or it cannot be made.
     """
-    cache_dir = cache_folder(cache_dir)
-    name = _plan_name(corpus.split, context_length, corpus.fingerprint)
-
-    def is_whole(folder: Path) -> bool:
-        return _is_whole(folder, identity, cache_dir, progress)
-
     identity = {
         "version": VERSION,
         "fingerprint": corpus.fingerprint,
@@ -171,34 +152,32 @@ def plan_folder(
         "context_length": context_length,
         "group": GROUP,
     }
-    places = [corpus.folder / PACKING / name, cache_dir / PACKING / name]
+    name = f"{corpus.split}-{context_length}-v{VERSION}-{corpus.fingerprint[:16]}"
+    places = [corpus.folder / PACKING / name, cache_folder(cache_dir) / PACKING / name]
+
     for place in places:
-        if is_whole(place):
+        if _is_whole(place, identity, cache_dir, progress):
             return place
+    what = "waiting for a packing plan that another process makes"
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            # Where there are no locks, each process makes the same plan, and the first one stays.
-            lock = hold_patiently(
-                place.parent / f".{name}.lock",
-                progress,
-                "waiting for a packing plan that another process makes",
-            )
+            lock = hold_patiently(place.with_name(f".{name}.lock"), progress, what)
         except OSError:
             if place is places[-1]:
                 raise
-            continue  # the data are on a disk that this user may only read
+            continue  # The data are on a disk that this user may only read.
         with lock:
-            if not is_whole(place):
+            if not _is_whole(place, identity, cache_dir, progress):
                 _make(place, corpus, identity, cache_dir, progress)
         return place
     raise AssertionError
 
 
 def _is_whole(
-    folder: Path, identity: dict, cache_dir: Path, progress: Callable[[str], object]
+    folder: Path, identity: dict, cache_dir: Path | str | None, progress: Progress
 ) -> bool:
-    """Return True if the folder holds a plan whose files have the recorded SHA-256.
+    """Return True if the folder holds the plan, and its files have the recorded SHA-256.
 
     Raises:
         UserError: it is damaged, or of something else; temporary where it cannot be read now.
@@ -207,20 +186,15 @@ def _is_whole(
         return False
     try:
         plan = read_json(folder / "plan.json", Plan)
-        sizes = {name: (folder / name).stat().st_size for name in FILES}
-        expected = {"windows.bin": 8 * plan.windows, "pieces.bin": PIECE.itemsize * plan.pieces}
-        whole = (
-            sizes == expected
-            and {key: getattr(plan, key) for key in identity} == identity
-            and plan.sha256.keys() == sizes.keys()
+        if (
+            plan.model_dump(include=set(identity)) == identity
+            and set(plan.sha256) == set(FILES)
             and not changed_files(folder, plan.sha256, cache_dir, progress)
-        )
+        ):
+            return True
     except (OSError, UserError) as error:
-        if is_temporary(error):  # nobody is to delete it for that
+        if is_temporary(error):  # Nobody is to delete it for that.
             raise
-        whole = False
-    if whole:
-        return True
     raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
 
 
@@ -228,62 +202,34 @@ def _make(
     folder: Path,
     corpus: TokenCorpus,
     identity: dict,
-    cache_dir: Path,
-    progress: Callable[[str], object],
+    cache_dir: Path | str | None,
+    progress: Progress,
 ) -> None:
-    for left in left_beside(folder, "tmp"):
-        if maker_is_gone(left):
-            with suppress(UserError):  # Another process that starts now may be removing it, too.
-                remove_temporary(left)
-    temporary = own_name(folder, "tmp")
-    make_temporary(temporary)
-    try:
-        empty_temporary(temporary)  # what a process of this number left that was killed
-        corpus.fetch(progress)
-        # A plan is kept: it must not come of a damaged index.
-        verify([corpus], cache_dir, (".idx",), progress)
-        made = temporary / folder.name
-        made.mkdir()
+    corpus.fetch(progress)
+    # A plan is kept: it must not come of a damaged index.
+    verify([corpus], cache_dir, (".idx",), progress)
+    with atomic_folder(folder, lambda _: PLAN_FILES, "packing plan") as made:
         totals = _write_plan(made, corpus, identity["context_length"], progress)
         paths = [made / name for name in FILES]
         digests = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
-        Notes(made).add([Listed(*item).stamp() for item in digests.items()])
         sha256 = {path.name: digest for path, digest in digests.items()}
+        Notes(made).add_now(sha256)
         write_json(made / "plan.json", {**identity, **totals, "sha256": sha256})
-        try:
-            os.rename(made, folder)
-        except OSError:
-            if not _is_whole(folder, identity, cache_dir, progress):
-                raise
-        sync_directory(folder.parent)
-    finally:
-        remove_temporary(temporary)
 
 
 def plan_files(data: Path) -> list[str]:
-    """List what this module has put into a prepared folder, by each plan's own record."""
+    """List what this module may have put into a prepared folder."""
+    named = re.compile(rf"(?:{'|'.join(SPLITS)})-\d+-v{VERSION}-[0-9a-f]{{16}}")
     found = []
-    for record in sorted((data / PACKING).glob("*/plan.json")):
-        folder = record.parent
-        try:
-            plan = read_json(record, Plan)
-        except (OSError, UserError):
-            continue
-        name = _plan_name(plan.split, plan.context_length, plan.fingerprint)
-        if folder.name != name:
-            continue
+    for folder in sorted((data / PACKING).glob("*/")):
         place = f"{PACKING}/{folder.name}"
-        found += [f"{place}/{name}" for name in ("plan.json", *FILES, NOTE)]
-        found.append(f"{PACKING}/.{folder.name}.lock")
+        if named.fullmatch(folder.name):
+            found += [f"{PACKING}/.{folder.name}.lock", *(f"{place}/{name}" for name in PLAN_FILES)]
     return found
 
 
-def _plan_name(split: str, context_length: int, fingerprint: str) -> str:
-    return f"{split}-{context_length}-v{VERSION}-{fingerprint[:16]}"
-
-
 def _write_plan(
-    folder: Path, corpus: TokenCorpus, context_length: int, progress: Callable[[str], object]
+    folder: Path, corpus: TokenCorpus, context_length: int, progress: Progress
 ) -> dict[str, int]:
     from tqdm import tqdm
 
@@ -305,9 +251,6 @@ def _write_plan(
             cut += int((lengths > context_length).sum())
             bar.update(len(lengths))
             progress(f"packing {bar.n:,} documents")
-        for file in (ends_file, pieces_file):
-            file.flush()
-            os.fsync(file.fileno())
     return {"windows": windows, "pieces": pieces, "cut_documents": cut}
 
 
@@ -330,3 +273,68 @@ def _documents(shard: Shard, first: int, stop: int) -> tuple[np.ndarray, np.ndar
     starts = np.asarray(shard.pointers[marks[:-1]]) // size
     stops = np.asarray(shard.pointers[last]) // size + np.asarray(shard.lengths[last])
     return starts, stops
+
+
+def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
+    """Pack documents, given by where they start and how long they are, both [N].
+
+    Returns the pieces [P], in the order of their windows, and the number of pieces in each window.
+    """
+    full = lengths // context_length
+    rest = lengths - full * context_length
+    # Full windows of long documents.
+    owner = np.repeat(np.arange(len(lengths)), full)
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
+    cut = (part + 1) * context_length < lengths[owner]
+    whole = _pieces(
+        starts[owner] + part * context_length,
+        np.full(len(owner), context_length),
+        np.where(part == 0, FIRST, 0) | np.where(cut, CUT, 0),
+    )
+    # Rests, and documents that are shorter than a window.
+    some = np.flatnonzero(rest)
+    windows = best_fit(rest[some], context_length)
+    order = np.argsort(windows, kind="stable")
+    some = some[order]
+    packed = _pieces(
+        starts[some] + full[some] * context_length,
+        rest[some],
+        np.where(full[some] == 0, FIRST, 0),
+    )
+    counts = np.concatenate([np.ones(len(whole), np.int64), np.bincount(windows)])
+    return np.concatenate([whole, packed]), counts
+
+
+def _pieces(starts: np.ndarray, lengths: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    pieces = np.empty(len(starts), dtype=PIECE)
+    pieces["start"], pieces["packed"] = starts, lengths << 2 | flags
+    return pieces
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the window of each item by best-fit decreasing, numbered from 0; int64 [N].
+
+    The longest item first, each into the window with the least room that still holds it.
+    """
+    windows = np.zeros(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set where some window has room r
+    opened = 0
+    placed = []
+    for length in lengths[order].tolist():
+        if fitting := rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            window = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            window, room = opened, capacity
+            opened += 1
+        placed.append(window)
+        room -= length
+        if room:
+            by_room[room].append(window)
+            rooms |= 1 << room
+    windows[order] = placed
+    return windows

@@ -1,35 +1,41 @@
 """Prepared data at an address, such as s3://bucket/data, with copies on this machine.
 
+    CACHE/FINGERPRINT/         a prepared folder, as it fills up
+      manifest.json tokenizer/
+      train-00000.bin .idx     whole, and equal to the manifest's SHA-256
+      .verified.jsonl          which ones were verified (see `cat_lm.data.verified`)
+      .copying.lock            held while a process copies: the ranks of a host share the copies
+
 The order of the windows is a shuffle of the whole corpus: the first batch already reads from
-nearly every shard. So a run copies all shards before its first step (`fetch`), a few at a time and
-once for all ranks of a host; whoever reads a shard that is not here yet copies it first.
+nearly every shard. So a run copies all shards before its first step (`fetch`); whoever reads a
+shard that is not here yet copies it first. A copy grows under a temporary name and is renamed once
+its SHA-256 is right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 
 from cat_lm.core.errors import UserError, file_error
-from cat_lm.core.files import atomic_write, sha256
-from cat_lm.core.folders import empty_temporary, make_temporary, remove_temporary
+from cat_lm.core.files import atomic_write, sha256, sync_directory
+from cat_lm.core.folders import hold_patiently
 from cat_lm.core.host import GIB
-from cat_lm.data.corpus import TokenCorpus, allow_open_files
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
-from cat_lm.data.remote_shards import RemoteShard, alone
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
-from cat_lm.data.verified import Notes
+from cat_lm.data.verified import Notes, shard_digests
 
 COPY_THREADS = 4
-TOKENIZER = "tokenizer"
+CHUNK = 32 * 2**20
 # What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -42,9 +48,11 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 
+Progress = Callable[[str], object]
+
 
 def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> RemoteCorpus:
-    """Opens a split of the prepared data at `url`; reads the manifest, and once the tokenizer.
+    """Open a split of the prepared data at `url`; read the manifest, and once the tokenizer.
 
     Raises `UserError` where there are no such data, access is refused, or the cache cannot hold
     them, and `ConnectionError` where the storage stays out of reach.
@@ -55,10 +63,10 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     except FileNotFoundError:
         raise UserError(f"{url}: holds no finished data (no {MANIFEST})") from None
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
-    check_fingerprint(manifest, storage.url)  # it names the folder of the copies
+    check_fingerprint(manifest, storage.url)  # It names the folder of the copies.
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
         _check_space(folder, manifest)
         with atomic_write(folder / MANIFEST, "wb") as stream:
             stream.write(text)
@@ -75,47 +83,107 @@ class RemoteCorpus(TokenCorpus):
 
     def __init__(self, storage: Storage, folder: Path, split: str, manifest: dict) -> None:
         self._storage = storage
-        super().__init__(folder, split, manifest, name=storage.url)
+        super().__init__(folder, split, manifest, storage.url, bring=self._copy)
 
-    def _open_shards(self, listed: list[dict]) -> list[RemoteShard]:
-        allow_open_files(len(listed))
-        notes = Notes(self.folder)
-        return [RemoteShard(self._storage, self.folder, e, self.manifest, notes) for e in listed]
-
-    def entries_here(self) -> list[dict]:
-        """None: what comes here is verified as it comes."""
-        return []
-
-    def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
-        """Copy all shards here that are not.
+    def fetch(self, progress: Progress = lambda what: None) -> None:
+        """Copy all shards here that are not, or wait for the process that does so.
 
         Raises:
             UserError: a shard cannot be read or is not what the manifest says.
             ConnectionError: the storage stays out of reach.
         """
-        missing = [shard for shard in self.shards if not shard.is_cached()]
-        pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
-        try:
-            for copied in as_completed([pool.submit(shard.copy, progress) for shard in missing]):
-                copied.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        self._copy(self.manifest["splits"][self.split]["shards"], progress)
+
+    def missing(self) -> list[dict]:
+        """Return the manifest's entries of the shards that are not here, or were changed."""
+        notes = Notes(self.folder)
+        entries = self.manifest["splits"][self.split]["shards"]
+        return [entry for entry in entries if not notes.hold(shard_digests(entry))]
 
     def describe(self) -> list[str]:
-        here = sum(shard.is_cached() for shard in self.shards)
+        here = len(self.shards) - len(self.missing())
         line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
         if here < len(self.shards):
             line += "; the others are copied there before they are read"
         return [*super().describe(), line]
+
+    def _copy(self, entries: list[dict], progress: Progress = lambda what: None) -> None:
+        notes = Notes(self.folder)
+        if all(notes.hold(shard_digests(entry)) for entry in entries):
+            return
+        with _alone(self.folder, progress):
+            notes = Notes(self.folder)  # What another process has copied meanwhile.
+            pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
+            missing = [entry for entry in entries if not notes.hold(shard_digests(entry))]
+            try:
+                copies = [pool.submit(self._copy_shard, e, notes, progress) for e in missing]
+                for copied in as_completed(copies):
+                    copied.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _copy_shard(self, entry: dict, notes: Notes, progress: Progress) -> None:
+        size = entry["tokens"] * np.dtype(self.manifest["dtype"]).itemsize
+        for name, digest in shard_digests(entry).items():
+            path, temporary = self.folder / name, self.folder / f".{name}.tmp"
+            if path.is_file() and sha256(path) == digest:  # It was moved, or not noted by a kill.
+                continue
+            try:
+                found = self._download(name, size if name.endswith(".bin") else None, progress)
+                if found != digest:
+                    raise UserError(
+                        f"{self.name}/{name}: its SHA-256 is not the manifest's; the file is "
+                        "damaged or was replaced"
+                    )
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        sync_directory(self.folder)
+        notes.add_now(shard_digests(entry))
+
+    def _download(self, name: str, size: int | None, progress: Progress) -> str:
+        """Write a file under its temporary name, a chunk at a time; return its SHA-256."""
+        found = hashlib.sha256()
+        with open(self.folder / f".{name}.tmp", "wb") as stream:
+            for data in self._chunks(name, size):
+                stream.write(data)
+                found.update(data)
+                progress(f"copying {self.name}/{name}")
+            stream.flush()
+            os.fsync(stream.fileno())
+        return found.hexdigest()
+
+    def _chunks(self, name: str, size: int | None) -> Iterator[bytes]:
+        try:
+            if size is None:  # An index is small, and its size is not in the manifest.
+                yield self._storage.read(name)
+                return
+            for start in range(0, size, CHUNK):
+                yield self._storage.read(name, start, min(start + CHUNK, size))
+        except FileNotFoundError:
+            raise UserError(f"{self.name}/{name}: no such file, but the manifest has it") from None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+    """Hold the lock of a folder of copies, once its holder before is done."""
+    what = "waiting for a copy that another process makes"
+    with hold_patiently(folder / ".copying.lock", progress, what) as lock:
+        if lock.error is not None:
+            raise UserError(
+                f"data.cache_dir: {folder} has no file locks ({lock.error.strerror}), which ranks "
+                "need to share copies; name a folder on a local disk"
+            )
+        yield
 
 
 def _check_space(folder: Path, manifest: dict) -> None:
     size = np.dtype(manifest["dtype"]).itemsize
     needed = 0
     for shard in listed_shards(manifest):
-        bin_size, idx_size = shard["tokens"] * size, index_bytes(shard["documents"])
-        for name, expected in ((".bin", bin_size), (".idx", idx_size)):
-            path = folder / f"{shard['name']}{name}"
+        sizes = {".bin": shard["tokens"] * size, ".idx": index_bytes(shard["documents"])}
+        for suffix, expected in sizes.items():
+            path = folder / f"{shard['name']}{suffix}"
             needed += expected - (min(expected, path.stat().st_size) if path.exists() else 0)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -126,24 +194,20 @@ def _check_space(folder: Path, manifest: dict) -> None:
 
 
 def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
-    if (folder / TOKENIZER).is_dir():
+    """Copy the tokenizer's files; the folder is whole with the last one, tokenizer.json."""
+    main = "tokenizer/tokenizer.json"
+    if (folder / main).is_file():
         return
-    with alone(folder / f".{TOKENIZER}.lock"):
-        if (folder / TOKENIZER).is_dir():
-            return
-        temporary = folder / f".{TOKENIZER}.{socket.gethostname()}.tmp"
-        make_temporary(temporary)
-        try:
-            empty_temporary(temporary)  # what a process left that was killed
-            made = temporary / TOKENIZER
-            made.mkdir()
-            for name in ("tokenizer.json", *TOKENIZER_FILES):
-                with contextlib.suppress(FileNotFoundError):
-                    (made / name).write_bytes(storage.read(f"{TOKENIZER}/{name}"))
-            main = made / "tokenizer.json"
-            if not main.is_file() or sha256(main) != digest:
-                what = "is not the manifest's" if main.is_file() else "is missing"
-                raise UserError(f"{storage.url}/{TOKENIZER}/tokenizer.json: {what}")
-            os.rename(made, folder / TOKENIZER)
-        finally:
-            remove_temporary(temporary)
+    for name in TOKENIZER_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            data = storage.read(f"tokenizer/{name}")
+            with atomic_write(folder / "tokenizer" / name, "wb") as stream:
+                stream.write(data)
+    try:
+        data = storage.read(main)
+    except FileNotFoundError:
+        raise UserError(f"{storage.url}/{main}: is missing") from None
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UserError(f"{storage.url}/{main}: is not the manifest's")
+    with atomic_write(folder / main, "wb") as stream:
+        stream.write(data)

@@ -18,11 +18,9 @@ no code for uint32; int32 holds any real vocabulary at the same width and stays 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import mmap
 import os
-import shutil
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -51,12 +49,12 @@ SHARD_TOKENS = 500_000_000
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype on disk for ids below `vocab_size`: uint16, or int32 for larger vocabularies."""
+    """Return the dtype on disk for ids below `vocab_size`: uint16, or int32 for more ids."""
     return np.dtype("<u2") if vocab_size < 2**16 else np.dtype("<i4")
 
 
 def index_bytes(documents: int) -> int:
-    """The size of the `.idx` of a shard with this many documents, one sequence each."""
+    """Return the bytes of the `.idx` of a shard with this many documents, one sequence each."""
     return HEADER.size + 4 * documents + 8 * documents + 8 * (documents + 1)
 
 
@@ -118,7 +116,7 @@ class Shard:
         return np.frombuffer(self._mapping, self.dtype)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop), a view of the memory map, asked of the disk in one request."""
+        """Return tokens [start, stop), a view of the memory map, read in one request."""
         if self._mapping is not None:
             first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
             size = stop * self.dtype.itemsize - first
@@ -162,7 +160,7 @@ class Shard:
         return self._part(np.dtype("<i8"), offset, self.num_documents + 1)
 
     def document(self, index: int) -> tuple[int, int]:
-        """The first token and the end of document `index`, as positions in `tokens`.
+        """Return the first token and the end of document `index`, as positions in `tokens`.
 
         Raises `UserError` where the index cannot be right.
         """
@@ -183,7 +181,7 @@ class Shard:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
-    """Writes an `.idx` for documents of these lengths, flushed to disk; returns its SHA-256."""
+    """Write an `.idx` for documents of these lengths, flushed to disk; return its SHA-256."""
     lengths = np.ascontiguousarray(lengths, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * dtype.itemsize
@@ -205,9 +203,10 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
 class ShardWriter:
     """Writes documents into `folder/PREFIX-00000.bin/.idx`, `PREFIX-00001` and so on.
 
-    A shard grows under a temporary name (in `scratch`, by default in `folder` itself), is closed
-    once it holds `shard_tokens`, flushed, read again against its checksum (as a rule from the page
-    cache: that finds what was written wrongly, not what the disk loses), and only then renamed.
+    A shard grows under a temporary name (in `scratch`, a folder of the same file system, or in
+    `folder` itself), is closed once it holds `shard_tokens`, flushed, read again against its
+    checksum (as a rule from the page cache: that finds what was written wrongly, not what the disk
+    loses), and only then renamed.
     A document never straddles two shards; the shards count from `first`. Use as a context manager:
     an error leaves no temporary file behind, a kill leaves files whose names end in `.tmp`.
     """
@@ -234,13 +233,11 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            self.finish()
-        elif self._stream is not None:
-            self._abandon()
+        if self._stream is not None:
+            self._close() if kind is None else self._abandon()
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: Iterable[int]) -> None:
-        """Appends documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
+        """Append documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
         text_bytes = np.asarray(text_bytes, dtype=np.int64)
         ends = np.cumsum(lengths, dtype=np.int64)
         first = 0
@@ -260,11 +257,6 @@ class ShardWriter:
             self._bytes += int(text_bytes[first:stop].sum())
             first = stop
 
-    def finish(self) -> None:
-        """Closes the shard in progress. `shards` is complete afterwards."""
-        if self._stream is not None:
-            self._close()
-
     def _path(self, suffix: str) -> Path:
         # Two processes that write the same shard by mistake must not write the same file.
         process = f"{os.uname().nodename}.{os.getpid()}"
@@ -283,8 +275,7 @@ class ShardWriter:
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-        with _disk_errors(self._path(".bin")):
-            self._stream.write(data)
+        self._stream.write(data)
         self._digest.update(data)
         self._lengths.append(np.asarray(lengths, dtype="<i4"))
         self._tokens += len(tokens)
@@ -292,18 +283,16 @@ class ShardWriter:
     def _close(self) -> None:
         bin_path, idx_path = self._path(".bin"), self._path(".idx")
         lengths = np.concatenate(self._lengths)
-        with _disk_errors(bin_path):
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-            idx_sha256 = write_index(idx_path, self.dtype, lengths)
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
         info = ShardInfo(
             name=self._name,
             documents=len(lengths),
             tokens=self._tokens,
             bytes=self._bytes,
             bin_sha256=self._digest.hexdigest(),
-            idx_sha256=idx_sha256,
+            idx_sha256=write_index(idx_path, self.dtype, lengths),
         )
         # The .idx goes last, so that a pair with an index is a pair with its data.
         _publish(bin_path, self.folder / f"{info.name}.bin", info.bin_sha256)
@@ -321,39 +310,8 @@ class ShardWriter:
 
 
 def _publish(temporary: Path, final: Path, digest: str) -> None:
-    """Verifies a finished file and moves it to its place, through a copy between file systems."""
+    """Verify a finished file and rename it."""
     if sha256(temporary) != digest:
         raise UserError(f"{temporary}: reads back different from what was written; check the disk")
-    if temporary.parent.stat().st_dev != final.parent.stat().st_dev:
-        beside = final.with_name(f".{final.name}.tmp")
-        try:
-            with _disk_errors(beside):
-                shutil.copyfile(temporary, beside)
-                with open(beside, "rb+") as stream:
-                    os.fsync(stream.fileno())
-            _publish(beside, final, digest)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        temporary.unlink()
-        return
     os.replace(temporary, final)
     sync_directory(final.parent)
-
-
-class _disk_errors:
-    """Turns a full disk into a `UserError` that names the file and the free space."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(self.path.parent).free
-            raise UserError(
-                f"{self.path.parent}: the disk is full ({free / 2**20:.0f} MiB free) while writing "
-                f"{self.path.name}; free some space or choose another folder"
-            ) from error

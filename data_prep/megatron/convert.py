@@ -18,7 +18,7 @@ from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
-from cat_lm.data.verified import Listed, Notes, Stamp, shard_files
+from cat_lm.data.verified import Notes, note_line
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.common.progress import TextProgress
 from data_prep.common.unfinished import TOKENIZER
@@ -41,13 +41,13 @@ class Pair:
 class Adopted:
     """A pair that has its place: what the manifest says of it, and the count of each id.
 
-    `stamps` are its files as they were when they were read.
+    `notes` are those of its files as they were when they were read.
     """
 
     pair: Pair
     info: ShardInfo
     counts: np.ndarray
-    stamps: list[Stamp]
+    notes: list[str]
 
 
 def adopt(arguments: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
     write_json(made / MANIFEST, manifest)
     for split in SPLITS:
         open_corpus(made, split)
-    Notes(made).add([stamp for item in adopted for stamp in item.stamps])
+    Notes(made).add(note for item in adopted for note in item.notes)
     return manifest
 
 
@@ -144,7 +144,7 @@ class Piece:
     counts: np.ndarray
     text_bytes: int
     bin_sha256: str | None  # None for a part of a file
-    read_as: Stamp  # the pair's .bin, as it was before it was read
+    read_as: os.stat_result  # the pair's .bin, as it was before it was read
 
 
 def _examine(
@@ -157,7 +157,7 @@ def _examine(
 ) -> list[Piece]:
     """The shards that a pair becomes: two where its last `held_out` documents are cut off."""
     shard = pair.shard
-    before = Listed(shard.bin_path, "0" * 64).stamp()
+    before = shard.bin_path.stat()
     tokens = scan(shard, info, arguments.documents == "eod", report)
     lengths = document_lengths(shard, tokens, info, arguments.documents)
     text.check(shard, lengths)
@@ -200,15 +200,17 @@ def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
         bin_sha256=digest,
         idx_sha256=write_index(folder / f"{name}.idx", shard.dtype, piece.lengths),
     )
-    bin_file, idx_file = shard_files(folder, info.to_json())
-    if sha256(idx_file.path) != idx_file.sha256:
-        raise UserError(f"{idx_file.path}: reads back different; check the disk")
-    if link == "copy":
-        stamp = bin_file.stamp()
-    else:  # what was linked is what was read, unless it has changed since
-        stamp = piece.read_as.model_copy(update={"name": target.name, "sha256": digest})
+    index = folder / f"{name}.idx"
+    if sha256(index) != info.idx_sha256:
+        raise UserError(f"{index}: reads back different; check the disk")
+    # What was linked is what was read, unless it has changed since.
+    state = target.stat() if link == "copy" else piece.read_as
+    notes = [
+        note_line(target.name, state, info.bin_sha256),
+        note_line(index.name, index.stat(), info.idx_sha256),
+    ]
     pair = replace(piece.pair, split=piece.split)
-    return Adopted(pair, info, piece.counts, [stamp, idx_file.stamp()])
+    return Adopted(pair, info, piece.counts, notes)
 
 
 def _link(source: Path, target: Path, link: str) -> None:

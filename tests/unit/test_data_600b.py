@@ -26,7 +26,7 @@ loader = TrainLoader(corpus, 2048, 256, seed=0)
 middle = loader.samples_per_epoch // 256 // 2
 for step in range(middle, middle + 20):
     loader.batch(step)
-read = sum("_mapping" in shard.__dict__ for shard in corpus.shards)
+read = sum("_mapping" in shard.opened.__dict__ for shard in corpus.shards)
 # Not ru_maxrss: a process begins with that of the one that started it.
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 print(read, int(peak.split()[1]) / 1024)

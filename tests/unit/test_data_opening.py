@@ -8,7 +8,8 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
-from cat_lm.data import TokenCorpus, listed_shards
+from cat_lm.data import TokenCorpus
+from cat_lm.data import corpus as corpus_module
 from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
@@ -115,11 +116,9 @@ def test_shards_that_another_process_looked_at_are_opened_where_they_are_read(
     tmp_path, monkeypatch, options
 ):
     data = write_prepared(tmp_path / "data", random_documents(90, 40), shard_tokens=100)
-    config, opened, real = config_of(data, **options), [], listed_shards.open_shard
+    config, opened, real = config_of(data, **options), [], corpus_module.Shard
     usual = open_data(config)[2]
-    monkeypatch.setattr(
-        listed_shards, "open_shard", lambda *a: opened.append(a[1]["name"]) or real(*a)
-    )
+    monkeypatch.setattr(corpus_module, "Shard", lambda path: opened.append(path) or real(path))
     corpus, _, loader = open_data(config, look=False)
     assert len(opened) <= 2, "the last ones' ends, where documents are masked"
     for step in range(3):

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError, file_error
-from cat_lm.core.folders import hold, is_marked, make_temporary
+from cat_lm.core.folders import hold
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
-from cat_lm.data.best_fit import PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
-from cat_lm.data.packing import PackedWindows
+from cat_lm.data.packing import PIECE, PackedWindows, best_fit, pack
 from tests.prepared_data import EOD, random_documents, write_prepared
 
 T = 16
@@ -253,30 +252,6 @@ def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp
     assert windows.num_windows == PackedWindows(corpus, T, tmp_path / "cache").num_windows
 
 
-def test_what_a_killed_process_left_is_cleared(corpus, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packing_module, "write_json", killed)
-        patch.setattr(packing_module, "remove_temporary", lambda *_: None)
-        with pytest.raises(KeyboardInterrupt):
-            PackedWindows(corpus, T)
-    left = [p for p in (corpus.folder / "packing").iterdir() if p.name.endswith(".tmp")]
-    assert len(left) == 1
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    begin = left[0].name.removesuffix(f"{os.getpid()}.tmp")
-    dead, alive = (left[0].with_name(f"{begin}{n}.tmp") for n in (ended.pid, os.getppid()))
-    left[0].rename(dead)
-    make_temporary(alive)
-    mine = dead.with_name(f"{begin}{ended.pid}0.tmp")
-    mine.mkdir()
-    (mine / "notes").touch()
-    PackedWindows(corpus, T)
-    assert not dead.exists() and is_marked(alive) and (mine / "notes").exists()
-
-
 def test_processes_that_start_together_make_one_plan(corpus):
     code = "import sys; from cat_lm.data import TrainLoader, open_corpus\n"
     code += "c = open_corpus(sys.argv[1], 'train')\n"
@@ -301,7 +276,7 @@ def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
     """Else it would count as hung after a while."""
     monkeypatch.setattr("cat_lm.core.folders.WAIT_SECONDS", 0.01)
     told = []
-    name = packing_module._plan_name(corpus.split, T, corpus.fingerprint)
+    name = f"train-{T}-v2-{corpus.fingerprint[:16]}"
     place = corpus.folder / "packing"
     place.mkdir(exist_ok=True)
     lock = hold(place / f".{name}.lock")

