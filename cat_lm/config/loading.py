@@ -18,18 +18,15 @@ from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.config.rules import inconsistencies
 from cat_lm.config.run import RunConfig
-from cat_lm.config.sections import Section
 from cat_lm.core.errors import UserError
-from cat_lm.core.readers import clipped, parse_yaml, read_yaml, resolve, short
+from cat_lm.core.fields import Section
+from cat_lm.core.readers import clipped, mismatch_text, parse_yaml, read_yaml, resolve, short
 
-# A chain of files; more of them are a mistake.
-_MOST_BASES = 32
 _BASE = "base="  # begins the override that names another base
-_MOST_LINES = 20
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads and checks a run's configuration.
+    """Read and check a run's configuration.
 
     Args:
         path: a YAML file; its `base:` names another one to start from.
@@ -40,25 +37,21 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         UserError: with one line for every error found.
     """
     bases = [text for text in overrides if text.startswith(_BASE)]
-    other = bases[-1].removeprefix(_BASE) if bases else None
-    values = _read_with_bases(Path(path), (), other)
+    values = _read_with_bases(Path(path), (), bases[-1].removeprefix(_BASE) if bases else None)
     errors: list[str] = []
-    # What architecture it is decides which keys there are.
+    # The architecture decides which keys there are.
     for override in sorted(overrides, key=lambda o: not o.startswith("model.architecture=")):
-        if not override.startswith(_BASE):
+        if override not in bases:
             _apply_override(values, override, errors)
     errors += _unknown_keys(values)
     config = None
     try:
         config = RunConfig.model_validate(values)
+        errors += inconsistencies(config)
     except ValidationError as error:
         found = error.errors(include_url=False)
         errors += [_describe(e) for e in found if e["type"] != "extra_forbidden"]
-    if config is not None:
-        errors += inconsistencies(config)
     if errors:
-        if len(errors) > _MOST_LINES:
-            errors[_MOST_LINES:] = [f"… and {len(errors) - _MOST_LINES} more"]
         lines = errors[0] if len(errors) == 1 else "".join(f"\n  {line}" for line in errors)
         raise UserError(f"{path}: {lines}")
     return config
@@ -68,14 +61,12 @@ def _read_with_bases(
     path: Path, seen: tuple[Path, ...], other: str | None = None
 ) -> dict[str, Any]:
     """Read a file's values over those of its base, or of `other` in its base's place."""
-    place = resolve(path)
-    if place in seen:
+    values = read_yaml(path, "configuration file")
+    if (place := resolve(path)) in seen:
         raise UserError(f"{place}: 'base' leads back to the file itself")
-    if len(seen) > _MOST_BASES:
-        raise UserError(f"{place}: is the base of a base of …, more than {_MOST_BASES} of them")
-    values = read_yaml(place if seen else path, "configuration file")
     if not isinstance(values, dict):
-        found = "is empty" if values is None else f"holds {_kind(values)}"
+        kind = "a list, " if isinstance(values, list) else ""
+        found = "is empty" if values is None else f"holds {kind}{short(values)}"
         raise UserError(f"{path}: {found}; must hold sections such as 'model:' and 'train:'")
     base = values.pop("base", None)
     if base is None:
@@ -88,12 +79,8 @@ def _read_with_bases(
     return _merged(_read_with_bases(folder / base, (*seen, place)), values)
 
 
-def _kind(value: Any) -> str:
-    return f"a list, {short(value)}" if isinstance(value, list) else short(value)
-
-
 def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Sections are merged key by key. A key's value is replaced whole: a mixture is one value."""
+    """Merge sections key by key. A key's value is replaced whole: a mixture is one value."""
     result = dict(base)
     for section, content in values.items():
         both = isinstance(content, dict) and isinstance(result.get(section), dict)
@@ -107,40 +94,35 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
     if not equals or not dot or not key or "." in key:
         errors.append(f"override {short(override)}: must have the form section.key=value")
         return
+    known = sections_of(values)
+    kind = known[section].model_fields.get(key) if section in known else None
+    # Text such as a path is taken as it is: `#` and `:` mean nothing in it. A key that may be left
+    # out is still emptied by YAML's word for it.
+    is_text = kind and (
+        kind.annotation is str or (kind.annotation == str | None and text != "null")
+    )
     try:
-        value = text if _is_text(values, section, key, text) else parse_yaml(text, short(override))
+        value = text if is_text else parse_yaml(text, short(override))
     except UserError as error:
         errors.append(f"override {error}")
         return
-    if not isinstance(values.get(section, {}), dict):
-        return  # reported with the section itself
-    values[section] = {**values.get(section, {}), key: value}
+    if isinstance(values.get(section, {}), dict):  # else the section itself is reported
+        values[section] = {**values.get(section, {}), key: value}
 
 
-def _is_text(values: dict[str, Any], section: str, key: str, text: str) -> bool:
-    """Return True if a key takes any text, such as a path: `#` and `:` mean nothing in it."""
-    if section not in RunConfig.model_fields:
-        return False
-    known = _section_of(values, section).model_fields.get(key)
-    if known is None:
-        return False
-    # A key that may be left out is still emptied by YAML's word for it.
-    return known.annotation is str or (known.annotation == str | None and text != "null")
-
-
-def _section_of(values: dict[str, Any], name: str) -> type[Section]:
-    """Find a section's class; of an architecture that is not known, what all have."""
-    content = values.get(name, {})
-    if name == "model" and isinstance(content, dict):
-        asked = content.get("architecture", architectures.DEFAULT)
+def sections_of(values: dict[str, Any]) -> dict[str, type[Section]]:
+    """Return the sections of a configuration with these values, `model:` as of its architecture."""
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    if isinstance(model := values.get("model", {}), dict):
+        asked = model.get("architecture", architectures.DEFAULT)
         if asked in architectures.names():
-            return architectures.get(asked).Section
-    return RunConfig.model_fields[name].annotation
+            sections["model"] = architectures.get(asked).Section
+    return sections
 
 
 def known_keys(values: dict[str, Any]) -> dict[str, list[str]]:
     """List the keys of every section of a configuration with these values."""
-    return {name: list(_section_of(values, name).model_fields) for name in RunConfig.model_fields}
+    return {name: list(section.model_fields) for name, section in sections_of(values).items()}
 
 
 def _unknown_keys(values: dict[str, Any]) -> list[str]:
@@ -152,42 +134,36 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
             errors.append(_unknown(section, list(known)))
         elif not isinstance(content, dict):
             errors.append(f"{clipped(section)}: must be a section with keys, not {short(content)}")
-        elif _section_of(values, section) is not ModelSection:
+        elif sections_of(values)[section] is not ModelSection:  # an unknown architecture's
             names = [f"{section}.{key}" for key in content if key not in known[section]]
-            errors += [_unknown(name, dotted, _owner(name)) for name in names]
+            errors += [_unknown(name, dotted) for name in names]
     return errors
 
 
-def _owner(name: str) -> str:
-    """Name the architectures that have a key of `model:`, for the error of one that has not."""
+def _unknown(name: str, known: list[str]) -> str:
     section, _, key = name.partition(".")
+    # A right key in the wrong section is nearer than a similar key in this one.
+    near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+    # The architectures that have the key: it is then no slip, and may have no counterpart here.
     owners = [
         other
         for other in architectures.names()
         if section == "model" and key in architectures.get(other).Section.model_fields
     ]
-    return f" (it is one of model.architecture={' or '.join(owners)})" if owners else ""
-
-
-def _unknown(name: str, known: list[str], owner: str = "") -> str:
-    # A right key in the wrong section is nearer than a similar key in this one.
-    same_key = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    # A key of another architecture is no slip, and may well have no counterpart here.
-    cutoff = 0.8 if owner else 0.0
-    near = same_key or difflib.get_close_matches(name[:60], known, n=1, cutoff=cutoff)
+    owner = f" (it is one of model.architecture={' or '.join(owners)})" if owners else ""
+    near = near or difflib.get_close_matches(name[:60], known, n=1, cutoff=0.8 if owners else 0.0)
     nearest = f"; the nearest known one is {near[0]}" if near else ""
     return f"{clipped(name)}: unknown key{owner}{nearest}"
 
 
-def _describe(error: dict[str, Any]) -> str:
+def _describe(error: Any) -> str:
     # Unions add their member's name to the location. The first two parts name the key; in a
     # mixture, the third part names the folder.
     parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
     name = clipped(".".join(str(part) for part in error["loc"][:parts]))
     if error["type"] == "missing":
         return f"{name}: is missing"
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message = f"{message[0].lower()}{message[1:]}"
+    message = mismatch_text(error)
     if message.startswith("rope_parameters."):
         return f"model.{message}"  # which names the key inside, and its value
     return f"{name}={clipped(repr(error['input']))}: {message}"

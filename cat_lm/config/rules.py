@@ -14,10 +14,24 @@ if TYPE_CHECKING:
 
 def inconsistencies(config: RunConfig) -> list[str]:
     """Return what does not go together, a line each."""
-    errors = [*_model(config), *_training(config), *_objective(config), *_schedule(config)]
+    patterns = _patterns(config)
+    errors = [*_model(config), *_training(config)]
+    errors += [problem for pattern in patterns for problem in pattern.objective_problems(config)]
+    errors += _schedule(config)
     if not errors:
-        errors = [*_sequences(config), *_rows(config), *_size(config), *_length(config)]
+        errors += _sequences(config)
+        errors += [problem for pattern in patterns for problem in pattern.row_problems(config)]
+        errors += [*_size(config), *_length(config)]
     return errors
+
+
+def _patterns(config: RunConfig) -> list[Pattern]:
+    """List this project's patterns, of which keys of `train` are, and the model's own."""
+    names = attention.PATTERNS.own_names()
+    chosen = getattr(config.model, "attention", None)
+    if chosen in attention.PATTERNS and chosen not in names:
+        names = (*names, chosen)
+    return [attention.PATTERNS.get(name) for name in names]
 
 
 def _model(config: RunConfig) -> list[str]:
@@ -33,15 +47,15 @@ def _model(config: RunConfig) -> list[str]:
 
 
 def _training(config: RunConfig) -> list[str]:
-    train, errors = config.train, []
+    train, data, errors = config.train, config.data, []
     if train.global_batch_size % train.micro_batch_size:
         errors.append(
             f"train.micro_batch_size={train.micro_batch_size}: must divide "
             f"train.global_batch_size={train.global_batch_size}"
         )
-    if config.data.path is None and config.data.mixture is None:
+    if data.path is None and data.mixture is None:
         errors.append("data: one of path and mixture is needed")
-    if config.data.path is not None and config.data.mixture is not None:
+    if data.path is not None and data.mixture is not None:
         errors.append("data: path and mixture exclude each other; set one of them to null")
     if train.compile and train.zero_stage == 3:
         errors.append(
@@ -63,30 +77,13 @@ def _sequences(config: RunConfig) -> list[str]:
     return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
 
 
-def _objective(config: RunConfig) -> list[str]:
-    """Return what of the training of patterns of attention contradicts the model."""
-    return [problem for p in _patterns(config) for problem in p.objective_problems(config)]
-
-
-def _rows(config: RunConfig) -> list[str]:
-    """Return whether rows are too short for what a pattern of attention learns in training."""
-    return [problem for p in _patterns(config) for problem in p.row_problems(config)]
-
-
-def _patterns(config: RunConfig) -> list[Pattern]:
-    """List this project's patterns, of which keys of `train` are, and the model's own."""
-    own = attention.PATTERNS.own_names()
-    chosen = getattr(config.model, "attention", None)
-    known = chosen in attention.PATTERNS
-    return [*map(attention.PATTERNS.get, dict.fromkeys((*own, *([chosen] if known else []))))]
-
-
 def _schedule(config: RunConfig) -> list[str]:
     optimizer = config.optimizer
-    errors = _exactly_one(config, "train", "max", required=True)
-    errors += _exactly_one(config, "optimizer", "warmup", required=False)
-    errors += _exactly_one(config, "optimizer", "decay", required=optimizer.schedule == "wsd")
-    if optimizer.schedule != "wsd" and (optimizer.decay_steps or optimizer.decay_tokens):
+    is_wsd = optimizer.schedule == "wsd"
+    errors = _one_length(config, "train", "max", required=True)
+    errors += _one_length(config, "optimizer", "warmup", required=False)
+    errors += _one_length(config, "optimizer", "decay", required=is_wsd)
+    if not is_wsd and (optimizer.decay_steps or optimizer.decay_tokens):
         errors.append(f"optimizer.schedule={optimizer.schedule}: only 'wsd' has a decay length")
     for name in ("initial_lr", "min_lr"):
         if getattr(optimizer, name) > optimizer.lr:
@@ -94,21 +91,18 @@ def _schedule(config: RunConfig) -> list[str]:
     return errors
 
 
-def _exactly_one(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
-    content = getattr(config, section)
-    given = [k for k in ("tokens", "steps") if getattr(content, f"{name}_{k}") is not None]
+def _one_length(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
+    """Check that a length is given in tokens or in steps, not in both."""
+    names = (f"{name}_tokens", f"{name}_steps")
+    given = [key for key in names if getattr(getattr(config, section), key) is not None]
+    both = " and ".join(names)
     if len(given) > 1:
-        return [
-            f"{section}: {name}_tokens and {name}_steps exclude each other; "
-            f"set the one that does not count to null"
-        ]
-    if required and not given:
-        return [f"{section}: one of {name}_tokens and {name}_steps is needed"]
-    return []
+        return [f"{section}: {both} exclude each other; set the one that does not count to null"]
+    return [f"{section}: one of {both} is needed"] if required and not given else []
 
 
 def _size(config: RunConfig) -> list[str]:
-    """A model that no machine holds, by its layers' matrices alone, which need not be made."""
+    """Refuse a model that no machine holds, by its layers' matrices alone, which are not made."""
     model = config.model
     width = model.hidden_size
     least = model.num_hidden_layers * width * (width + getattr(model, "inner_size", 0))
@@ -121,7 +115,7 @@ def _size(config: RunConfig) -> list[str]:
 
 
 def _length(config: RunConfig) -> list[str]:
-    """More tokens than a run may have, and schedules that are longer than the run."""
+    """Refuse more tokens than a run may have, and schedules that are longer than the run."""
     errors = []
     tokens, highest = config.total_steps * config.tokens_per_step, numbers.TOKENS.high
     if tokens > highest:
@@ -129,9 +123,10 @@ def _length(config: RunConfig) -> list[str]:
             f"train: max_steps x global_batch_size x context_length = {tokens:,} tokens; "
             f"at most {highest:,} are meant"
         )
-    if config.steps_of("warmup") + config.steps_of("decay") > config.total_steps:
+    warmup, decay = config.steps_of("warmup"), config.steps_of("decay")
+    if warmup + decay > config.total_steps:
         errors.append(
-            f"optimizer: warm-up and decay take {config.steps_of('warmup')} + "
-            f"{config.steps_of('decay')} steps, but the run has only {config.total_steps}"
+            f"optimizer: warm-up and decay take {warmup} + {decay} steps, but the run has only "
+            f"{config.total_steps}"
         )
     return errors

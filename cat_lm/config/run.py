@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    SerializeAsAny,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BaseModel, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from cat_lm import architectures
 from cat_lm.architectures import Architecture, ModelSection
@@ -22,12 +17,11 @@ from cat_lm.config.sections import (
     DataSection,
     LoggingSection,
     OptimizerSection,
-    Section,
     TrainSection,
     ValidationSection,
 )
 from cat_lm.core.errors import UserError, is_temporary
-from cat_lm.core.fields import entry_of
+from cat_lm.core.fields import Section, entry_of
 from cat_lm.core.files import write_text
 from cat_lm.core.readers import parse_yaml, read_text
 from cat_lm.model.attention.objective import Objective
@@ -64,7 +58,7 @@ class RunConfig(Section):
 
     @property
     def architecture(self) -> Architecture:
-        """The family of the model."""
+        """Return the family of the model."""
         return architectures.get(self.model.architecture)
 
     @property
@@ -73,21 +67,19 @@ class RunConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run; a budget in tokens is never exceeded (but for one step)."""
+        """Return the steps of the run; a budget in tokens is never exceeded (but for one step)."""
         if self.train.max_steps is not None:
             return self.train.max_steps
         return max(1, self.train.max_tokens // self.tokens_per_step)
 
     def steps_of(self, name: Literal["warmup", "decay"]) -> int:
-        """The length of the warm-up or of WSD's decay in steps, whichever way it was given."""
+        """Return the length of the warm-up or of WSD's decay in steps, however it was given."""
         steps = getattr(self.optimizer, f"{name}_steps")
-        tokens = getattr(self.optimizer, f"{name}_tokens")
-        if steps is not None:
-            return steps
-        return math.ceil((tokens or 0) / self.tokens_per_step)
+        tokens = getattr(self.optimizer, f"{name}_tokens") or 0
+        return math.ceil(tokens / self.tokens_per_step) if steps is None else steps
 
     def row_shares(self, world_size: int) -> int:
-        """Into how many shares ranks divide the sequences of a batch: P of them have one together.
+        """Return how many groups of ranks divide a batch: P ranks have each sequence together.
 
         Raises:
             UserError: `train.sequence_parallel`, P, does not divide the ranks.
@@ -100,7 +92,7 @@ class RunConfig(Section):
         return world_size // parts
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches a rank computes per step.
+        """Return how many micro-batches a rank computes per step.
 
         Raises:
             UserError: the global batch does not divide into whole micro-batches, or ranks not into
@@ -109,25 +101,23 @@ class RunConfig(Section):
         shares = self.row_shares(world_size)
         per_pass = self.train.micro_batch_size * shares
         if self.train.global_batch_size % per_pass:
-            parts = self.train.sequence_parallel
-            ranks = "ranks" if parts == 1 else "ranks / train.sequence_parallel"
-            number = f"{world_size}" if parts == 1 else f"{world_size} / {parts}"
+            is_shared = self.train.sequence_parallel > 1
+            ranks = "ranks / train.sequence_parallel" if is_shared else "ranks"
             raise UserError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size x {ranks} = {self.train.micro_batch_size} x {number} "
+                f"train.micro_batch_size x {ranks} = {self.train.micro_batch_size} x {shares} "
                 f"= {per_pass}"
             )
         return self.train.global_batch_size // per_pass
 
     def with_precision(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
-        """This configuration with `auto` decided."""
+        """Return this configuration with `auto` decided."""
         train = self.train.model_copy(update={"precision": precision})
         return self.model_copy(update={"train": train})
 
     def as_trained(self, section: ModelSection) -> ModelSection:
         """Return the section of this run's model as a step computes it."""
-        changes = self.objective.section
-        return section.model_copy(update=dict(changes)) if changes else section
+        return section.model_copy(update=dict(self.objective.section))
 
     @property
     def objective(self) -> Objective:
@@ -135,7 +125,7 @@ class RunConfig(Section):
         return self.architecture.objective(self.model, self.train)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
-        """DeepSpeed's configuration, derived here and nowhere else; precision must be decided.
+        """Return DeepSpeed's configuration; precision must be decided.
 
         In bf16, ZeRO 1-3 keep bf16 parameters with fp32 master weights, accumulate and reduce
         gradients in fp32. DeepSpeed refuses that mix without ZeRO, so stage 0 keeps fp32
@@ -171,39 +161,33 @@ class RunConfig(Section):
         }
 
     def save(self, path: Path | str) -> None:
-        """Write the resolved configuration as YAML.
-
-        Raises:
-            UserError: a file stands there that is no resolved configuration, such as somebody's
-                own YAML with its comments.
-        """
+        """Write the resolved configuration as YAML. Raises UserError, as `check_replaceable`."""
         check_replaceable(path)
-        write_text(path, self.to_yaml())
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
 
 def check_replaceable(path: Path | str) -> None:
-    """Check that a configuration may be saved at a path. Raises UserError, as `RunConfig.save`."""
-    if os.path.lexists(path) and not _is_dumped(Path(path)):
-        raise UserError(
-            f"{path}: is no configuration that training wrote, and would be replaced; move it "
-            "away, or give another train.output_dir"
-        )
+    """Check that a configuration may be saved at a path.
 
-
-def _is_dumped(path: Path) -> bool:
-    """Return True if a file is what a run writes of its sections: no comment, no other order."""
+    Raises:
+        UserError: a file stands there that is not as a run writes its sections, such as somebody's
+            own YAML with its comments.
+    """
+    if not os.path.lexists(path):
+        return
     try:
         text = read_text(path)
         values = parse_yaml(text, str(path))
     except UserError as error:
         if is_temporary(error):
             raise
-        return False
-    is_run = isinstance(values, dict) and len(values.keys() & RunConfig.model_fields.keys()) > 0
-    return is_run and yaml.safe_dump(values, sort_keys=False) == text
+        text, values = "", None
+    is_run = isinstance(values, dict) and values.keys() & RunConfig.model_fields.keys()
+    if not is_run or yaml.safe_dump(values, sort_keys=False) != text:
+        raise UserError(
+            f"{path}: is no configuration that training wrote, and would be replaced; move it "
+            "away, or give another train.output_dir"
+        )
 
 
 def changed_values(

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from cat_lm.core import numbers
 from cat_lm.core.fields import (
+    OptionalName,
     OptionalOutput,
     OptionalPath,
     OutputPath,
     PathText,
     Section,
-    check_name,
     number,
     whole,
 )
@@ -174,6 +174,4 @@ class CheckpointSection(Section):
 
 class LoggingSection(Section):
     tensorboard: bool = Field(True, description="write curves to the run's folder, too")
-    wandb_project: Annotated[str | None, AfterValidator(check_name)] = Field(
-        None, description="needs the wandb extra"
-    )
+    wandb_project: OptionalName = Field(None, description="needs the wandb extra")

@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Parser(argparse.ArgumentParser):
     """A parser of commands: what is wrong with the arguments is one line.
 
-    argparse itself would print how the command is used, and end; take an empty value for a path or
-    a name; and, before Python 3.12, take the value of `--option=--` for an empty list.
+    argparse itself would print how the command is used, and end; and take an empty value for a path
+    or a name.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -35,13 +35,6 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "'' is no path, name or value")
         return super()._get_value(action, arg_string)
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
-            value = self._get_value(action, "--")
-            self._check_value(action, value)
-            return value
-        return super()._get_values(action, arg_strings)
-
 
 class Once(argparse.Action):
     """Store an option's value; raise for a second one, which would silently replace the first."""
@@ -52,21 +45,9 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def path_name(text: str) -> str:
-    """Take a path, or a name that may be one, as it was typed."""
-    if problem := path_problem(text):
-        raise argparse.ArgumentTypeError(f"{_short(text)} {problem}")
-    return text
-
-
 def whole(allowed: Range) -> Callable[[str], int]:
     """Make a kind for whole numbers of a range: 20, 1_000, 15B."""
     return _kind(lambda text: check_whole(text, allowed))
-
-
-def path(text: str) -> Path:
-    """Take a path; the empty one, which would be the current folder, is none."""
-    return Path(path_name(text))
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
@@ -81,7 +62,7 @@ def _kind(check: Callable[[str], T]) -> Callable[[str], T]:
         try:
             return check(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{_short(text)} {error}") from None
+            raise argparse.ArgumentTypeError(f"{clipped(text)!r} {error}") from None
 
     return parse
 
@@ -90,25 +71,22 @@ def whole_numbers(
     allowed: Range, example: str, *, distinct: bool = False
 ) -> Callable[[str], tuple[int, ...]]:
     """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
-    several = listed(whole(allowed), example)
-
-    def parse(text: str) -> tuple[int, ...]:
-        found = several(text)
-        if distinct and len(set(found)) < len(found):
-            raise argparse.ArgumentTypeError(f"{_short(text)} names a number twice")
-        return found
-
-    return parse
+    return listed(whole(allowed), example, distinct=distinct)
 
 
-def listed(one: Callable[[str], Any], example: str) -> Callable[[str], tuple[Any, ...]]:
-    """Make a kind for lists, with commas, of what the kind `one` takes."""
+def listed(
+    one: Callable[[str], Any], example: str, *, distinct: bool = False
+) -> Callable[[str], tuple[Any, ...]]:
+    """Make a kind for lists, with commas, of what the kind `one` takes; `distinct`: none twice."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
-            return tuple(one(part) for part in text.split(","))
+            found = tuple(one(part) for part in text.split(","))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{error}; give a list such as {example}") from None
+        if distinct and len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{clipped(text)!r} names a number twice")
+        return found
 
     return parse
 
@@ -127,30 +105,38 @@ def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
 
 def rates(text: str) -> tuple[float, ...]:
     """Take a list of different learning rates, and order it."""
-    found = listed(number(LEARNING_RATE, above=0), "1e-3,3e-3,1e-2")(text)
-    if len({f"{rate:g}" for rate in found}) < len(found):
-        raise argparse.ArgumentTypeError(f"{_short(text)} names a rate twice")
-    return tuple(sorted(found))
+    one = number(LEARNING_RATE, above=0)
+    return tuple(sorted(listed(one, "1e-3,3e-3,1e-2", distinct=True)(text)))
+
+
+def path_name(text: str) -> str:
+    """Take a path, or a name that may be one, as it was typed."""
+    return _accepted(text, path_problem)
+
+
+def path(text: str) -> Path:
+    """Take a path; the empty one, which would be the current folder, is none."""
+    return Path(path_name(text))
 
 
 def output_path(text: str) -> Path:
     """Take a path of this machine that can be written to, of a folder or a file."""
-    if problem := output_problem(text):
-        raise argparse.ArgumentTypeError(f"{_short(text)} {problem}")
-    return Path(text)
+    return Path(_accepted(text, output_problem))
+
+
+def _accepted(text: str, problem_of: Callable[[str], str | None]) -> str:
+    if problem := problem_of(text):
+        raise argparse.ArgumentTypeError(f"{clipped(text)!r} {problem}")
+    return text
 
 
 def output_file(text: str) -> Path:
-    """Read a path that a file can be written to when the work is done."""
+    """Take a path that a file can be written to when the work is done."""
     try:
         check_file(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(text)
-
-
-def _short(text: str) -> str:
-    return repr(clipped(text))
 
 
 def add_skip_checksums(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and the one place that turns them into an exit code."""
+"""Errors that a user can fix, and the one place that turns them into an exit code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-# sysexits' EX_TEMPFAIL: nothing is wrong with the input, it can go on; launchers requeue on it.
+# sysexits' EX_TEMPFAIL: the input is right, the same command can go on; launchers requeue on it.
 REQUEUE_EXIT_CODE = 75
-# Without a file's name these still speak of files; other errors may be of sockets or processes.
+# Without a file's name these still are of files; other errors may be of sockets or processes.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 _DISK_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-# What file systems and networks of many machines do for a while: a server that restarts, a client
+# Transient errors of file systems and networks of many machines: a server that restarts, a client
 # that was evicted, a cable.
 _PASSING = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOLINK}
 _PASSING |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -43,7 +43,7 @@ class UserError(Exception):
 
 
 class TemporaryError(UserError):
-    """Raised for what may be gone at the next start: the same command then goes on."""
+    """A problem that may be gone at the next start: the same command then goes on."""
 
 
 class SharedError(UserError):
@@ -77,11 +77,11 @@ def describe_os_error(error: OSError) -> str:
 
 
 def command(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
+    """Wrap a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    So does a file or a disk that cannot be read or written. What `is_temporary` has
-    `REQUEUE_EXIT_CODE` in its place. What all ranks share, the first one prints. Ends quietly with
-    code 130 on Ctrl-C, and with 1 when the reader of a pipe has gone. The standard
+    So does a file or a disk that cannot be read or written. Temporary errors have
+    `REQUEUE_EXIT_CODE` in its place; an error that all ranks share is printed by the first one.
+    Ends with code 130 on Ctrl-C, and with 1 when the reader of a pipe has gone. The standard
     streams take every character in any locale, and may be closed. A rank of several ends at once
     after its error's line or traceback: see `hard_exit`.
     """
@@ -102,47 +102,38 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _run(main: Callable[[], None]) -> None:
-    """Call `main`; what a user can mend becomes its line and SystemExit."""
+    """Call `main`; an error that a user can fix becomes its line and SystemExit."""
     ended = None
     try:
         _prepare_streams()
-        _refuse_undecodable(sys.argv[1:])
         try:
             main()
         except SystemExit as exit_:
             ended = exit_
-        # Before the interpreter does, which would end a failure with code 120 and words of its own.
+        # The interpreter's own flush would end a failure with code 120 and words of its own.
         sys.stdout.flush()
         if ended is not None:
             raise ended
-    except UserError as error:
-        code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
-        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
-            # Launchers end all ranks with the first that leaves, even in mid-word.
-            time.sleep(2)
-            raise SystemExit(code) from None
-        _end(f"error: {error}", code)
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except BrokenPipeError:
         _discard_pending()
         raise SystemExit(1) from None
-    except OSError as error:
-        where, may_pass = error.filename, is_temporary(error)
-        if where is None and error.errno in _DISK_ERRORS:
-            where = "standard output"
-        elif where is None and may_pass:  # of a file that is open, or of a connection
-            where = type(error).__name__
-        elif where is None:
-            raise
-        code = REQUEUE_EXIT_CODE if may_pass else 2
-        _end(f"error: {where}: {describe_os_error(error)}", code)
-    except RuntimeError as error:
-        # What pathlib raises where a path is resolved, up to Python 3.12.
-        if not str(error).startswith("Symlink loop from "):
-            raise
-        path = str(error).removeprefix("Symlink loop from ").strip("'")
-        _end(f"error: {path}: {_REASONS[errno.ELOOP]}", 2)
+    except (UserError, OSError) as error:
+        code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
+        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
+            # Launchers end all ranks with the first that leaves, even in the middle of a line.
+            time.sleep(2)
+            raise SystemExit(code) from None
+        line = str(error)
+        if isinstance(error, OSError):
+            where = error.filename
+            if where is None and error.errno in _DISK_ERRORS:
+                where = "standard output"
+            elif where is None and code == 2:  # of no file and no connection
+                raise
+            line = f"{where or type(error).__name__}: {describe_os_error(error)}"
+        _end(f"error: {line}", code)
 
 
 def _among_ranks() -> bool:
@@ -154,7 +145,7 @@ def _among_ranks() -> bool:
 
 
 def hard_exit(exit_code: int) -> NoReturn:
-    """Ends this process with `exit_code`, without the interpreter's own teardown.
+    """End this process with `exit_code`, without the interpreter's own teardown.
 
     There a thread of the process group, still alive, was once seen to abort the process after its
     work was done; a launcher would take a finished run for a failed one. After an error NCCL's
@@ -164,13 +155,6 @@ def hard_exit(exit_code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk
             stream.flush()
     os._exit(exit_code)
-
-
-def _refuse_undecodable(arguments: list[str]) -> None:
-    """Refuse names in bytes that are not UTF-8: no file of ours could hold them."""
-    for argument in arguments:
-        if any("\ud800" <= letter <= "\udfff" for letter in argument):
-            raise UserError(f"argument {argument!r}: is not UTF-8 text")
 
 
 def _end(line: str, code: int) -> NoReturn:
@@ -184,7 +168,7 @@ def _end(line: str, code: int) -> NoReturn:
 
 def _prepare_streams() -> None:
     """Make standard output and error take every character; open closed streams on nothing."""
-    # In the place of a closed one the next file that is opened would get what libraries print.
+    # The next file that is opened would else take a closed one's number, and get what it prints.
     while (null := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(null, True)
     os.close(null)
@@ -198,7 +182,7 @@ def _prepare_streams() -> None:
 
 
 def _discard_pending() -> None:
-    """Flush both streams, or send what cannot be written nowhere: Python's end would complain."""
+    """Flush both streams, or discard what cannot be written: Python's end would complain of it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

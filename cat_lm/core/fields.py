@@ -5,62 +5,54 @@ The ranges are those of `cat_lm.core.numbers`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-from cat_lm.core import folders, numbers
-from cat_lm.core.numbers import Range
+from cat_lm.core.folders import output_problem, path_problem
+from cat_lm.core.numbers import Range, check_number, check_whole
 from cat_lm.core.registry import Registry
 
 
 def whole(allowed: Range) -> BeforeValidator:
     """Return the validator of a whole number of a range: 20000, 0.5M, 15B."""
-    return BeforeValidator(lambda value: numbers.check_whole(value, allowed))
+    return BeforeValidator(lambda value: check_whole(value, allowed))
 
 
 def number(
     allowed: Range, *, above: float | None = None, below: float | None = None
 ) -> BeforeValidator:
     """Return the validator of a number of a range, greater than `above` and less than `below`."""
-    return BeforeValidator(
-        lambda value: numbers.check_number(value, allowed, above=above, below=below)
-    )
+    return BeforeValidator(lambda value: check_number(value, allowed, above=above, below=below))
 
 
 def entry_of(registry: Registry) -> AfterValidator:
     """Return the validator of a name that a registry has."""
+    return _without(registry.problem)
 
-    def check(name: str) -> str:
-        if problem := registry.problem(name):
+
+def _without(problem_of: Callable[[Any], str | None]) -> AfterValidator:
+    """Return the validator of a value, or None, that has no problem."""
+
+    def check(value: Any) -> Any:
+        if value is not None and (problem := problem_of(value)):
             raise ValueError(problem)
-        return name
+        return value
 
     return AfterValidator(check)
 
 
-def _check_path(path: str | None) -> str | None:
-    if path is not None and (problem := folders.path_problem(path)):
-        raise ValueError(problem)
-    return path
+def _name_problem(name: str) -> str | None:
+    is_name = name.strip() and name.isprintable() and len(name) <= 128
+    return None if is_name else "must be a name of up to 128 printable characters"
 
 
-def _check_output(path: str | None) -> str | None:
-    if path is not None and (problem := folders.output_problem(path)):
-        raise ValueError(problem)
-    return path
-
-
-def check_name(name: str | None) -> str | None:
-    if name is not None and not (name.strip() and name.isprintable() and len(name) <= 128):
-        raise ValueError("must be a name of up to 128 printable characters")
-    return name
-
-
-PathText = Annotated[str, AfterValidator(_check_path)]
-OptionalPath = Annotated[str | None, AfterValidator(_check_path)]
-OutputPath = Annotated[str, AfterValidator(_check_output)]
-OptionalOutput = Annotated[str | None, AfterValidator(_check_output)]
+PathText = Annotated[str, _without(path_problem)]
+OptionalPath = Annotated[str | None, _without(path_problem)]
+OutputPath = Annotated[str, _without(output_problem)]
+OptionalOutput = Annotated[str | None, _without(output_problem)]
+OptionalName = Annotated[str | None, _without(_name_problem)]
 
 
 class Section(BaseModel):

@@ -1,13 +1,14 @@
-"""The host's memory: what this process may still take, and that it keeps what its tensors leave.
+"""The host's memory: what this process may still take, and keeping what tensors free.
 
-A SLURM step or a container is a control group, mostly inside of others, each with a limit of its
-own; the host's free memory says nothing of them.
+A SLURM step or a container is a control group inside of others, each with a limit of its own, which
+the host's free memory does not show.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from pathlib import Path
 
 GIB = 2**30  # bytes
@@ -19,25 +20,23 @@ _OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABL
 
 
 def available_memory() -> int | None:
-    """Bytes that can be taken without swapping; None where the system does not tell."""
+    """Return the bytes that can be taken without swapping; None where unknown."""
     found = [left for left in (_host_memory(), group_memory()) if left is not None]
     return min(found, default=None)
 
 
 def _host_memory() -> int | None:
-    """Linux' own estimate for the whole host."""
+    """Return Linux' own estimate for the whole host."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found = re.search(r"^MemAvailable: *(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that the control groups of this process leave it; None where none has a limit.
+    """Return the bytes that this process's control groups leave it; None where none has a limit.
 
     Args:
         root: where control groups are mounted, of version 2 or with version 1's `memory` in it.
@@ -50,41 +49,31 @@ def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) ->
     left = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        base = root / "memory"
         if not controllers:
-            names, base = ("memory.max", "memory.current"), root
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
         group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            left += _room(folder, *names)
-    return min(left, default=None)
+        left += [_left(at, *names) for at in (group, *group.parents) if at.is_relative_to(base)]
+    return min((number for number in left if number is not None), default=None)
 
 
-def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
-    """Read what one group leaves, as a list of one number; empty where it has no limit."""
+def _left(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    """Return what one group leaves; None where it has no limit."""
     try:
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = int((folder / usage_name).read_text(encoding="ascii"))
+        statistics = (folder / "memory.stat").read_text(encoding="ascii")
     except (OSError, ValueError):
-        return []
+        return None
     # Unlimited is "max" or a number near 2^63.
     if limit == "max" or int(limit) > 2**60:
-        return []
-    return [max(0, int(limit) - usage + _cached(folder))]
-
-
-def _cached(folder: Path) -> int:
-    """Bytes of files, which count as used but are given up."""
-    try:
-        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(found.get("inactive_file", 0)) + int(found.get("active_file", 0))
+        return None
+    # Files that are cached count as used but are given up.
+    cached = re.findall(r"^(?:in)?active_file (\d+)$", statistics, re.MULTILINE)
+    return max(0, int(limit) - usage + sum(map(int, cached)))
 
 
 def keep_freed_memory() -> bool:

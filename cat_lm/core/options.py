@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -19,8 +18,8 @@ from cat_lm.core.readers import clipped
 
 T = TypeVar("T")
 _NUMBERS = (
-    (int, numbers.parse_count, numbers.OPTION),
-    (float, numbers.parse_number, numbers.OPTION_NUMBER),
+    (int, numbers.check_whole, numbers.OPTION),
+    (float, numbers.check_number, numbers.OPTION_NUMBER),
 )
 
 
@@ -89,37 +88,28 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 def _value(where: str, given: Any, kind: Any) -> Any:
-    """Read a value as one of the types of a union, tried from the narrowest."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    # What text means depends on the option, so that files and command lines agree.
-    text = given if isinstance(given, str) else _written(given)
-    if text is None:
-        raise UserError(f"{where}={clipped(str(given))}: must be one value, not a list or a table")
+    """Read a value as one of the types of a union, tried from the narrowest.
+
+    The option, not the value, decides what text means, so that files and command lines agree.
+    """
+    kinds = typing.get_args(kind) or (kind,)
+    if isinstance(given, bool):
+        given = str(given).lower()
+    text = "none" if given is None else str(given)
+    if isinstance(given, list | Mapping):
+        raise UserError(f"{where}={clipped(text)}: must be one value, not a list or a table")
     if type(None) in kinds and text == "none":
         return None
     if bool in kinds:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise UserError(f"{where}={text!r}: must be true or false")
-    for kind, parse, allowed in _NUMBERS:
+    for kind, check, allowed in _NUMBERS:
         if kind in kinds:
             try:
-                number = parse(text)
+                return check(text, allowed)
             except ValueError as error:
                 problem = str(error)
-                continue
-            if problem := allowed.problem(number):
-                raise UserError(f"{where}={clipped(text)}: {problem}")
-            return number
     if str in kinds:
         return text
     raise UserError(f"{where}={clipped(text)}: {problem}")
-
-
-def _written(value: Any) -> str | None:
-    """Write a plain value as a command line would; none for a list or a table."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, int | float) else None

@@ -14,11 +14,10 @@ from typing import Any, Literal
 from cat_lm.core import __version__
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.readers import InsideName, Versioned, read_json, read_object
+from cat_lm.core.folders import files_below
+from cat_lm.core.readers import InsideName, Versioned, read_json, read_object, resolve
 
 PICTURES = (".png", ".svg")
-
-
 LISTING = ".cat_lm_files.json"
 
 
@@ -31,9 +30,7 @@ class Listing(Versioned):
 
 def write_listing(folder: Path) -> None:
     """List all files of a folder of ours, in a file beside them."""
-    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    ours = Listing(format=1, program="cat_lm", files=sorted(set(names) - {LISTING}))
-    (folder / LISTING).write_text(ours.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    _write_list(folder / LISTING, files_below(folder) - {LISTING})
 
 
 def read_listing(folder: Path) -> list[str]:
@@ -60,8 +57,7 @@ def claim_outputs(
         UserError: one is there and not of an earlier run.
     """
     out = Path(out)
-    listing = out / f".{result}.files"
-    listed = _listed(listing)
+    listed = _listed(listing := out / f".{result}.files")
     names = list(dict.fromkeys([result, *names]))
     for name in names:
         path = out / name
@@ -70,8 +66,7 @@ def claim_outputs(
                 f"{flag} {out}: {name} is not of an earlier run of this command and would be "
                 "replaced; move it away or give another folder"
             )
-    ours = Listing(format=1, program="cat_lm", files=sorted({*listed, *names}))
-    write_text(listing, ours.model_dump_json(indent=1) + "\n")
+    _write_list(listing, {*listed, *names})
 
 
 def claim_file(path: Path | str, flag: str, command: str = "") -> None:
@@ -114,6 +109,11 @@ def is_result(path: Path, command: str = "") -> bool:
     return is_ours and str(made["command"]).startswith(command)
 
 
+def _write_list(listing: Path, names: Iterable[str]) -> None:
+    ours = Listing(format=1, program="cat_lm", files=sorted(names))
+    write_text(listing, ours.model_dump_json(indent=1) + "\n")
+
+
 def _listed(listing: Path) -> list[str]:
     try:
         return read_json(listing, Listing).files
@@ -131,21 +131,10 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
     parents = set()
     for name in names:
         path = folder / name
-        if _leads_out(folder, name) or not os.path.lexists(path):
-            continue
-        if path.is_symlink() or not path.is_dir():
+        is_inside = resolve(path.parent).is_relative_to(resolve(folder))
+        if is_inside and (path.is_symlink() or path.is_file()):
             path.unlink()
             parents |= {above for above in path.parents if above.is_relative_to(folder)}
     for parent in sorted(parents - {folder}, reverse=True):
         if not os.listdir(parent):
             parent.rmdir()
-
-
-def _leads_out(folder: Path, name: str) -> bool:
-    """Return True if a link on the way makes the name one of another folder's."""
-    place = folder
-    for part in Path(name).parts[:-1]:
-        place = place / part
-        if place.is_symlink():
-            return True
-    return ".." in Path(name).parts or Path(name).is_absolute()

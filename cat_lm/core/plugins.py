@@ -1,4 +1,4 @@
-"""Installed packages that bring families of models, convolutions, attention or mixers of their own.
+"""Code that computes: installed packages with families, mixers or kinds, and this project's commit.
 
 A package names a module in its metadata, here in pyproject.toml:
 
@@ -15,12 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import subprocess
 import sys
 import threading
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from cat_lm.core.errors import UserError
+from cat_lm.core.readers import Versioned
 
 GROUP = "cat_lm.plugins"
 
@@ -51,10 +56,24 @@ def load() -> None:
             raise _failed
 
 
+def _import(entry: EntryPoint) -> None:
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    try:
+        entry.load()
+        code_of(entry.module, entry.dist)
+        _loaded.append((entry.name, package, entry.module))
+    except (Exception, SystemExit) as error:  # whatever a plugin's module raises, exits too
+        package = f" of {package}" if package else ""
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"plugin {entry.name}{package}: {entry.value} cannot be imported: "
+            f"{type(error).__name__}{': ' if said else ''}{said}; mend or uninstall it"
+        ) from error
+
+
 def describe() -> dict[str, str]:
     """Return the plugins of this process's registries: name -> package and its sources."""
-    with _LOCK:
-        return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
+    return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
 
 
 def code_of(module: str, package: Distribution | None = None) -> str:
@@ -67,24 +86,13 @@ def code_of(module: str, package: Distribution | None = None) -> str:
         package: as it is installed, where that is known.
     """
     top = module.partition(".")[0]
-    with _LOCK:
-        if top not in _codes:
-            digest = hashlib.sha256()
-            for path in _sources(top, package):
-                with contextlib.suppress(OSError):  # such as the lock that an editor leaves
-                    digest.update(f"{path.name}\0".encode() + path.read_bytes())
-            _codes[top] = digest.hexdigest()[:12]
-        return _codes[top]
-
-
-def is_own(entry: object) -> bool:
-    """Return True if an entry or a function is this project's, whose tests hold it to its text."""
-    return entry.__module__.partition(".")[0] == "cat_lm"
-
-
-def foreign_code(entry: object) -> str | None:
-    """Hash the sources of an entry or a function that is no part of this project; else None."""
-    return None if is_own(entry) else code_of(entry.__module__)
+    if top not in _codes:
+        digest = hashlib.sha256()
+        for path in _sources(top, package):
+            with contextlib.suppress(OSError):  # such as the lock that an editor leaves
+                digest.update(f"{path.name}\0".encode() + path.read_bytes())
+        _codes[top] = digest.hexdigest()[:12]
+    return _codes[top]
 
 
 def _sources(top: str, package: Distribution | None) -> list[Path]:
@@ -99,16 +107,49 @@ def _sources(top: str, package: Distribution | None) -> list[Path]:
     return listed if Path(file) in listed else sorted(Path(file).parent.glob("*.py"))
 
 
-def _import(entry: EntryPoint) -> None:
-    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+def is_own(entry: object) -> bool:
+    """Return True if an entry or a function is this project's, whose tests hold it to its text."""
+    return entry.__module__.partition(".")[0] == "cat_lm"
+
+
+def foreign_code(entry: object) -> str | None:
+    """Hash the sources of an entry or a function that is no part of this project; else None."""
+    return None if is_own(entry) else code_of(entry.__module__)
+
+
+class CopiedCode(Versioned):
+    """code.json, which `launch.slurm` puts beside a copy of the code."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def commit() -> str | None:
+    """Return the commit of this code, `+` behind it where tracked files differ; None if unknown.
+
+    A copy by `launch.slurm` has that of what was copied: the checkout that its run lies in may have
+    gone on since. Of a repository that the code lies in without being tracked by it, such as one
+    with a virtual environment, there is none.
+    """
+    checkout = Path(__file__).resolve().parents[2]
     try:
-        entry.load()
-        code_of(entry.module, entry.dist)
-        _loaded.append((entry.name, package, entry.module))
-    except (Exception, SystemExit) as error:  # whatever a stranger's module raises, exits too
-        package = f" of {package}" if package else ""
-        said = " ".join(str(error).split())
-        raise UserError(
-            f"plugin {entry.name}{package}: {entry.value} cannot be imported: "
-            f"{type(error).__name__}{': ' if said else ''}{said}; mend or uninstall it"
-        ) from error
+        record = CopiedCode.model_validate_json((checkout.parent / "code.json").read_bytes())
+        return record.commit and record.commit + ("+" if record.dirty else "")
+    except (OSError, ValidationError):
+        pass
+    # A hook of another repository passes on in GIT_DIR and others where that one is.
+    inherited = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        done = subprocess.run(command, check=True, timeout=60, env=environment, **pipes)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -40,7 +40,8 @@ class Registry(Generic[T]):
         package: a package whose files, and nothing else, are this project's entries: each has its
             entry in `ENTRY`, or registers it, under the file's name.
         separator: what names have where files have _.
-        words, methods: what an entry must have, as in `check_entry`.
+        words: attributes of an entry that hold text.
+        methods: those of `base` that an entry must define.
         check: raises ValueError for an entry that is wrong in another way.
         others: names that the key can also have, such as none.
         first: those of the package's names that stand before the others, which are in order.
@@ -62,7 +63,7 @@ class Registry(Generic[T]):
         entries: Iterable[T] = (),
     ) -> None:
         self.key, self.base, self.others = key, base, others
-        self._required, self._check = (tuple(words), tuple(methods)), check
+        self._words, self._methods, self._check = tuple(words), tuple(methods), check
         modules = _modules(package, separator) if package else {}
         self._modules = {name: modules[name] for name in first} | modules
         self._entries: dict[str, T] = {}
@@ -81,11 +82,30 @@ class Registry(Generic[T]):
         self._add(entry, is_taken=self._modules.get(getattr(entry, "name", ""), module) != module)
 
     def _add(self, entry: T, is_taken: bool) -> None:
-        check_entry(self.key, entry, self.base, *self._required)
+        self._check_class(entry)
         if is_taken or entry.name in (*self._entries, *self.others):
             raise ValueError(f"{self.key} {entry.name!r}: there is one of this name already")
         self._check(entry)
         self._entries[entry.name] = entry
+
+    def _check_class(self, entry: T) -> None:
+        """Check that an entry has all that it must say of itself. Raises ValueError."""
+        base, kind = self.base, type(entry)
+        if not isinstance(entry, base):
+            raise ValueError(
+                f"{self.key} {entry!r}: must be an instance of a subclass of {base.__name__}"
+            )
+        named = f"{self.key} {getattr(entry, 'name', kind.__name__)!r}"
+        its_class = f"{named}: its class {kind.__name__}"
+        for word in self._words:
+            if not isinstance(value := getattr(entry, word, None), str) or not value:
+                raise ValueError(f"{its_class} must give {word}, a text")
+        for name in dir(base):
+            if name in self._methods and getattr(kind, name) is getattr(base, name):
+                raise ValueError(f"{its_class} must define {name}")
+            is_method = callable(getattr(base, name)) and not name.startswith("_")
+            if is_method and not callable(getattr(kind, name)):
+                raise ValueError(f"{named}: {kind.__name__}.{name} must be a method")
 
     def own_names(self) -> tuple[str, ...]:
         """List this project's entries, without asking plugins."""
@@ -147,41 +167,6 @@ def _modules(package: str, separator: str) -> dict[str, str]:
     return {file.replace("_", separator): f"{package}.{file}" for file in files}
 
 
-def check_entry(
-    what: str,
-    entry: object,
-    base: type,
-    words: Iterable[str] = ("name",),
-    methods: Iterable[str] = (),
-) -> None:
-    """Check that an entry has all that it must say of itself.
-
-    Args:
-        what: names the key in messages.
-        base: the class whose subclass's instance it must be.
-        words: attributes that hold text.
-        methods: those of `base` that it must define.
-
-    Raises:
-        ValueError: naming the entry and what it lacks.
-    """
-    if not isinstance(entry, base):
-        raise ValueError(f"{what} {entry!r}: must be an instance of a subclass of {base.__name__}")
-    kind = type(entry)
-    named = f"{what} {getattr(entry, 'name', kind.__name__)!r}"
-    for word in words:
-        value = getattr(entry, word, None)
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{named}: its class {kind.__name__} must give {word}, a text")
-    lacking = [name for name in methods if getattr(kind, name) is getattr(base, name)]
-    if lacking:
-        raise ValueError(f"{named}: its class {kind.__name__} must define {', '.join(lacking)}")
-    for name in dir(base):
-        is_method = callable(getattr(base, name)) and not name.startswith("_")
-        if is_method and not callable(getattr(kind, name)):
-            raise ValueError(f"{named}: {kind.__name__}.{name} must be a method")
-
-
 def module_problem(module: object) -> str | None:
     """Return why the result of a plugin's `build` is no module; None where it is one."""
     from torch import nn
@@ -193,7 +178,7 @@ def module_problem(module: object) -> str | None:
 
 
 def mishap(error: Exception) -> str:
-    """Describe in one line what went wrong in a stranger's code, and where in it."""
+    """Describe in one line what went wrong in a plugin's code, and where in it."""
     said = " ".join(str(error).split())
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     packages = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]

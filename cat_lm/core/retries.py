@@ -9,7 +9,6 @@ import random
 import re
 import time
 from collections.abc import Callable
-from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
@@ -27,7 +26,7 @@ def retrying(
 
     Args:
         failure: of an error and the number of attempts so far: what to raise, None to try again.
-        note: told of an error that may pass, the number of attempts, and the seconds to wait.
+        note: gets an error that may pass, the number of attempts, and the seconds to wait.
     """
     attempt = 0
     while True:
@@ -50,8 +49,12 @@ def wait_before_retry(attempt: int, error: Exception) -> float:
 
     A little more by chance, so that many workers do not come back at the same moment.
     """
-    asked = _asked_wait(error)
-    wait = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT) if asked is None else asked
+    headers = getattr(getattr(error, "response", error), "headers", None) or {}
+    values = {str(key).lower(): str(value) for key, value in headers.items()}
+    asked = re.match(r"(\d+)$", values.get("retry-after", ""))
+    asked = asked or re.search(r";\s*t\s*=\s*(\d+)", values.get("ratelimit", ""))
+    wait = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
+    wait = min(float(asked[1]), LONGEST_ASKED_WAIT) if asked else wait
     return wait * random.uniform(1.0, 1.25)
 
 
@@ -68,22 +71,3 @@ def reason_of(error: Exception) -> str:
     """Return the first line of an error, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
-
-
-def _asked_wait(error: Exception) -> float | None:
-    """Return the seconds that the server's answer asks to wait (`Retry-After`, `RateLimit`)."""
-    headers = getattr(getattr(error, "response", error), "headers", None) or {}
-    values = {str(key).lower(): str(value) for key, value in headers.items()}
-    asked = None
-    if match := re.search(r";\s*t\s*=\s*(\d+)", values.get("ratelimit", "")):
-        asked = float(match.group(1))
-    if after := values.get("retry-after"):
-        asked = float(after) if after.isdecimal() else _seconds_until(after)
-    return None if asked is None else min(asked, LONGEST_ASKED_WAIT)
-
-
-def _seconds_until(date: str) -> float | None:
-    try:
-        return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
-    except ValueError:
-        return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core import plugins
-from cat_lm.core.commit import commit
+from cat_lm.core.plugins import commit
 
 PACKAGES = (
     *("cat_lm", "torch", "transformers", "deepspeed", "numpy"),

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.config import load_config
-from cat_lm.core.commit import commit
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
 from cat_lm.core.folders import Lock
+from cat_lm.core.plugins import commit
 from cat_lm.core.readers import Versioned, read_json
 from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt

@@ -173,8 +173,7 @@ def test_a_part_of_llamas_rotation_is_refused_before_there_is_a_model():
 
 def test_files_of_before_the_key_and_what_is_written_now(tmp_path):
     config = loaded(conv_type="multihead")
-    text = config.to_yaml()
-    values = yaml.safe_load(text)
+    values = config.model_dump(mode="json")
     assert values["model"].keys() == GPTNeoXSection.model_fields.keys()
     assert values["model"].pop("architecture") == "gpt_neox"
     (tmp_path / RUN_CONFIG).write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -190,7 +189,7 @@ def test_unknown_architectures(tmp_path):
         assert "\n" not in message
     with pytest.raises(UserError, match="architecture='nowhere': must be one of gpt_neox"):
         architectures.get("nowhere")
-    values = yaml.safe_load(loaded().to_yaml())
+    values = loaded().model_dump(mode="json")
     values["model"]["architecture"] = "nowhere"
     (tmp_path / RUN_CONFIG).write_text(yaml.safe_dump(values), encoding="utf-8")
     with pytest.raises(UserError, match=r"model\.architecture.*must be one of gpt_neox"):

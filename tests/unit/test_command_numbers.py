@@ -138,7 +138,7 @@ def test_a_result_may_go_where_a_file_can_be_made(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for name in ("new.json", "old.json", "a/b/new.json", "x" * 255):
         assert cli.output_file(str(tmp_path / name)) == tmp_path / name
-    for name, said in (("old.json/x", "is a file"), ("loop", "loop"), ("y" * 256, "255 bytes")):
+    for name, said in (("old.json/x", "is a file"), ("loop", "no regular file")):
         with pytest.raises(argparse.ArgumentTypeError, match=said):
             cli.output_file(str(tmp_path / name))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "old.json"]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.core import commit as module
+from cat_lm.core import plugins as module
 
 
 def checkout_at(folder: Path) -> Path:
     """Make a repository of one commit, with a file in it."""
     (folder / "cat_lm/core").mkdir(parents=True)
-    (folder / "cat_lm/core/commit.py").write_text("one")
+    (folder / "cat_lm/core/plugins.py").write_text("one")
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.org")
     for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "one")):
         subprocess.run(["git", *arguments], cwd=folder, check=True)
@@ -29,7 +29,7 @@ def runs_in(monkeypatch, tmp_path):
 
     def there(folder: Path) -> str | None:
         (folder / "cat_lm/core").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(module, "__file__", str(folder / "cat_lm/core/commit.py"))
+        monkeypatch.setattr(module, "__file__", str(folder / "cat_lm/core/plugins.py"))
         return module.commit()
 
     return there
@@ -43,7 +43,7 @@ def test_a_checkout_has_its_commit_and_says_what_is_changed(runs_in, tmp_path):
     assert runs_in(checkout) == head and len(head) == 40
     (checkout / "notes.txt").write_text("not tracked")
     assert runs_in(checkout) == head
-    (checkout / "cat_lm/core/commit.py").write_text("two")
+    (checkout / "cat_lm/core/plugins.py").write_text("two")
     assert runs_in(checkout) == f"{head}+"
     assert runs_in(tmp_path / "unpacked") is None
 
@@ -73,13 +73,13 @@ def test_what_another_repository_tracks_is_of_its_commits(runs_in, tmp_path):
     theirs = checkout_at(tmp_path / "theirs")
     found = runs_in(theirs / "cat")
     assert found is not None and found == runs_in(theirs)
-    (theirs / "cat_lm/core/commit.py").write_text("two")
+    (theirs / "cat_lm/core/plugins.py").write_text("two")
     assert runs_in(theirs / "cat") == found and runs_in(theirs) == f"{found}+"
 
 
 def test_a_hook_of_another_repository_names_none_of_its_commits(runs_in, tmp_path, monkeypatch):
     checkout, other = (checkout_at(tmp_path / name) for name in ("checkout", "other"))
-    (other / "cat_lm/core/commit.py").write_text("two")  # so that its state is told apart, `+`
+    (other / "cat_lm/core/plugins.py").write_text("two")  # so that its state is told apart, `+`
     mine = runs_in(checkout)
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     assert runs_in(checkout) == mine and not mine.endswith("+")

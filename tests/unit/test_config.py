@@ -131,7 +131,7 @@ def test_a_mixture_in_place_of_a_path(tmp_path):
         ("", "is empty"),
         ("model: [", "not valid YAML"),
         ("model: 3", "must be a section"),
-        ("1: {a: 2}", "the key 1 is no text"),
+        ("1: {a: 2}", "key '1' is no text"),
         ("[1, 2]", "holds a list, [1, 2]; must hold sections"),
         ("3", "holds 3; must hold sections"),
         ("base: ''", "must be a file name"),

@@ -133,7 +133,6 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
         (["data.path="], "data.path='': is no path"),
         (["data.path=''"], "data.path=\"''\": is no path"),
         (["train.init_from=a\nb"], "has control characters"),
-        ([f"train.output_dir=runs/{'x' * 256}"], "longer than 255 bytes"),
     ],
 )
 def test_what_cannot_be_meant_is_named(overrides, said):
@@ -275,10 +274,6 @@ def test_a_file_that_may_not_be_read(tmp_path):
 
 
 def test_a_chain_of_bases_ends(tmp_path):
-    for i in range(40):
-        (tmp_path / f"{i}.yaml").write_text(f"base: {i + 1}.yaml\n")
-    with pytest.raises(UserError, match="more than 32 of them"):
-        load_config(tmp_path / "0.yaml")
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(UserError, match="leads back"):

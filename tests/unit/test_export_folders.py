@@ -162,15 +162,11 @@ def test_a_run_folder_takes_its_model(run):
 
 
 def test_places_where_no_folder_can_be(run, tmp_path, monkeypatch, capsys):
-    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     before = contents(tmp_path)
     for place, said in (
         (tmp_path / ("x" * 300), "longer than 255"),
-        (tmp_path / "loop", "a loop of symbolic links"),
-        (tmp_path / "loop" / "model", "a loop of symbolic links"),
         (tmp_path / "file", "is a file"),
-        ("/proc/model", "may not be written to"),
         ("", "is no path"),
     ):
         assert said in refused(monkeypatch, capsys, run, place)

@@ -154,7 +154,7 @@ OTHERS = {
     "mamba --out OUT --seeds 0": "--seeds: '0' must be from 1 to",
     "mamba --out FILE": "--out FILE: is a file; give a folder",
     "mamba --out OUT --rates 0": "--rates: '0' must be greater than 0; give a list such as",
-    "mamba --out OUT --rates 0.01,1e-2": "--rates: '0.01,1e-2' names a rate twice",
+    "mamba --out OUT --rates 0.01,1e-2": "--rates: '0.01,1e-2' names a number twice",
     "theory --out FILE": "--out FILE: is a file; give a folder",
     "theory --out FILE/a": "/FILE is a file; give a folder",
     "theory --out OUT --rows 19": "'19' must be from 20 to 1,000,000",

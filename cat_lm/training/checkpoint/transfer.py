@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig, changed_values
 from cat_lm.core import __version__, plugins
-from cat_lm.core.commit import commit
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import (
     causes_told,
@@ -23,6 +22,7 @@ from cat_lm.core.files import (
     write_text,
 )
 from cat_lm.core.folders import empty_temporary, make_temporary, remove_temporary
+from cat_lm.core.plugins import commit
 from cat_lm.model.attention.objective import Objective
 from cat_lm.training.checkpoint.files import (
     ALGORITHM,
