@@ -32,11 +32,12 @@ def entry_of(registry: Registry) -> AfterValidator:
     return _without(registry.problem)
 
 
-def _without(problem_of: Callable[[Any], str | None]) -> AfterValidator:
-    """Return the validator of a value, or None, that has no problem."""
+def _without(problem_of: Callable[[Any], str | None], optional: bool = False) -> AfterValidator:
+    """Return the validator of a value that has no problem, or is None where it is optional."""
 
     def check(value: Any) -> Any:
-        if value is not None and (problem := problem_of(value)):
+        problem = None if optional and value is None else problem_of(value)
+        if problem:
             raise ValueError(problem)
         return value
 
@@ -49,10 +50,10 @@ def _name_problem(name: str) -> str | None:
 
 
 PathText = Annotated[str, _without(path_problem)]
-OptionalPath = Annotated[str | None, _without(path_problem)]
+OptionalPath = Annotated[str | None, _without(path_problem, optional=True)]
 OutputPath = Annotated[str, _without(output_problem)]
-OptionalOutput = Annotated[str | None, _without(output_problem)]
-OptionalName = Annotated[str | None, _without(_name_problem)]
+OptionalOutput = Annotated[str | None, _without(output_problem, optional=True)]
+OptionalName = Annotated[str | None, _without(_name_problem, optional=True)]
 
 
 class Section(BaseModel):
