@@ -15,7 +15,7 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.model.linear_rules import exact
+from cat_lm.model.recurrent_rules import exact
 from cat_lm.model.rules import gated_width, tap_problems
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LinearSection(ModelSection):
 
 
 class LinearArchitecture(Architecture):
-    """A family whose section is a `LinearSection` and a `cat_lm.model.linear_rules.LinearShape`.
+    """A family whose section is a `LinearSection` and a `cat_lm.model.recurrent_rules.LinearShape`.
 
     Attributes:
         classes_named: the beginning of this project's classes' names; those of
@@ -114,7 +114,7 @@ class LinearArchitecture(Architecture):
         ]
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Return what does not go together, see `cat_lm.model.linear_rules`."""
+        """Return what does not go together, see `cat_lm.model.recurrent_rules`."""
         windows = {"conv_size": section.window}
         return [*section.shape_problems(), *tap_problems(windows, context_length)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,26 +28,7 @@ if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
 
 
-class PaddingRecord:
-    """Keeps in a cache layer which of its tokens were read as padding.
-
-    Attributes:
-        real: [B, n] bool, False at padding, of the first n tokens; later ones are real. None where
-            all are. A model keeps it in its first layer.
-    """
-
-    real: Tensor | None = None
-
-    def reset(self) -> None:
-        super().reset()
-        self.real = None
-
-    def _change_record(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.real is not None:
-            self.real = change(self.real)
-
-
-class LayerStateMixin(PaddingRecord):
+class LayerStateMixin:
     """Adds named states to a cache layer of transformers.
 
     Attributes:
@@ -55,16 +36,16 @@ class LayerStateMixin(PaddingRecord):
             token.
         windows: by name, W.
         recurrent: by name, the state [B, ...] after the newest token.
-        contents: what there is beside keys and values, in messages.
+        real: [B, n] bool, False at padding, of the first n tokens; later ones are real. None where
+            all are. A model keeps it in its first layer.
     """
-
-    contents: ClassVar[str] = "convolution inputs"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.inputs: dict[str, Tensor] = {}
         self.windows: dict[str, int] = {}
         self.recurrent: dict[str, Tensor] = {}
+        self.real: Tensor | None = None
 
     def exchange_inputs(
         self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
@@ -97,6 +78,7 @@ class LayerStateMixin(PaddingRecord):
         super().reset()
         self.inputs.clear()
         self.recurrent.clear()
+        self.real = None
 
     def offload(self) -> None:
         super().offload()
@@ -111,7 +93,8 @@ class LayerStateMixin(PaddingRecord):
         self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._change_record(change)
+        if self.real is not None:
+            self.real = change(self.real)
         for states in (self.inputs, self.recurrent):
             states.update({name: change(state) for name, state in states.items()})
 
@@ -188,7 +171,8 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             )
         self.inputs.update({name: self._cropped(name, removed) for name in self.inputs})
         super().crop(tokens_to_remove)
-        self._change_record(lambda real: real[:, : self.get_seq_length()])
+        if self.real is not None:
+            self.real = self.real[:, : self.get_seq_length()]
 
     def _cropped(self, name: str, removed: int) -> Tensor:
         inputs, window = self.inputs[name], self.windows[name]
@@ -217,8 +201,6 @@ class RecurrentLayer(StateDynamicLayer):
     Attributes:
         length: the tokens so far; the model counts them.
     """
-
-    contents = "states"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -325,21 +307,14 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
             f"past_key_values: a {type(cache).__name__} has no layers that could hold states; use "
             "CatCache, DynamicCache or StaticCache, or use_cache=False"
         )
-    dynamic, static = layer_classes(config)
+    own = getattr(config, "cache_layers", None)  # of the pattern of attention, if it has any
+    dynamic, static = own or (StateDynamicLayer, StateStaticLayer)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = dynamic
         missing = config.num_hidden_layers - len(cache.layers)
         cache.layers.extend(dynamic() for _ in range(missing))
     if not all(isinstance(layer, dynamic | static) for layer in cache.layers):
         cache.layers[:] = [_with_states(layer, dynamic, static) for layer in cache.layers]
-
-
-def layer_classes(
-    config: PreTrainedConfig,
-) -> tuple[type[StateDynamicLayer], type[StateStaticLayer]]:
-    """Return the classes of a model's cache layers: its pattern of attention's, if it has any."""
-    own = getattr(config, "cache_layers", None)
-    return own or (StateDynamicLayer, StateStaticLayer)
 
 
 def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
@@ -389,13 +364,13 @@ def _with_states(
     known = (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer)
     if type(layer) not in known or (isinstance(layer, StaticLayer) and static is dynamic):
         raise ValueError(
-            f"a cache of {type(layer).__name__} cannot hold {dynamic.contents}; use "
-            "CatCache(config), or use_cache=False"
+            f"a cache of {type(layer).__name__} cannot hold states; use CatCache(config), or "
+            "use_cache=False"
         )
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
-            f"this cache holds keys and values without the {dynamic.contents} before them; "
-            "start from an empty cache"
+            "this cache holds keys and values without the states before them; start from an empty "
+            "cache"
         )
     if isinstance(layer, StaticLayer):
         return static(max_cache_len=layer.max_cache_len)

@@ -56,7 +56,7 @@ def test_a_sliding_cache_is_refused():
     model, ids = cat_model(), random_ids(1, 8)
     sliding = DynamicCache(config=model.config)
     sliding.layers[0] = DynamicSlidingWindowLayer(4)
-    with pytest.raises(ValueError, match="cannot hold convolution inputs"):
+    with pytest.raises(ValueError, match="cannot hold states"):
         model(ids, past_key_values=sliding)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number
-from cat_lm.model.linear_rules import DeltaNetShape
+from cat_lm.model.recurrent_rules import DeltaNetShape
 
 
 class DeltaNetSection(DeltaNetShape, LinearSection):

@@ -10,7 +10,7 @@ from cat_lm.architectures.families.delta_net import DeltaNet
 from cat_lm.architectures.linear import LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.model.linear_rules import GatedDeltaNetShape
+from cat_lm.model.recurrent_rules import GatedDeltaNetShape
 
 
 class GatedDeltaNetSection(GatedDeltaNetShape, LinearSection):

@@ -9,7 +9,7 @@ from pydantic import Field
 from cat_lm.architectures.linear import LinearArchitecture, LinearSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.model.linear_rules import GlaShape
+from cat_lm.model.recurrent_rules import GlaShape
 
 
 class GlaSection(GlaShape, LinearSection):

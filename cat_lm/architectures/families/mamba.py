@@ -16,7 +16,7 @@ from cat_lm.architectures.base import (
 )
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.model.mamba_rules import inner_size, step_problems, usual_rank
+from cat_lm.model.recurrent_rules import inner_size, step_problems, usual_rank
 from cat_lm.model.rules import tap_problems
 
 if TYPE_CHECKING:

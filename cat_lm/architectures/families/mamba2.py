@@ -10,7 +10,7 @@ from cat_lm.architectures.base import Classes
 from cat_lm.architectures.families.mamba import StateSpace, StateSpaceSection
 from cat_lm.core import numbers
 from cat_lm.core.fields import number, whole
-from cat_lm.model.mamba_rules import inner_size, limit_problems, state_head_problems
+from cat_lm.model.recurrent_rules import inner_size, limit_problems, state_head_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

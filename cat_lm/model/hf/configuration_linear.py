@@ -27,7 +27,7 @@ from cat_lm.model.hf.settings import (
     check_switches,
     check_tokens,
 )
-from cat_lm.model.linear_rules import CONV_INITS, DeltaNetShape, GatedDeltaNetShape, GlaShape
+from cat_lm.model.recurrent_rules import CONV_INITS, DeltaNetShape, GatedDeltaNetShape, GlaShape
 from cat_lm.model.rules import gated_width
 
 _WHOLE_NUMBERS = {

@@ -18,7 +18,7 @@ from cat_lm.model.hf.settings import (
     check_switches,
     check_tokens,
 )
-from cat_lm.model.mamba_rules import limit_problems, state_head_problems, step_problems
+from cat_lm.model.recurrent_rules import limit_problems, state_head_problems, step_problems
 
 _WHOLE_NUMBERS = {
     "hidden_size": numbers.HIDDEN_SIZE,

@@ -33,8 +33,6 @@ class LandmarkMixin(LayerStateMixin):
         ends_in_padding: whether a row's newest token is padding behind real ones.
     """
 
-    contents = "landmarks and convolution inputs"
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.landmarks: Tensor | None = None
