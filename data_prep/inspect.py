@@ -7,7 +7,7 @@ import os
 
 from cat_lm.core.cli import Parser, output_file, output_path, path, whole
 from cat_lm.core.errors import UserError, command
-from cat_lm.core.folders import check_output, check_scratch
+from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import CONTEXT, SAMPLES, WORKERS, Range
 from cat_lm.core.outputs import claim_file, claim_outputs
 
@@ -80,7 +80,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.no_duplicates and arguments.fail_on_duplicates:
         raise UserError("--fail-on-duplicates: not with --no-duplicates")
-    check_scratch(arguments.scratch)
+    if (scratch := arguments.scratch) is not None and not scratch.is_dir():
+        what = "not a folder" if scratch.exists() else "no such folder"
+        raise UserError(f"--scratch {scratch}: {what}")
     # Before the work of which they take the result.
     if arguments.json is not None:
         claim_file(arguments.json, "--json", "python -m data_prep.inspect")
