@@ -32,8 +32,7 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int) -> int:
     """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
     from cat_lm import architectures
-    from cat_lm.counts.fake import meta_model
-    from cat_lm.counts.memory import state_bytes
+    from cat_lm.counts import meta_model, state_bytes
 
     length = prompt_tokens + new_tokens
     if architectures.find(model.config) is None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cat_lm import counts
 from cat_lm.config import RunConfig
 from cat_lm.config.run import GRADIENT_BUCKET
 from cat_lm.core.host import GIB
-from cat_lm.counts import flops, memory
-from cat_lm.counts.fake import count_parameters
+from cat_lm.counts import count_parameters
 from cat_lm.model.attention.documents import document_attention
 from cat_lm.ops.loss.linear_cross_entropy import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.building import begins_again_in_fp32
@@ -49,8 +49,8 @@ def lookup_parameters(model: PreTrainedModel) -> int:
 
 
 def flops_per_token(config: RunConfig, vocab_size: int) -> float:
-    """Count a token's operations in a step, see `cat_lm.counts.flops`."""
-    return flops.flops_per_token(meta_model(config, vocab_size), config.data.context_length)
+    """Count a token's operations in a step, see `cat_lm.counts`."""
+    return counts.flops_per_token(meta_model(config, vocab_size), config.data.context_length)
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:
@@ -230,10 +230,10 @@ def memory_per_rank(
     )
 
 
-_SAVED: dict[tuple[str, int, bool], memory.Saved] = {}  # measured in this process
+_SAVED: dict[tuple[str, int, bool], counts.Saved] = {}  # measured in this process
 
 
-def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
+def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
     """Measure what the backward pass of a micro-batch finds kept; precision must be decided."""
     key = config.model_dump_json(), vocab_size, on_gpu
     if key not in _SAVED:
@@ -241,7 +241,7 @@ def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Save
     return _SAVED[key]
 
 
-def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
+def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
     from cat_lm.training.engine import trained_config
 
     train, data = config.train, config.data
@@ -254,7 +254,7 @@ def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> memory.Saved:
         settings = trained_config(config, vocab_size)
     masks = data.mask_documents and getattr(settings, "attends", False)
     masks = masks and document_attention(settings, device, compute).name == "mask"
-    return memory.saved_bytes(
+    return counts.saved_bytes(
         model,
         train.micro_batch_size,
         data.context_length,

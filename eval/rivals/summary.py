@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cat_lm.counts.memory import state_bytes
+from cat_lm.counts import state_bytes
 from cat_lm.training.estimate import flops_per_token, meta_model
 from eval.common import comparison
 from eval.common.precision import evaluation_dtype

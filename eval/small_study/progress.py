@@ -13,7 +13,7 @@ from typing import Any
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import make_temporary, remove_temporary
-from cat_lm.counts.flops import flops_per_token
+from cat_lm.counts import flops_per_token
 from cat_lm.training.estimate import meta_model
 from eval.common.result_files import read_metrics
 from eval.small_study.execute import (

@@ -37,7 +37,7 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
     """The model without its weights, and its precision."""
     import torch
 
-    from cat_lm.counts.fake import count_parameters
+    from cat_lm.counts import count_parameters
     from cat_lm.training.engine import build_model, resolve_precision
 
     precision, reason = resolve_precision(config, _device())

@@ -13,7 +13,7 @@ import pytest
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.counts.fake import count_parameters
+from cat_lm.counts import count_parameters
 from cat_lm.training.engine import Engine, build_model
 from cat_lm.training.estimate import MEMORY_ACCURACY, Memory, memory_per_rank
 from tests.distributed.ranks import run_on_ranks

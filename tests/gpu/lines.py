@@ -199,8 +199,7 @@ def time_models(
     """Time whole steps of models; `alter` changes each before it is trained."""
     import torch
 
-    from cat_lm.counts.fake import meta_model
-    from cat_lm.counts.flops import flops_per_token
+    from cat_lm.counts import flops_per_token, meta_model
     from cat_lm.training.estimate import device_peak_flops
     from eval.speed.choices import models
     from eval.speed.model.build import ModelSize, build, model_config, random_ids, randomize_filters

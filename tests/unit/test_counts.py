@@ -7,11 +7,15 @@ import copy
 import pytest
 import torch
 
+from cat_lm import counts
 from cat_lm.config import RunConfig
-from cat_lm.counts import fake
-from cat_lm.counts.fake import count_parameters, fake_model
-from cat_lm.counts.flops import flops_per_token
-from cat_lm.counts.memory import saved_bytes, state_bytes
+from cat_lm.counts import (
+    count_parameters,
+    fake_model,
+    flops_per_token,
+    saved_bytes,
+    state_bytes,
+)
 from cat_lm.ops.runtime.flops import FlopCounter, flops
 from cat_lm.training.engine import build_model
 from cat_lm.training.estimate import meta_model
@@ -111,7 +115,7 @@ def test_decoding_state_of_a_long_text_grows_on():
 @every_model
 def test_layers_that_are_left_out_need_as_much(name, monkeypatch):
     few = flops_per_token(meta(name), T), saved_bytes(meta(name), 1, T).layers
-    monkeypatch.setattr(fake, "_kind", id)  # every layer is its own kind
+    monkeypatch.setattr(counts, "_kind", id)  # every layer is its own kind
     with fake_model(meta(name)) as whole:
         assert len(whole.layers) == 4
     every = flops_per_token(meta(name), T), saved_bytes(meta(name), 1, T).layers

@@ -32,8 +32,7 @@ from transformers.utils.generic import find_labels
 import cat_lm  # noqa: F401
 from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
-from cat_lm.counts.fake import meta_model
-from cat_lm.counts.flops import flops_per_token
+from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.export import export_checkpoint
 from cat_lm.pretrained.library_model import TOLERANCE
 from cat_lm.pretrained.loading import load_model

@@ -5,8 +5,7 @@ import torch
 
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.counts.fake import meta_model
-from cat_lm.counts.memory import saved_bytes
+from cat_lm.counts import meta_model, saved_bytes
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops.landmark import segments
 from cat_lm.training.engine import build_model

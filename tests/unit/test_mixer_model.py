@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from cat_lm import architectures, mixers
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.counts.fake import count_parameters, meta_model
+from cat_lm.counts import count_parameters, meta_model
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.cache import CatCache
 from cat_lm.model.hf.long_context import effective_scaling

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from cat_lm import architectures, mixers, ops
 from cat_lm.core import plugins
-from cat_lm.counts.fake import count_parameters, meta_model
-from cat_lm.counts.memory import state_bytes
+from cat_lm.counts import count_parameters, meta_model, state_bytes
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model import attention
 from cat_lm.model.cache import RecurrentLayer

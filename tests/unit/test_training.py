@@ -20,8 +20,7 @@ import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import TemporaryError, UserError, command, file_error, shared_error
-from cat_lm.counts.fake import meta_model
-from cat_lm.counts.flops import flops_per_token
+from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed, launcher
 from cat_lm.training.engine import _check_compiler, build_model

@@ -12,7 +12,7 @@ import torch
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
-from cat_lm.counts.fake import count_parameters
+from cat_lm.counts import count_parameters
 from cat_lm.data.loader import TrainLoader
 from cat_lm.training.checkpoint import buffers
 from cat_lm.training.checkpoint.fragments import stepped_tensors

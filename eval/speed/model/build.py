@@ -12,7 +12,7 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.core.errors import UserError
-from cat_lm.counts.fake import count_parameters, meta_model
+from cat_lm.counts import count_parameters, meta_model
 from eval.speed.choices import is_stock, models
 from eval.speed.machine import without_home
 

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from cat_lm.core.errors import UserError
-from cat_lm.counts.fake import count_parameters, meta_model
-from cat_lm.counts.flops import flops_per_token
+from cat_lm.counts import count_parameters, flops_per_token, meta_model
 from cat_lm.model.hf.causal_lm import CausalLanguageModel
 from cat_lm.training.estimate import device_peak_flops
 from eval.common.interrupts import terminated_as_interrupt

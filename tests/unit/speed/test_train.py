@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from cat_lm.counts.fake import count_parameters, meta_model
-from cat_lm.counts.flops import flops_per_token
+from cat_lm.counts import count_parameters, flops_per_token, meta_model
 from cat_lm.training.engine import Engine
 from eval.speed import choices
 from eval.speed.model import build as models

@@ -1,0 +1,348 @@
+"""What a model needs: its parameters, operations, memory of training, and decoding state.
+
+Nothing is counted by hand. A model of fake tensors, which have shapes and no memory, computes one
+row or micro-batch, with one or two layers of each kind; the numbers of the others are multiples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from cat_lm import architectures
+from cat_lm.model.sequence import SequenceGroup
+from cat_lm.ops.runtime.fake import computing_device, standing_for_gpu
+from cat_lm.ops.runtime.flops import FlopCounter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# A decoding state is linear in its tokens: of more than these it follows from two lengths.
+_MEASURED = 4096
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count each parameter once, whole even where ZeRO-3 has partitioned it."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a configuration's model on the meta device, without memory, in milliseconds.
+
+    It need not be installed what the configuration asks to compute attention by.
+    """
+    family = architectures.of_config(config)
+    section = family.portable(family.section(config))
+    fields = family.fields(section, config.vocab_size, config.max_position_embeddings)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return family.classes().causal_lm(family.config_class()(**fields))
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A model whose tensors are fake, while its mode is entered.
+
+    Attributes:
+        model: with the first two layers of each kind.
+        layers: those layers, in their order.
+        times: how many layers of the whole model each of them stands for.
+    """
+
+    model: PreTrainedModel
+    layers: list[nn.Module]
+    times: list[int]
+
+    def whole(self, rest: float, layers: list[float]) -> float:
+        """Sum a number of the whole model: that outside of layers, and of the layers here."""
+        return rest + sum(n * each for n, each in zip(self.times, layers, strict=True))
+
+    def divide(self, parts: int) -> FakeGroup | None:
+        """Have the model compute a part of every sequence, as one of so many ranks."""
+        if parts == 1:
+            return None
+        group = FakeGroup(parts, 1, None)
+        self.model.set_sequence_group(group)
+        return group
+
+
+class FakeGroup(SequenceGroup):
+    """Ranks that share sequences, none of whom is there; counts what this one sends."""
+
+    sent = 0.0  # bytes
+
+    def _swap(self, x: Tensor) -> Tensor:
+        self._count(x.numel() * (self.size - 1) / self.size * x.itemsize)
+        return x.clone()
+
+    def _before(self, last: Tensor) -> Tensor:
+        self._count(last.numel() * last.itemsize)
+        return last.clone()
+
+    def _count(self, sent: float) -> None:
+        object.__setattr__(self, "sent", self.sent + sent)  # the base is frozen
+
+
+@contextmanager
+def fake_model(meta: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Iterator[FakeModel]:
+    """Enter a mode of fake tensors, as on a CPU, with a model that was made on the meta device.
+
+    Layers are of one kind if their modules have the same classes and their parameters the same
+    shapes. The model is used up.
+    """
+    body = meta.base_model
+    layers = list(getattr(body, "layers", ()))
+    kept, times = [], []
+    places: dict[Any, list[int]] = {}
+    for layer in layers:
+        own = places.setdefault(_kind(layer), [])
+        if len(own) < 2:
+            own.append(len(kept))
+            kept.append(layer)
+            times.append(1)
+        else:
+            times[own[1]] += 1
+    if layers:
+        body.layers = nn.ModuleList(kept)
+        meta.config.num_hidden_layers = len(kept)
+    with FakeTensorMode(), _FusedAttention():
+        _give_fakes(meta, dtype)
+        yield FakeModel(meta, kept, times)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Computes attention by torch's fused kernel, which it does not choose for fake tensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    drops = dropout_p > 0 and computing_device(query).type == "cpu"
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    # What no kernel of this device takes.
+    if drops or is_learned or query.shape[-1] != value.shape[-1]:
+        how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        with torch._C.DisableTorchFunction():
+            return F.scaled_dot_product_attention(
+                query, key, value, **how, scale=scale, enable_gqa=enable_gqa
+            )
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
+    output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return output
+
+
+def _give_fakes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters and buffers on the meta device; floating ones get a dtype."""
+    made: dict[Tensor, Tensor] = {}  # tied ones stay one
+
+    def fake(x: Tensor) -> Tensor:
+        if x not in made:
+            like = torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype)
+            is_learned = isinstance(x, nn.Parameter)
+            made[x] = nn.Parameter(like, requires_grad=x.requires_grad) if is_learned else like
+        return made[x]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fake(x) for name, x in tensors.items() if x is not None})
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what layers of one kind have in common."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, p.shape) for name, p in layer.named_parameters())
+
+
+def flops_per_token(meta: PreTrainedModel, length: int) -> float:
+    """Count a token's FLOPs, forward and backward, in training with rows of `length` tokens.
+
+    The model FLOPs utilisation (MFU) is a share of them. They are three times those of the forward
+    pass, in which a product and a sum are two: the backward pass takes twice as many, and what is
+    computed again counts once (Chowdhery et al., 2022, appendix B). Attention counts over the full
+    square of queries and keys. Operators say what they count beside their definitions
+    (`cat_lm.ops.runtime.flops`); what else is computed element by element counts nothing.
+
+    Args:
+        meta: the model on the meta device, which is used up.
+    """
+    # Chosen blocks count by their number, and a GPU's kernel has no loop over them.
+    with fake_model(meta) as fake, standing_for_gpu(), FlopCounter() as counter, torch.no_grad():
+        found: list[float] = []
+        for layer in fake.layers:
+            layer.register_forward_pre_hook(lambda *_: found.append(-counter.total))
+            layer.register_forward_hook(lambda *_: found.append(found.pop() + counter.total))
+        fake.model.train()
+        fake.model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+        return 3 * fake.whole(counter.total - sum(found), found) / length
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that the backward pass of a micro-batch finds kept, and that its forward pass sends.
+
+    Attributes:
+        rest: outside of the layers: embedding, head, loss, and what layers share.
+        layers: of all layers.
+        largest: of the layer that keeps most.
+        streams: what all layers read.
+        sent: to the ranks that share the sequences.
+    """
+
+    rest: float
+    layers: float
+    largest: float
+    streams: float
+    sent: float
+
+
+class _Kept:
+    """Counts what autograd saves, by the layer that runs; every storage once."""
+
+    def __init__(self, fake: FakeModel) -> None:
+        self.running: int | None = None
+        self.bytes: dict[int | None, float] = defaultdict(float)
+        self.streams = [0.0] * len(fake.layers)
+        self._alive: list[Tensor] = []  # or another storage could take its number
+        self._seen = {x.untyped_storage()._cdata for x in fake.model.parameters()}
+        for number, layer in enumerate(fake.layers):
+            layer.register_forward_pre_hook(self._enter(number))
+            layer.register_forward_hook(self._leave)
+
+    def _enter(self, number: int) -> Any:
+        def enter(_: Any, inputs: tuple[Any, ...]) -> None:
+            self.running = number
+            self.streams[number] = _size(inputs[0])
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self.running = None
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Take note of a tensor that is saved."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(x)
+            self.bytes[self.running] += storage.nbytes()
+        return x
+
+
+def saved_bytes(
+    meta: PreTrainedModel,
+    rows: int,
+    length: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
+    documents: bool = False,
+    parts: int = 1,
+    on_gpu: bool = False,
+) -> Saved:
+    """Measure what autograd keeps of a forward pass in training, with the loss.
+
+    Recurrences keep what this project's own operators do, and multi-token attention's documents are
+    counted as one a row.
+
+    Args:
+        meta: the model on the meta device, which is used up.
+        dtype: of the parameters.
+        autocast: whether layers compute in bf16 under autocast.
+        documents: whether masks are made for packed documents.
+        parts: how many ranks share a sequence.
+        on_gpu: whether a GPU's kernels compute landmark attention.
+    """
+    with fake_model(meta, dtype) as fake, standing_for_gpu(on_gpu):
+        group = fake.divide(parts)
+        kept = _Kept(fake)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        packed = {"document_ids": ids} if documents else {}
+        own = ids[:, : length // parts]
+        fake.model.train()
+        hooks = torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = fake.model(
+                input_ids=own, shift_labels=own, skip_logits=True, use_cache=False, **packed
+            )
+        del outputs
+        layers = [kept.bytes[number] for number in range(len(fake.layers))]
+        return Saved(
+            rest=kept.bytes[None],
+            layers=fake.whole(0, layers),
+            largest=max(layers, default=0),
+            streams=fake.whole(0, kept.streams),
+            sent=0 if group is None else group.sent / len(layers) * sum(fake.times),
+        )
+
+
+def state_bytes(meta: PreTrainedModel, length: int, dtype: torch.dtype = torch.float32) -> float:
+    """Measure the decoding state of one sequence after `length` tokens.
+
+    Of a model without state, of which the whole sequence is computed anew for each token, it is
+    what its layers hand over.
+
+    Args:
+        meta: the model on the meta device, which is used up.
+        dtype: of the parameters.
+    """
+    if not (meta.keeps_state and getattr(meta.config, "keeps_state", True)):
+        width = meta.config.num_hidden_layers * meta.config.hidden_size
+        return width * length * dtype.itemsize
+    with fake_model(meta, dtype) as fake, torch.no_grad():
+        fake.model.eval()
+        if length <= _MEASURED:
+            return _state(fake, length)
+        half, whole = _state(fake, _MEASURED // 2), _state(fake, _MEASURED)
+        return whole + (whole - half) / (_MEASURED // 2) * (length - _MEASURED)
+
+
+def _state(fake: FakeModel, length: int) -> float:
+    ids = torch.zeros(1, length, dtype=torch.long)
+    cache = fake.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    found = [sum(map(_size, _tensors(_own(layer)))) for layer in cache.layers]
+    return fake.whole(0, found) if fake.layers else sum(found)
+
+
+def _own(layer: Any) -> dict[str, Any]:
+    """Return what a cache's layer holds, without buffers that have room for more."""
+    return {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.itemsize
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [x for one in value for x in _tensors(one)]
