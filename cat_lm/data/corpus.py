@@ -61,7 +61,8 @@ class TokenCorpus:
     """One split of a prepared folder, memory-mapped: shards in order, as one stream of tokens.
 
     Attributes: `name` (what a person calls it: the folder as given, or its address), `folder`
-    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict), `shards`,
+    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict), `shards`
+    and `entries` (what the manifest says of each),
     `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
     `fingerprint`, `vocab_size`, `eod_id`, `has_signed_ids` (ids on disk could be negative).
     `bring` is called with entries of the manifest before their shards are opened.
@@ -90,8 +91,9 @@ class TokenCorpus:
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
         dtype = manifest["dtype"]
         self.has_signed_ids = np.dtype(dtype).kind == "i"
-        allow_open_files(len(counts["shards"]))
-        self.shards = [ListedShard(folder, entry, dtype, bring) for entry in counts["shards"]]
+        self.entries: list[dict] = counts["shards"]
+        allow_open_files(len(self.entries))
+        self.shards = [ListedShard(folder, entry, dtype, bring) for entry in self.entries]
         self._token_ends = list(accumulate(shard.num_tokens for shard in self.shards))
         self._document_ends = list(accumulate(shard.num_documents for shard in self.shards))
         for key, ends in (("tokens", self._token_ends), ("documents", self._document_ends)):

@@ -7,12 +7,12 @@ comes back is the file's own dictionary, with what is in it for people.
 from __future__ import annotations
 
 import hashlib
-import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import VOCABULARY
@@ -22,23 +22,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")  # of all data
 ALL_SPLITS = (*SPLITS, "test")
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-
-
-def _check_plain(name: str) -> str:
-    if not _PLAIN.fullmatch(name):
-        raise ValueError("must be a plain file name, such as train-00000")
-    return name
-
-
-def _check_digest(text: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError("must be a SHA-256 in 64 hexadecimal digits")
-    return text
-
-
-PlainName = Annotated[str, AfterValidator(_check_plain)]
-Digest = Annotated[str, AfterValidator(_check_digest)]
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -81,7 +66,7 @@ class _Tokenizer(Record):
 class _Manifest(Record):
     """The keys that readers rely on; everything else in the file is for people."""
 
-    format_version: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
+    format_version: Literal[FORMAT_VERSION]
     fingerprint: Digest
     source: dict[str, Any]
     tokenizer: _Tokenizer
@@ -94,12 +79,10 @@ class _Manifest(Record):
 
     @model_validator(mode="after")
     def _names_differ(self) -> _Manifest:
-        seen: set[str] = set()
         splits = (self.splits.train, self.splits.validation, self.splits.test)
-        for shard in (shard for split in splits if split for shard in split.shards):
-            if shard.name in seen:
-                raise ValueError(f"the shard {shard.name} must stand once only")
-            seen.add(shard.name)
+        names = Counter(shard.name for split in splits if split for shard in split.shards)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"the shard {twice[0]} must stand once only")
         return self
 
 
@@ -122,11 +105,6 @@ def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
     values = parse_value(text, name, finite=True)
     if not isinstance(values, dict):
         raise UserError(f"{name}: not a manifest of prepared data (holds {short(values)})")
-    version = values.get("format_version", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"{name}: format_version {short(version)}, this version reads {FORMAT_VERSION}"
-        )
     check_shape(values, _Manifest, f"{name}: not a manifest of prepared data")
     return values
 
@@ -161,10 +139,8 @@ def check_fingerprint(manifest: dict[str, Any], name: str) -> None:
     Raises:
         UserError: it is another's.
     """
-    if (
-        fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
-        != (manifest["fingerprint"])
-    ):
+    found = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
+    if found != manifest["fingerprint"]:
         raise UserError(
             f"{name}: the manifest's fingerprint does not belong to its shards; copy the data "
             "again from where they are whole, or prepare them again"

@@ -4,7 +4,7 @@
       manifest.json tokenizer/
       train-00000.bin .idx     whole, and equal to the manifest's SHA-256
       .verified.jsonl          which ones were verified (see `cat_lm.data.verified`)
-      .copying.lock            held while a process copies: the ranks of a host share the copies
+      .copying.lock            held while a process copies: ranks of a host share the copies
 
 The order of the windows is a shuffle of the whole corpus: the first batch already reads from
 nearly every shard. So a run copies all shards before its first step (`fetch`); whoever reads a
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from cat_lm.core.errors import UserError, file_error
-from cat_lm.core.files import atomic_write, sha256, sync_directory
+from cat_lm.core.files import atomic_write, sha256
 from cat_lm.core.folders import hold_patiently
 from cat_lm.core.host import GIB
 from cat_lm.data.corpus import TokenCorpus
@@ -92,66 +91,54 @@ class RemoteCorpus(TokenCorpus):
             UserError: a shard cannot be read or is not what the manifest says.
             ConnectionError: the storage stays out of reach.
         """
-        self._copy(self.manifest["splits"][self.split]["shards"], progress)
+        self._copy(self.entries, progress)
 
-    def missing(self) -> list[dict]:
-        """Return the manifest's entries of the shards that are not here, or were changed."""
+    def missing(self, entries: list[dict]) -> list[dict]:
+        """Return which of these shards are not here as they were when they were copied."""
         notes = Notes(self.folder)
-        entries = self.manifest["splits"][self.split]["shards"]
         return [entry for entry in entries if not notes.hold(shard_digests(entry))]
 
     def describe(self) -> list[str]:
-        here = len(self.shards) - len(self.missing())
+        here = len(self.shards) - len(self.missing(self.entries))
         line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
         if here < len(self.shards):
             line += "; the others are copied there before they are read"
         return [*super().describe(), line]
 
     def _copy(self, entries: list[dict], progress: Progress = lambda what: None) -> None:
-        notes = Notes(self.folder)
-        if all(notes.hold(shard_digests(entry)) for entry in entries):
+        if not self.missing(entries):
             return
-        with _alone(self.folder, progress):
-            notes = Notes(self.folder)  # What another process has copied meanwhile.
+        what = "waiting for a copy that another process makes"
+        with hold_patiently(self.folder / ".copying.lock", progress, what):
+            for left in self.folder.glob(".*.bin.*.tmp"):  # of a process that was killed
+                left.unlink(missing_ok=True)
             pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
-            missing = [entry for entry in entries if not notes.hold(shard_digests(entry))]
             try:
-                copies = [pool.submit(self._copy_shard, e, notes, progress) for e in missing]
+                missing = self.missing(entries)  # Another process may have copied some.
+                copies = [pool.submit(self._copy_shard, entry, progress) for entry in missing]
                 for copied in as_completed(copies):
                     copied.result()
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _copy_shard(self, entry: dict, notes: Notes, progress: Progress) -> None:
+    def _copy_shard(self, entry: dict, progress: Progress) -> None:
         size = entry["tokens"] * np.dtype(self.manifest["dtype"]).itemsize
         for name, digest in shard_digests(entry).items():
-            path, temporary = self.folder / name, self.folder / f".{name}.tmp"
+            path = self.folder / name
             if path.is_file() and sha256(path) == digest:  # It was moved, or not noted by a kill.
                 continue
-            try:
-                found = self._download(name, size if name.endswith(".bin") else None, progress)
-                if found != digest:
+            found = hashlib.sha256()
+            with atomic_write(path, "wb") as stream:
+                for data in self._chunks(name, size if name.endswith(".bin") else None):
+                    stream.write(data)
+                    found.update(data)
+                    progress(f"copying {self.name}/{name}")
+                if found.hexdigest() != digest:
                     raise UserError(
                         f"{self.name}/{name}: its SHA-256 is not the manifest's; the file is "
                         "damaged or was replaced"
                     )
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        sync_directory(self.folder)
-        notes.add_now(shard_digests(entry))
-
-    def _download(self, name: str, size: int | None, progress: Progress) -> str:
-        """Write a file under its temporary name, a chunk at a time; return its SHA-256."""
-        found = hashlib.sha256()
-        with open(self.folder / f".{name}.tmp", "wb") as stream:
-            for data in self._chunks(name, size):
-                stream.write(data)
-                found.update(data)
-                progress(f"copying {self.name}/{name}")
-            stream.flush()
-            os.fsync(stream.fileno())
-        return found.hexdigest()
+        Notes(self.folder).add_now(shard_digests(entry))
 
     def _chunks(self, name: str, size: int | None) -> Iterator[bytes]:
         try:
@@ -164,27 +151,12 @@ class RemoteCorpus(TokenCorpus):
             raise UserError(f"{self.name}/{name}: no such file, but the manifest has it") from None
 
 
-@contextlib.contextmanager
-def _alone(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock of a folder of copies, once its holder before is done."""
-    what = "waiting for a copy that another process makes"
-    with hold_patiently(folder / ".copying.lock", progress, what) as lock:
-        if lock.error is not None:
-            raise UserError(
-                f"data.cache_dir: {folder} has no file locks ({lock.error.strerror}), which ranks "
-                "need to share copies; name a folder on a local disk"
-            )
-        yield
-
-
 def _check_space(folder: Path, manifest: dict) -> None:
-    size = np.dtype(manifest["dtype"]).itemsize
-    needed = 0
+    size, needed = np.dtype(manifest["dtype"]).itemsize, 0
     for shard in listed_shards(manifest):
-        sizes = {".bin": shard["tokens"] * size, ".idx": index_bytes(shard["documents"])}
-        for suffix, expected in sizes.items():
-            path = folder / f"{shard['name']}{suffix}"
-            needed += expected - (min(expected, path.stat().st_size) if path.exists() else 0)
+        needed += shard["tokens"] * size + index_bytes(shard["documents"])
+        here = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))
+        needed -= sum(path.stat().st_size for path in here if path.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

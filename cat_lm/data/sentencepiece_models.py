@@ -18,7 +18,7 @@ TRAINING_BLOCK = 4000  # characters; what the trainer sees as one "sentence"
 
 
 def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a BPE model with byte fallback that gives back every text unchanged.
+    """Train a BPE model with byte fallback that gives back every text unchanged.
 
     No normalisation, whitespace kept (runs of it become pieces), no dummy prefix, digits one by
     one, `<unk>` 0 and `<|endoftext|>` 1. The same texts give the same model on every machine.
@@ -52,25 +52,14 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise _misfit(vocab_size, str(error)) from None
+        reason = " ".join(str(error).split()).rpartition("] ")[2]
+        text = f"train:sentencepiece:{vocab_size}: the text does not allow it ({reason})"
+        raise UserError(text) from None
     return model.getvalue()
 
 
-def _misfit(vocab_size: int, message: str) -> UserError:
-    """Translate the trainer's complaint for the user."""
-    key = f"train:sentencepiece:{vocab_size}"
-    if found := re.search(r"<= (\d+)", message):
-        return UserError(
-            f"{key}: the text allows a vocabulary of at most {found[1]}; give more text, or "
-            f"train:sentencepiece:{found[1]}"
-        )
-    if found := re.search(r"(\d+) vs (\d+)", message):
-        return UserError(f"{key}: the text needs a vocabulary of more than {found[2]}")
-    return UserError(f"{key}: sentencepiece cannot train this vocabulary: {message.strip()}")
-
-
 def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Cuts texts at line ends into blocks of bounded length, so that none is dropped as too long.
+    """Cut texts at line ends into blocks of bounded length, so that none is dropped as too long.
 
     NUL is left out: the trainer refuses it, and the byte pieces encode it.
     """
@@ -142,7 +131,7 @@ class SentencePieceModel:
         return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
 
     def fast_tokenizer(self, verbatim: bool = False):
-        """A `tokenizers.Tokenizer` that gives the ids of this model.
+        """Return a `tokenizers.Tokenizer` that gives the ids of this model.
 
         With `verbatim`, only for a model that takes text as it is (`train_model`), it works on the
         text itself with real spaces in its pieces: so a literal U+2581 in a text stays what it is,
@@ -150,10 +139,6 @@ class SentencePieceModel:
         """
         from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
-        spec = self.normalizer
-        changes = spec.add_dummy_prefix or spec.remove_extra_whitespaces
-        if verbatim and (changes or spec.precompiled_charsmap):
-            raise ValueError(f"{self.name}: changes the text, it cannot be kept verbatim")
         space = " " if verbatim else SPACE
         names = [piece.replace(SPACE, space) for piece, _, _ in self.pieces]
         tokenizer = Tokenizer(self._bpe(names) if self.model_type == BPE else self._unigram(names))
@@ -190,7 +175,7 @@ class SentencePieceModel:
         )
 
     def _merges(self, mergeable: dict[str, int]) -> list[tuple[str, str]]:
-        """Every pair of pieces that joins to a piece, best result first.
+        """Return every pair of pieces that joins to a piece, best result first.
 
         SentencePiece ranks a merge by the score of the piece that results; pairs with one result
         tie, and a longer left part goes first as the leftmost merge would.
@@ -229,7 +214,7 @@ class SentencePieceModel:
 
 
 def _split_before_spaces(names: list[str], space: str):
-    """A pre-tokenizer that cuts text before each run of spaces, where that changes nothing.
+    """Return a pre-tokenizer that cuts text before each run of spaces, where that changes nothing.
 
     No piece has a space after another character, so no merge can cross such a cut; words are then
     short, and most of them come out of the encoder's cache.
@@ -239,9 +224,5 @@ def _split_before_spaces(names: list[str], space: str):
 
     if any(re.search(f"[^{space}]{space}", name) for name in names):
         return None
-    return Split(Regex(split_pattern(space)), behavior="isolated")
-
-
-def split_pattern(space: str) -> str:
-    """Return the pieces between cuts: a run of spaces and the word after it."""
-    return f"{space}*[^{space}]+|{space}+"
+    # The pieces between cuts are a run of spaces and the word after it.
+    return Split(Regex(f"{space}*[^{space}]+|{space}+"), behavior="isolated")

@@ -17,14 +17,7 @@ ATTEMPTS = 10
 # Where nothing has answered at the address yet: it is more likely wrong than out of order.
 FIRST_ATTEMPTS = 2
 # Refusals that no second attempt changes, by the names that the libraries give them.
-_REFUSALS = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "TokenRetrievalError",
-    "GatedRepoError",
-    "DefaultCredentialsError",
-    "RefreshError",
-}
+_REFUSALS = re.compile("Credentials|TokenRetrieval|GatedRepo|RefreshError")
 
 
 def is_remote(folder: Path | str) -> bool:
@@ -98,6 +91,6 @@ class Storage:
 
 
 def _is_refusal(error: Exception) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    refused = isinstance(error, PermissionError) or bool(names & _REFUSALS)
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    refused = isinstance(error, PermissionError) or bool(_REFUSALS.search(names))
     return refused or status_of(error) in (401, 403)

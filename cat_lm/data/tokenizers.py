@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ class TokenizerInfo:
 
 
 def check_spec(spec: str) -> None:
-    """Raises `UserError` where `spec` is no TokenizerSPEC or names a file that is not there."""
+    """Raise UserError where `spec` is no TokenizerSPEC or names a file that is not there."""
     if spec == "bytes":
         return
     if spec.startswith("train:"):
@@ -78,7 +78,7 @@ def check_spec(spec: str) -> None:
 
 
 def spec_sha256(spec: str) -> str | None:
-    """The SHA-256 of the files that a path SPEC names; None for the other kinds."""
+    """Return the SHA-256 of the files that a path SPEC names; None for the other kinds."""
     path = Path(spec)
     if spec == "bytes" or spec.startswith("train:"):
         return None
@@ -95,7 +95,7 @@ def build_tokenizer(
     training_text: Callable[[], Iterable[str]],
     eod_token: str | None = None,
 ) -> TokenizerInfo:
-    """Makes the tokenizer of `spec` and writes it to `folder`.
+    """Make the tokenizer of `spec` and write it to `folder`.
 
     `training_text` gives the texts that `train:` learns from and is called for nothing else;
     `eod_token` overrides the tokenizer's own end of document. Raises `UserError` where the spec
@@ -186,96 +186,79 @@ class DocumentEncoder:
         return tokens.astype(dtype), lengths
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of these ids, special tokens shown."""
+        """Return the text of these ids, special tokens shown."""
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
 
 def verify_tokenizer(info: TokenizerInfo, folder: Path | str, texts: Sequence[str]) -> None:
-    """Compares a folder's fast tokenizer with its reference on `texts`.
+    """Compare a folder's fast tokenizer with its reference on `texts`.
 
     A sentencepiece tokenizer must give sentencepiece's own ids, one of transformers those of its
     own loader (`_transformers_ids`); a trained one and `bytes` must give every text back. Raises
     `UserError` with the first difference.
     """
-    folder = Path(folder)
     encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
     encoded = encoder.fast_ids(texts)
-    if (folder / MODEL_FILE).is_file():
-        _verify_sentencepiece(info, SentencePieceModel.read(folder / MODEL_FILE), texts, encoded)
+    name, references = "itself", encoded
+    if (Path(folder) / MODEL_FILE).is_file():
+        model = SentencePieceModel.read(Path(folder) / MODEL_FILE)
+        name, references = "sentencepiece", _sentencepiece_ids(info, model, texts, encoded)
     elif info.kind == "transformers":
         name, references = _transformers_ids(Path(info.spec), texts)
-        for text, ids, reference in zip(texts, encoded, references, strict=True):
-            _compare(info, name, reference, ids, text)
-    if info.kind == "bytes" or info.spec.startswith(TRAIN_PREFIX):
-        for text, ids in zip(texts, encoded, strict=True):
-            if encoder.decode(ids) != text:
-                raise UserError(
-                    f"--tokenizer {info.spec}: does not give back the text {text[:80]!r}"
-                )
+    gives_back = info.kind == "bytes" or info.spec.startswith(TRAIN_PREFIX)
+    for text, ids, reference in zip(texts, encoded, references, strict=True):
+        if list(reference) != ids:
+            same = [one == other for one, other in zip(reference, ids, strict=False)]
+            at = [*same, False].index(False)
+            raise UserError(
+                f"--tokenizer {info.spec}: the fast tokenizer and {name} give different ids at "
+                f"token {at} ({list(reference[at : at + 4])} against {ids[at : at + 4]}) of the "
+                f"text that begins {text[:60]!r}"
+            )
+        if gives_back and encoder.decode(ids) != text:
+            raise UserError(f"--tokenizer {info.spec}: does not give back the text {text[:80]!r}")
 
 
-def _verify_sentencepiece(
+def _sentencepiece_ids(
     info: TokenizerInfo,
     model: SentencePieceModel,
     texts: Sequence[str],
     encoded: Sequence[Sequence[int]],
-) -> None:
-    if info.vocab_size != len(model.pieces):
-        raise UserError(
-            f"--tokenizer {info.spec}: {len(model.pieces)} pieces became {info.vocab_size} ids"
-        )
-    verbatim = info.spec.startswith(TRAIN_PREFIX)
+) -> Iterator[Sequence[int]]:
+    """Yield sentencepiece's ids of each text; `encoded` where the two differ on purpose.
+
+    See the texts of the module and of `DocumentEncoder`.
+    """
     special = {model.unk_id, *map(model.processor.piece_to_id, model.special_pieces())}
     for text, ids in zip(texts, encoded, strict=True):
-        # The two differ on purpose: see the texts of the module and of `DocumentEncoder`.
-        differs = verbatim and SPACE in text
+        differs = info.spec.startswith(TRAIN_PREFIX) and SPACE in text
         if model.model_type == UNIGRAM:
             differs = "<0x" in text or not special.isdisjoint(ids)
-        if not differs:
-            _compare(info, "sentencepiece", model.processor.encode(text), ids, text)
+        yield ids if differs else model.processor.encode(text)
 
 
-def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Iterable[Sequence[int]]]:
-    """The reference of a transformers tokenizer, by name, and its ids.
+def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Sequence[Sequence[int]]]:
+    """Return the reference of a transformers tokenizer, by name, and its ids.
 
     For a folder with its settings it is `AutoTokenizer`, which may build something else than
     `tokenizer.json` says. A lone file has none but the file as it is, and so has a folder that
     transformers cannot load (one whose class is code of its own).
     """
+    file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         try:
             options = {"add_special_tokens": False, "split_special_tokens": True}
             # Settings of other types show only when it is used.
             return "transformers", auto_tokenizer(path)(list(texts), **options)["input_ids"]
         except Exception as error:
-            if not (path / "tokenizer.json").is_file():
-                raise UserError(
-                    f"--tokenizer {path}: cannot be loaded again ({reason(error)})"
-                ) from None
-    tokenizer = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
+            if not file.is_file():
+                text = f"--tokenizer {path}: cannot be loaded again ({reason(error)})"
+                raise UserError(text) from None
+    tokenizer = read_tokenizer_json(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    return "its own file", (encoding.ids for encoding in encodings)
-
-
-def _compare(
-    info: TokenizerInfo, name: str, reference: Sequence[int], ids: Sequence[int], text: str
-) -> None:
-    if list(reference) != list(ids):
-        raise UserError(
-            f"--tokenizer {info.spec}: the fast tokenizer and {name} give different ids "
-            + _first_difference(reference, ids, text)
-        )
-
-
-def _first_difference(reference: Sequence[int], ids: Sequence[int], text: str) -> str:
-    pairs = enumerate(zip(reference, ids, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(reference), len(ids)))
-    return (
-        f"at token {at} ({list(reference[at : at + 4])} against {list(ids[at : at + 4])}) "
-        f"of the text that begins {text[:60]!r}"
-    )
+    return "its own file", [encoding.ids for encoding in encodings]
 
 
 def _vocab_size(spec: str) -> int:
@@ -302,7 +285,7 @@ def _eod_token(spec: str, tokenizer: Tokenizer, named: str | None) -> str:
 
 
 def _save(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
-    """Writes the two files that `AutoTokenizer` needs, with nothing that would change the ids."""
+    """Write the two files that `AutoTokenizer` needs, with nothing that would change the ids."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
     write_json(
@@ -320,7 +303,7 @@ def _save(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Ids 0–255 are the bytes of the UTF-8 text, 256 is EOD."""
+    """Return a tokenizer whose ids 0–255 are the bytes of the UTF-8 text, and 256 is EOD."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -333,7 +316,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character by which the byte-level pre-tokenizer stands for each byte.
+    """Return the printable character by which the byte-level pre-tokenizer stands for each byte.
 
     Printable Latin-1 bytes stand for themselves, the others follow from U+0100 on.
     """
@@ -343,7 +326,9 @@ def _byte_characters() -> list[str]:
 
 
 def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
-    """The fast tokenizer of a `tokenizer.json` or a folder, and the names of its special tokens."""
+    """Return the fast tokenizer of a file or a folder, and the names of its special tokens."""
+    from tokenizers.processors import Sequence as Processors
+
     folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
     config = folder / "tokenizer_config.json"
@@ -358,14 +343,8 @@ def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
     tokenizer.no_padding()
     if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
         # A template that adds BOS or EOS: models trained on these shards never see it.
-        tokenizer.post_processor = _no_template()
+        tokenizer.post_processor = Processors([])
     return tokenizer, settings
-
-
-def _no_template():
-    from tokenizers.processors import Sequence as Processors
-
-    return Processors([])
 
 
 class _Token(Record):
@@ -410,7 +389,7 @@ def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Reads a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
+    """Read a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
     from tokenizers import Tokenizer
 
     text = read_text(path)

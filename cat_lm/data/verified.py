@@ -152,8 +152,9 @@ def verify(
     files = 0
     for part in (part for corpus in corpora for part in corpus.parts):
         check_tokenizer(part.folder, part.manifest)
-        entries = part.manifest["splits"][part.split]["shards"]
-        digests = {n: d for entry in entries for n, d in shard_digests(entry, suffixes).items()}
+        digests = {}
+        for entry in part.entries:
+            digests |= shard_digests(entry, suffixes)
         for path, digest in read_files(part.folder, digests, cache_dir, progress):
             files += 1
             if digest != (listed := digests[path.name]):

@@ -232,14 +232,15 @@ def copied(ranks, url: str, cache: str) -> tuple[int, list[bool]]:
     config = RunConfig.model_validate(values)
     assert plans.make(config, ranks, ranks.is_first, told.append) is None
     splits = open_data(config, look=False)[:2]
-    return len(told), [shard.is_cached() for split in splits for shard in split.shards]
+    missing = [entry for split in splits for entry in split.missing(split.entries)]
+    return len(told), [entry not in missing for split in splits for entry in split.entries]
 
 
 def test_remote_data_are_copied_once_before_ranks_open_them(tmp_path):
     folder = write_prepared(tmp_path / "data", random_documents(150, 40), shard_tokens=500)
     with served(folder) as (server, url):
         here = open_corpus(url, "train", tmp_path / "cache").folder
-        (here / ".train-00000.bin.tmp").write_bytes(b"half, of a killed process")
+        (here / ".train-00000.bin.killed.tmp").write_bytes(b"half, of a killed process")
         (here / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
         (first, shards), (other, same) = run_on_ranks(copied, 2, url, str(tmp_path / "cache"))
         copies = [name for name, _ in server.requests if name.endswith(".idx")]
@@ -294,4 +295,4 @@ def test_what_was_wrong_in_packing_is_said_and_not_tried_again(tmp_path):
     found = run_on_ranks(packed_on_a_full_disk, 2, str(data), str(tmp_path / "run"))
     assert [times for times, *_ in found] == [1, 0]
     for _, message, left in found:
-        assert "pieces.bin: the disk is full" in message and not left
+        assert "the disk is full" in message and not left

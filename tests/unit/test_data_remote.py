@@ -42,7 +42,7 @@ def no_waiting(monkeypatch):
 
 
 def are_here(corpus):
-    missing = {entry["name"] for entry in corpus.missing()}
+    missing = {entry["name"] for entry in corpus.missing(corpus.entries)}
     return [shard.name not in missing for shard in corpus.shards]
 
 
@@ -171,7 +171,7 @@ def test_copies_that_changed_are_found_and_copied_anew(local, memory, tmp_path):
 
 def test_what_a_killed_copy_left_is_not_taken_for_whole(memory, tmp_path):
     corpus = open_corpus(memory, "train", tmp_path)
-    (corpus.folder / ".train-00000.bin.tmp").write_bytes(b"half")
+    (corpus.folder / ".train-00000.bin.killed.tmp").write_bytes(b"half")
     (corpus.folder / "train-00001.bin").write_bytes(b"renamed, but not yet noted")
     assert are_here(corpus)[:2] == [False, False]
     corpus.fetch()

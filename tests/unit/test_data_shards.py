@@ -165,7 +165,7 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path):
         ("[]", "not a manifest"),
         ("{}", "has no format_version"),
         ('{"format_version": 1}', "has no fingerprint"),
-        ('{"format_version": 99}', "format_version 99"),
+        ('{"format_version": 99}', "format_version is 99"),
     ):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(UserError, match=message):

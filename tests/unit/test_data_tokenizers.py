@@ -95,8 +95,8 @@ def test_long_lines_and_nul_bytes_are_trained_on():
 @pytest.mark.parametrize(
     ("vocab", "texts", "message"),
     [
-        (100_000, generated_text(50), "at most"),
-        (300, ["".join(map(chr, range(0x4E00, 0x5000))) * 3], "more than"),
+        (100_000, generated_text(50), "too high"),
+        (300, ["".join(map(chr, range(0x4E00, 0x5000))) * 3], "smaller than required"),
         (400, [""], "no text to train"),
         (400, ["\0"], "no text to train"),
     ],
