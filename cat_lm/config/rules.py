@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cat_lm.core import numbers
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern
 
@@ -21,7 +20,7 @@ def inconsistencies(config: RunConfig) -> list[str]:
     if not errors:
         errors += _sequences(config)
         errors += [problem for pattern in patterns for problem in pattern.row_problems(config)]
-        errors += [*_size(config), *_length(config)]
+        errors += _length(config)
     return errors
 
 
@@ -101,32 +100,12 @@ def _one_length(config: RunConfig, section: str, name: str, required: bool) -> l
     return [f"{section}: one of {both} is needed"] if required and not given else []
 
 
-def _size(config: RunConfig) -> list[str]:
-    """Refuse a model that no machine holds, by its layers' matrices alone, which are not made."""
-    model = config.model
-    width = model.hidden_size
-    least = model.num_hidden_layers * width * (width + getattr(model, "inner_size", 0))
-    if numbers.PARAMETERS.problem(least) is None:
+def _length(config: RunConfig) -> list[str]:
+    """Refuse a schedule that is longer than the run."""
+    warmup, decay = config.steps_of("warmup"), config.steps_of("decay")
+    if warmup + decay <= config.total_steps:
         return []
     return [
-        f"model: hidden_size={width}, num_hidden_layers={model.num_hidden_layers} and the other "
-        f"sizes make more than {least:,} parameters; at most {numbers.PARAMETERS.high:,} are meant"
+        f"optimizer: warm-up and decay take {warmup} + {decay} steps, but the run has only "
+        f"{config.total_steps}"
     ]
-
-
-def _length(config: RunConfig) -> list[str]:
-    """Refuse more tokens than a run may have, and schedules that are longer than the run."""
-    errors = []
-    tokens, highest = config.total_steps * config.tokens_per_step, numbers.TOKENS.high
-    if tokens > highest:
-        errors.append(
-            f"train: max_steps x global_batch_size x context_length = {tokens:,} tokens; "
-            f"at most {highest:,} are meant"
-        )
-    warmup, decay = config.steps_of("warmup"), config.steps_of("decay")
-    if warmup + decay > config.total_steps:
-        errors.append(
-            f"optimizer: warm-up and decay take {warmup} + {decay} steps, but the run has only "
-            f"{config.total_steps}"
-        )
-    return errors

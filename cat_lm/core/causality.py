@@ -1,7 +1,6 @@
 """Check that what a plugin adds reads no later tokens, in a small module, before a model has it.
 
 A model that reads later tokens trains, and better than it should: no other error would name it.
-Entries of this project are not checked here, since their tests compare them with their definitions.
 What else an entry promises, its author checks with `cat_lm.testing.check_entry`.
 """
 
@@ -64,10 +63,9 @@ def changed(config: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, modules get values, in fp32 on the CPU, whatever is said about those of the model.
+    """Give modules values, in fp32 on the CPU, from a generator of their own.
 
-    The model may be on the meta device, in bf16, not drawn, or of a rank that is sent its weights.
-    Its generator stays where it is.
+    The model may be on the meta device, in bf16, or not drawn.
     """
     from transformers.initialization import TORCH_INIT_FUNCTIONS
 

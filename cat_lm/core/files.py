@@ -15,15 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import xxhash
-
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 
 # xxh3_128 guards against damage at several GB/s; SHA-256 stands where others compare it too
 # (shards, exported weights). Both let Python's other threads run meanwhile.
 Algorithm = Literal["sha256", "xxh3_128"]
 SEAL = "record_sha256"  # the key of a record's own checksum
-_MAKERS = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 _PIECE = 1 << 22
 # Only a write raises these; other errors inside of `atomic_write` may be of another file.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -192,7 +189,12 @@ def checksum(
         reading: called with the path each time that some MiB were hashed, in the calling thread;
             what it raises ends the hashing.
     """
-    digest = _MAKERS[algorithm]()
+    if algorithm == "sha256":
+        digest = hashlib.sha256()
+    else:
+        import xxhash  # which `launch.doctor` may find missing
+
+        digest = xxhash.xxh3_128()
     buffer = bytearray(_PIECE)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import shutil
@@ -94,40 +95,19 @@ class Busy(Exception):
     """Another process holds the lock."""
 
 
-class Lock:
-    """A lock that is held: until `close`, as a file is, or until all processes that have it end.
+class Lock(io.FileIO):
+    """The file of a lock that is held until all processes that have it open close it or end.
 
     Attributes:
         error: of a file system that knows no locks; the lock then holds nobody back, and what is
             done under it must be safe without it.
     """
 
-    def __init__(self, descriptor: int, error: OSError | None) -> None:
-        self._descriptor = descriptor
-        self.error = error
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def fileno(self) -> int:
-        """Return the open descriptor, for a child process to inherit."""
-        return self._descriptor
-
-    def close(self) -> None:
-        """Release the lock; more than once changes nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    error: OSError | None = None
 
 
 def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
-    """Take the lock that a folder or a file stands for; the file is made where it is not there.
+    """Take the lock that a file stands for, which is made where it is not there.
 
     Args:
         shared: together with other holders of the kind.
@@ -138,19 +118,20 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
         OSError: the file cannot be opened.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     while True:
-        lock = Lock(os.open(path, flags, 0o666), None)
+        lock = Lock(path, "a")
         try:
             fcntl.flock(lock, kind)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                lock.close()
                 raise Busy from None
             lock.error = error
             return lock
         # The holder before may have removed or renamed what was opened above.
         if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             return lock
+        lock.close()
         if not wait:
             raise Busy
 

@@ -12,7 +12,7 @@ parts; what `initial_values` gives comes after that as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,11 @@ def takes_decay(module: nn.Module) -> dict[str, bool]:
     own, kind = dict(module.named_parameters(recurse=False)), type(module).__name__
     if hasattr(module, "no_decay"):
         exempt = module.no_decay
-        _check_names(f"{kind}.no_decay", exempt, module._parameters)
+        if not isinstance(exempt, tuple | list) or set(exempt) - module._parameters.keys():
+            raise ValueError(
+                f"{kind}.no_decay={exempt!r}: must be a tuple of names of its own parameters "
+                f"({', '.join(own)})"
+            )
     elif isinstance(module, _MATRICES):
         exempt = ("bias",)
     elif own and not isinstance(module, _NORMS):
@@ -58,71 +62,41 @@ def takes_decay(module: nn.Module) -> dict[str, bool]:
     return {name: name not in exempt for name in own}
 
 
-def _check_names(named: str, names: object, known: Mapping[str, nn.Parameter | None]) -> None:
-    """Check that names are a tuple of known ones. Raises ValueError."""
-    if not isinstance(names, tuple | list):
-        such = f", as ({names!r},)" if isinstance(names, str) else ""
-        raise ValueError(f"{named}={names!r}: must be a tuple of names{such}")
-    if unknown := [name for name in names if name not in known]:
-        own = ", ".join(name for name, parameter in known.items() if parameter is not None)
-        raise ValueError(
-            f"{named} names {unknown[0]!r}; must be of its own parameters: {own or 'it has none'}"
-        )
-
-
 def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
     """Check what a module and its parts say of their parameters, before a model is made of it.
 
+    transformers builds a model that it loads without memory; a buffer that is not saved, or a
+    parameter without a start, would hold whatever lies where it is put.
+
     Args:
         gives_all_starts: whether all start as `initial_values` say, but for those of layers that
-            draw their own, as torch's do; then none is left as it was built.
+            draw their own, as torch's do.
 
     Raises:
         ValueError: one says nothing, or names what it has not, or has a buffer that is not saved.
     """
     for part in module.modules():
         takes_decay(part)
-        _check_buffers(part)
+        lost = part._non_persistent_buffers_set
+        # transformers makes the buffers of its own rotary embeddings again.
+        if lost and not hasattr(part, "original_inv_freq"):
+            raise ValueError(
+                f"{type(part).__name__} registers the buffer {min(lost)} with persistent=False, so "
+                "that a loaded model would not have its numbers; register it without, or compute "
+                "it in forward"
+            )
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # no start is needed, and what it is computed from is not there
     with torch.random.fork_rng(devices=[]):  # a model's draws are those without this look
         named = [(part, name) for part in module.modules() for name in initial_values(part)]
-    if gives_all_starts:
-        _check_starts(module, {id(part.get_parameter(name)) for part, name in named})
-
-
-def _check_buffers(part: nn.Module) -> None:
-    """Check that a module's buffers are saved, as nothing makes others again. Raises ValueError.
-
-    transformers builds a model that it loads without memory, and leaves in such a buffer whatever
-    lies where it is put.
-    """
-    if hasattr(part, "original_inv_freq"):
-        return  # transformers' rotary embeddings, which it does make again
-    own = part.named_buffers(recurse=False, remove_duplicate=False)
-    lost = [name for name, _ in own if name in part._non_persistent_buffers_set]
-    if lost:
-        raise ValueError(
-            f"{type(part).__name__} registers the buffer {lost[0]} with persistent=False, so that "
-            "a loaded model would not have its numbers; register it without, or compute it in "
-            "forward"
-        )
-
-
-def _check_starts(module: nn.Module, given: set[int]) -> None:
-    """Check that parameters start as said, by the `id` of those. Raises ValueError."""
-    for part in module.modules():
-        kind, own = type(part).__name__, dict(part.named_parameters(recurse=False))
-        if getattr(part, "keeps_initialisation", False):
-            raise ValueError(
-                f"{kind}.keeps_initialisation: is for mixers; name how its parameters start in "
-                "initial_values"
-            )
-        lacking = [name for name, parameter in own.items() if id(parameter) not in given]
+    given = {id(part.get_parameter(name)) for part, name in named}
+    for part in module.modules() if gives_all_starts else ():
+        own = part.named_parameters(recurse=False)
+        lacking = [name for name, parameter in own if id(parameter) not in given]
         if lacking and not hasattr(part, "reset_parameters"):
             raise ValueError(
-                f"nothing says how {', '.join(lacking)} of {kind} must start; give it a method "
-                "initial_values that returns a dict of a tensor for each name"
+                f"nothing says how {', '.join(lacking)} of {type(part).__name__} must start; give "
+                "it a method initial_values that returns a dict of a tensor for each name"
             )
 
 
@@ -132,12 +106,9 @@ def initial_values(module: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: it names something else, or a start has another shape than its parameter.
     """
-    if not hasattr(module, "initial_values"):
-        return {}
-    named, values = f"{type(module).__name__}.initial_values", module.initial_values()
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{named} gives {values!r}: must be a dict of tensors by parameter name")
-    known = dict(module.named_parameters(remove_duplicate=False))
+    values = dict(module.initial_values()) if hasattr(module, "initial_values") else {}
+    known = dict(module.named_parameters(remove_duplicate=False)) if values else {}
+    named = f"{type(module).__name__}.initial_values"
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"{named} names {name!r}, which is none of {', '.join(known)}")
@@ -145,7 +116,7 @@ def initial_values(module: nn.Module) -> dict[str, Tensor]:
             found = list(value.shape) if isinstance(value, Tensor) else repr(value)
             wanted = list(known[name].shape)
             raise ValueError(f"{named} gives {name} as {found}: must be a tensor of {wanted}")
-    return dict(values)
+    return values
 
 
 @torch.no_grad()

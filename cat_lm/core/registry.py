@@ -1,7 +1,6 @@
 """The one registry: entries by the name that a key or an option gives, ours and those of plugins.
 
-A registry of this project's files imports a file when its entry is first asked for; so a new entry
-is one file, and no list of names is kept beside the files.
+A file of this project is imported when its entry is first asked for: a new entry is one file.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Registry(Generic[T]):
     Args:
         key: the configuration key that chooses an entry, in messages.
         base: the class of every entry.
-        package: a package whose files, and nothing else, are this project's entries: each has its
-            entry in `ENTRY`, or registers it, under the file's name.
+        package: a package whose files are this project's entries: each has its entry in `ENTRY`,
+            or registers it, under the file's name.
         separator: what names have where files have _.
         words: attributes of an entry that hold text.
         methods: those of `base` that an entry must define.

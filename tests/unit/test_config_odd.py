@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from cat_lm.config import RunConfig, known_keys, load_config, loading
-from cat_lm.core import numbers, readers
+from cat_lm.core import readers
 from cat_lm.core.errors import UserError
 from tests.runs import run_values, write_config
 
@@ -66,7 +66,7 @@ def all_numbers(value: Any) -> list[float]:
 def check_plain(found: RunConfig | None) -> None:
     """What was accepted has no number that ends in infinities, and can be saved and read again."""
     if found is not None:
-        assert all(n == 0 or numbers.SMALLEST <= abs(n) <= 1e18 for n in all_numbers(found))
+        assert all(abs(n) <= 1e18 for n in all_numbers(found))
         assert RunConfig.model_validate(found.model_dump(mode="json")) == found
 
 
@@ -101,7 +101,6 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
     ("overrides", "said"),
     [
         (["optimizer.lr=.inf"], "optimizer.lr=inf: must be from 0 to 1,000"),
-        (["optimizer.lr=1.0e-320"], "must be 0 or from 1e-30"),
         (["optimizer.lr=0"], "must be greater than 0"),
         (["optimizer.lr=true"], "must be a number, not true or false"),
         (["optimizer.eps=.inf"], "optimizer.eps=inf"),
@@ -115,11 +114,6 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
         (["train.max_steps=1e999999999"], "must be from 1 to"),
         (["train.hang_minutes=1e30"], "must be from 0.001 to"),
         (["model.conv_window=22", "data.context_length=21"], "is beyond data.context_length=21"),
-        (
-            ["model.hidden_size=131072", "model.num_hidden_layers=1024"],
-            "parameters; at most 10,000,000,000,000 are meant",
-        ),
-        (["train.global_batch_size=1048576", "data.context_length=16777216"], "tokens; at most"),
         (["model.rope_parameters={rope_type: [1]}"], "model.rope_parameters.rope_type=[1]"),
         (
             ["model.rope_parameters={rope_type: linear, factor: .inf}"],

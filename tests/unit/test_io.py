@@ -310,7 +310,7 @@ def test_arguments_within_their_range():
     assert cli.whole(Range(0, 10_000))("1_000") == 1000
     assert cli.whole_numbers(Range(1, 512), "1,2")("256,512") == (256, 512)
     assert cli.number(Range(0, 1))("1e-3") == 1e-3
-    for text in ("inf", "nan", "-0.1", "1.1", "x", "0" * 50):
+    for text in ("inf", "nan", "-0.1", "1.1", "x"):
         with pytest.raises(argparse.ArgumentTypeError):
             cli.number(Range(0, 1))(text)
     with pytest.raises(argparse.ArgumentTypeError, match="must be greater than 0"):

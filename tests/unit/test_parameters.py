@@ -195,17 +195,9 @@ class Unsaved(Rates):
 SAID_WRONGLY = {
     "a lost buffer": (Unsaved, "Unsaved registers the buffer table with persistent=False, so that"),
     "no decay said": (other(no_decay=None), "Other.no_decay=None: must be a tuple of names"),
-    "a text": (
-        other(no_decay="rates"),
-        "Other.no_decay='rates': must be a tuple of names, as (",
-    ),
     "misspelt": (
         other(no_decay=("rate",)),
-        "no_decay names 'rate'; must be of its own parameters",
-    ),
-    "a part's": (
-        other(no_decay=("gate.linear.bias",)),
-        "no_decay names 'gate.linear.bias'; must",
+        "Other.no_decay=('rate',): must be a tuple of names of its own parameters (rates)",
     ),
     "another name": (
         other(initial_values=lambda self: {"rate": torch.ones(3)}),
@@ -219,15 +211,10 @@ SAID_WRONGLY = {
         other(initial_values=lambda self: {"rates": 1.0}),
         "Other.initial_values gives rates as 1.0: must be a tensor of [3]",
     ),
-    "nothing": (
-        other(initial_values=lambda self: None),
-        "Other.initial_values gives None: must",
-    ),
 }
 # What a mixer may say, whose parameters stay as they are built.
 OF_PATTERNS = {
     "no start": (other(initial_values=dict), "nothing says how rates of Other must start; give it"),
-    "kept": (other(keeps_initialisation=True), "Other.keeps_initialisation: is for mixers; name"),
 }
 
 
