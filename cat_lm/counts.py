@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from cat_lm import architectures
 from cat_lm.model.sequence import SequenceGroup
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # A decoding state is linear in its tokens: of more than these it follows from two lengths.
 _MEASURED = 4096
+_SDPA = F.scaled_dot_product_attention
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -64,14 +66,6 @@ class FakeModel:
     def whole(self, rest: float, layers: list[float]) -> float:
         """Sum a number of the whole model: that outside of layers, and of the layers here."""
         return rest + sum(n * each for n, each in zip(self.times, layers, strict=True))
-
-    def divide(self, parts: int) -> FakeGroup | None:
-        """Have the model compute a part of every sequence, as one of so many ranks."""
-        if parts == 1:
-            return None
-        group = FakeGroup(parts, 1, None)
-        self.model.set_sequence_group(group)
-        return group
 
 
 class FakeGroup(SequenceGroup):
@@ -113,21 +107,9 @@ def fake_model(meta: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Ite
     if layers:
         body.layers = nn.ModuleList(kept)
         meta.config.num_hidden_layers = len(kept)
-    with FakeTensorMode(), _FusedAttention():
+    with FakeTensorMode(), mock.patch.object(F, _SDPA.__name__, _attend):
         _give_fakes(meta, dtype)
         yield FakeModel(meta, kept, times)
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Computes attention by torch's fused kernel, which it does not choose for fake tensors."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 def _attend(
@@ -140,15 +122,13 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Attend by torch's fused kernel, which it does not choose for fake tensors."""
     drops = dropout_p > 0 and computing_device(query).type == "cpu"
     is_learned = attn_mask is not None and attn_mask.requires_grad
     # What no kernel of this device takes.
     if drops or is_learned or query.shape[-1] != value.shape[-1]:
-        how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        with torch._C.DisableTorchFunction():
-            return F.scaled_dot_product_attention(
-                query, key, value, **how, scale=scale, enable_gqa=enable_gqa
-            )
+        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return _SDPA(query, key, value, attn_mask, dropout_p, **how)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
     output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -279,7 +259,9 @@ def saved_bytes(
         on_gpu: whether a GPU's kernels compute landmark attention.
     """
     with fake_model(meta, dtype) as fake, standing_for_gpu(on_gpu):
-        group = fake.divide(parts)
+        group = None if parts == 1 else FakeGroup(parts, 1, None)
+        if group is not None:
+            fake.model.set_sequence_group(group)
         kept = _Kept(fake)
         ids = torch.zeros(rows, length, dtype=torch.long)
         packed = {"document_ids": ids} if documents else {}
@@ -325,24 +307,14 @@ def state_bytes(meta: PreTrainedModel, length: int, dtype: torch.dtype = torch.f
 def _state(fake: FakeModel, length: int) -> float:
     ids = torch.zeros(1, length, dtype=torch.long)
     cache = fake.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-    found = [sum(map(_size, _tensors(_own(layer)))) for layer in cache.layers]
+    found = []
+    for layer in cache.layers:
+        # Without buffers that have room for more.
+        held = tree_leaves({n: value for n, value in vars(layer).items() if not n.startswith("_")})
+        are_numbers = [x for x in held if isinstance(x, Tensor) and x.is_floating_point()]
+        found.append(sum(map(_size, are_numbers)))
     return fake.whole(0, found) if fake.layers else sum(found)
-
-
-def _own(layer: Any) -> dict[str, Any]:
-    """Return what a cache's layer holds, without buffers that have room for more."""
-    return {name: value for name, value in vars(layer).items() if not name.startswith("_")}
 
 
 def _size(x: Tensor) -> int:
     return x.numel() * x.itemsize
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [x for one in value for x in _tensors(one)]

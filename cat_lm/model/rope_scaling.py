@@ -41,15 +41,14 @@ METHODS = tuple(dict.fromkeys(ROPE_METHODS + NOPE_METHODS))
 
 # `type` is what transformers used to call `rope_type`, and still reads.
 _BASE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_REQUIRED_KEYS = {
-    "default": set(),
-    "linear": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings"},
-}
-_OPTIONAL_KEYS = {
-    "default": set(),
-    "linear": set(),
-    "yarn": {"attention_factor", "beta_fast", "beta_slow", "truncate"},
+# By type, the keys that must be there and those that may.
+_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow", "truncate"},
+    ),
 }
 _RANGES = {
     "factor": numbers.SCALING_FACTOR,
@@ -89,9 +88,8 @@ def logit_temperature(config: Any) -> float:
 
 def rotary_magnitude(config: Any) -> float:
     """The factor on cosines and sines that the temperature asks for: t^(-1/2), or 1."""
-    return (
-        float(config.attention_temperature) ** -0.5 if config.temperature_scope == "rotary" else 1.0
-    )
+    scales = config.temperature_scope == "rotary"
+    return float(config.attention_temperature) ** -0.5 if scales else 1.0
 
 
 def check_rope_parameters(
@@ -109,25 +107,20 @@ def check_rope_parameters(
     if rope and rope_scaling:
         raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")
     given = rope or rope_scaling or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"rope_parameters={given!r}: must be an object with rope_type and others")
+    _check_mapping(given)
     rope = {k: v for k, v in given.items() if v is not None}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in _REQUIRED_KEYS:
-        known = ", ".join(_REQUIRED_KEYS)
-        raise ValueError(
-            f"rope_parameters.rope_type={clipped(repr(rope_type))} is not supported; use {known}"
-        )
-    required = _REQUIRED_KEYS[rope_type]
-    unknown = sorted(rope.keys() - required - _OPTIONAL_KEYS[rope_type] - _BASE_KEYS)
-    if unknown:
-        known = ", ".join(sorted(_BASE_KEYS - {"type"} | required | _OPTIONAL_KEYS[rope_type]))
+    if not isinstance(rope_type, str) or rope_type not in _KEYS:
+        said, known = clipped(repr(rope_type)), ", ".join(_KEYS)
+        raise ValueError(f"rope_parameters.rope_type={said} is not supported; use {known}")
+    required, optional = _KEYS[rope_type]
+    known = _BASE_KEYS | required | optional
+    if unknown := sorted(rope.keys() - known):
         raise ValueError(
             f"rope_parameters.{clipped(unknown[0])}: unknown with rope_type {rope_type}; "
-            f"known: {known}"
+            f"known: {', '.join(sorted(known - {'type'}))}"
         )
-    missing = sorted(required - rope.keys())
-    if missing:
+    if missing := sorted(required - rope.keys()):
         raise ValueError(f"rope_parameters.{missing[0]}: missing; rope_type {rope_type} needs it")
     for name in (key for key in _RANGES if key in rope):
         _check_range(name, rope[name])
@@ -141,11 +134,15 @@ def check_rope_parameters(
 
 def check_rope_numbers(rope: Mapping[str, Any]) -> None:
     """Check the base and the part of `rope_parameters`. Raises ValueError."""
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
+    _check_mapping(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             _check_range(name, rope[name])
+
+
+def _check_mapping(rope: Any) -> None:
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
 
 
 def check_rope_number(name: str, value: Any) -> None:

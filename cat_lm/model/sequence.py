@@ -1,7 +1,6 @@
 """Sequence parallelism: what ranks exchange that compute one batch, each a part of every sequence.
 
-P ranks hold parts of T/P tokens, in their order. Whatever treats tokens one by one (embedding,
-norms, projections, MLP, loss) needs nothing. What mixes tokens is reached in one of two ways:
+P ranks hold parts of T/P tokens, in their order. What mixes tokens is reached in one of two ways:
 
 - `to_heads`: an all-to-all after which a rank has whole sequences of 1/P of the heads, and
   `to_tokens`, the one back (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). Here it comes
@@ -11,8 +10,7 @@ norms, projections, MLP, loss) needs nothing. What mixes tokens is reached in on
   belongs to none.
 
 Gradients take the same way back. Modules ask the `SequenceGroup` of their context, which
-`CausalLanguageModel.set_sequence_group` gave the model; without one, as nearly always, they compute
-as if this file were not there.
+`CausalLanguageModel.set_sequence_group` gave the model.
 """
 
 from __future__ import annotations
@@ -159,23 +157,22 @@ def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: A
     return found
 
 
+# The methods above, which without a group return what they get.
+
+
 def to_heads(group: SequenceGroup | None, *streams: Tensor) -> tuple[Tensor, ...]:
-    """Return `SequenceGroup.to_heads`; without a group the streams as they are."""
     return streams if group is None else group.to_heads(*streams)
 
 
 def to_tokens(group: SequenceGroup | None, x: Tensor) -> Tensor:
-    """Return `SequenceGroup.to_tokens`; without a group x as it is."""
     return x if group is None else group.to_tokens(x)
 
 
 def to_sequence(group: SequenceGroup | None, x: Tensor) -> Tensor:
-    """Return `SequenceGroup.to_sequence`; without a group x as it is."""
     return x if group is None else group.to_sequence(x)
 
 
 def own_heads(group: SequenceGroup | None, x: Tensor, dim: int = 0) -> Tensor:
-    """Return `SequenceGroup.own`; without a group x as it is."""
     return x if group is None else group.own(x, dim)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from cat_lm import architectures
-from cat_lm.model.blocks import neox
+from cat_lm.model.blocks.transformer import CatAttention
 from tests.unit.fake_gpu import Counts, FakeGpu, fake_gpu, on_fake_gpu
 from tests.unit.tiny_models import LLAMA_VARIANTS, VARIANTS
 
@@ -141,7 +141,7 @@ def layer(
         body = model(layers, family, fields)
         with fake_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
             if rotation is not None:
-                patch.setattr(neox.CatAttention, "rotate", staticmethod(rotation(gpu)))
+                patch.setattr(CatAttention, "rotate", staticmethod(rotation(gpu)))
             found.append(passes(gpu, body, documents, dtype))
     (first, first_back), (second, second_back) = found
     return second - first, second_back - first_back

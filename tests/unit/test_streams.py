@@ -20,25 +20,24 @@ def taken(monkeypatch):
     """Return what computes streams, in its order; rotations of their own among it."""
     seen = []
 
-    class Watched:
-        def __init__(self, fusion):
-            self.__dict__ |= {"fusion": fusion, **vars(fusion)}
-
-        def __call__(self, layer):
-            found = self.fusion(layer)
+    def watched(fusion):
+        def run(layer):
+            found = fusion.run(layer)
             if found is not None:
-                seen.append(self.fusion.what)
+                seen.append(fusion.what)
             return found
 
-    def turn(self, x, call, rotate=Rotation.__call__):
+        return fusion._replace(run=run)
+
+    def turn(self, x, *how, rotate=Rotation.__call__):
         seen.append("rotation")
-        return rotate(self, x, call)
+        return rotate(self, x, *how)
 
-    def convolve(self, x, call, rotary=None, apply=Convolution.__call__):
+    def convolve(self, x, *how, rotary=None, apply=Convolution.__call__):
         seen.append("convolution" if rotary is None else "convolution and rotation")
-        return apply(self, x, call, rotary)
+        return apply(self, x, *how, rotary)
 
-    monkeypatch.setattr(pipeline, "FUSIONS", tuple(map(Watched, FUSIONS)))
+    monkeypatch.setattr(pipeline, "FUSIONS", tuple(map(watched, FUSIONS)))
     monkeypatch.setattr(Rotation, "__call__", turn)
     monkeypatch.setattr(Convolution, "__call__", convolve)
     return seen

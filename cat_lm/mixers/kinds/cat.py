@@ -35,14 +35,12 @@ class Options(ConvolutionOptions):
     """Options of CAT.
 
     Attributes:
-        bias: of the projections.
         dropout: of the attention map.
         position: none; learned, a table added to the embeddings; rope, after the filters.
         conv_mixing: what a multihead convolution of the values mixes: embeddings, their heads; or
             maps, the attention maps over heads and keys (see `MapMixingCore`).
     """
 
-    bias: bool = True
     dropout: float = 0.1
     position: str = "none"
     conv_mixing: str = "embeddings"
@@ -104,8 +102,7 @@ class ConvolvedAttention(MixerKind):
     def build(self, options: Any, setting: Setting) -> nn.Module:
         from cat_lm.mixers.parts.attention import Attention
 
-        settings = self.settings(options, setting.d_model)
-        return Attention(options.plain, settings, options.plain.bias)
+        return Attention(options.plain, self.settings(options, setting.d_model))
 
     def layout_settings(self, options: Any, width: int) -> StreamSettings:
         settings = self.settings(options, width)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,9 +15,9 @@ from cat_lm.model.context import Context
 class LinearConvolutionAugmentedAttention(nn.Module):
     """One LinCAT layer; without filters, plain linear attention."""
 
-    def __init__(self, options: Options, width: int) -> None:
+    def __init__(self, options: ConvolutionOptions, width: int) -> None:
         super().__init__()
-        self.streams = Streams(options, stream_settings(options, width), options.bias)
+        self.streams = Streams(options, stream_settings(options, width))
         self.out_proj = nn.Linear(width, width, bias=options.bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -28,30 +26,19 @@ class LinearConvolutionAugmentedAttention(nn.Module):
         return self.out_proj(linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, context).flatten(2))
 
 
-@dataclass(frozen=True)
-class Options(ConvolutionOptions):
-    """Options of LinCAT.
-
-    Attributes:
-        bias: of the projections.
-    """
-
-    bias: bool = True
-
-
 class ConvolvedLinearAttention(MixerKind):
     """Linear attention over convolved streams."""
 
     name = "lincat"
-    Options = Options
+    Options = ConvolutionOptions
     layers = 1
     supports = ALL
 
-    def check(self, options: Options, setting: Setting) -> None:
+    def check(self, options: ConvolutionOptions, setting: Setting) -> None:
         if setting.d_model % options.heads:
             raise ValueError(f"heads={options.heads} do not divide d_model={setting.d_model}")
 
-    def build(self, options: Options, setting: Setting) -> nn.Module:
+    def build(self, options: ConvolutionOptions, setting: Setting) -> nn.Module:
         return LinearConvolutionAugmentedAttention(options, setting.d_model)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from cat_lm.mixers.kinds import lincat
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.options import check_counts
+from cat_lm.mixers.parts.options import ConvolutionOptions, check_counts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LinearAttention(MixerKind):
         lincat.ENTRY.check(options, setting)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
-        plain = lincat.Options(streams=None, heads=options.heads, bias=options.bias)
+        plain = ConvolutionOptions(streams=None, heads=options.heads, bias=options.bias)
         return lincat.ENTRY.build(plain, setting)
 
 

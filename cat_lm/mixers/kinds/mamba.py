@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,44 +143,23 @@ class MambaMixer(nn.Module):
         # A step of no length leaves the state as it was.
         delta = context.without_padding(F.softplus(self.dt_proj(low_rank)))
         a = -at_least_fp32(self.A_log).exp()
-        scan = partial(selective_scan, backend=context.mixer_backend)
-        group = context.group
+        scan, group = partial(decaying_scan, backend=context.mixer_backend), context.group
         (own,), (delta,) = to_heads(group, x), to_heads(group, delta)  # channels are heads here
         b, c = to_sequence(group, b), to_sequence(group, c)
-        y = context.recur(scan, own, delta, own_heads(group, a), b, c)
-        y = to_tokens(group, y) + self.D * x
+        a = own_heads(group, a)
+        # Keys and queries of all channels are the same: one head, with decays of each channel.
+        q, k, v = c[:, :, None], b[:, :, None], (delta * own)[:, :, None]
+        y = context.recur(scan, q, k, v, delta[:, :, None, None], a.T[None])
+        y = to_tokens(group, y.squeeze(2).to(x.dtype)) + self.D * x
         return self.out_proj(y * F.silu(gate))
 
 
-def selective_scan(
-    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, **how: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute y [B, T, I] for x, Δ [B, T, I], A [I, N], B and C [B, T, N].
-
-    Args:
-        how: document_ids, initial_state, return_state and backend, as of `decaying_scan`; a state
-            is [B, 1, N, I].
-    """
-    q, k, v = c[:, :, None], b[:, :, None], (delta * x)[:, :, None]
-    found = decaying_scan(q, k, v, delta[:, :, None, None], a.T[None], **how)
-    if how.get("return_state"):
-        return found[0].squeeze(2).to(x.dtype), found[1]
-    return found.squeeze(2).to(x.dtype)
-
-
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(nn.RMSNorm):
     """RMSNorm of x ⊙ SiLU(gate), each group of channels by its own size."""
 
-    no_decay = ("weight",)
-
     def __init__(self, width: int, groups: int, eps: float) -> None:
-        super().__init__()
-        self.groups, self.eps = groups, eps
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def initial_values(self) -> dict[str, Tensor]:
-        """Return what the weight starts from."""
-        return {"weight": torch.ones_like(self.weight)}
+        super().__init__(width, eps)
+        self.groups = groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Compute [B, T, I] in the dtype of `gate`, from fp32."""
@@ -253,22 +231,12 @@ class Mamba2Mixer(nn.Module):
         group = context.group
         (own,), (delta,) = to_heads(group, x), to_heads(group, delta)
         b, c = to_sequence(group, b), to_sequence(group, c)
-        y = to_tokens(group, context.recur(partial(self._scan, context), own, delta, b, c))
-        y = y + self.D[:, None] * x
-        return self.out_proj(self.norm(y.flatten(2), gate))
-
-    def _scan(
-        self, context: Context, x: Tensor, delta: Tensor, b: Tensor, c: Tensor, **how: object
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute y [B, T, H, P] of x, Δ [B, T, H], B and C [B, T, G N]; as `decaying_scan`."""
-        group = context.group
         k, q = self._for_own_heads(b, group), self._for_own_heads(c, group)
         a = -at_least_fp32(own_heads(group, self.A_log)).exp()[:, None, None]
-        rate, v = delta[..., None, None], delta[..., None] * x
-        found = decaying_scan(q, k, v, rate, a, backend=context.mixer_backend, **how)
-        if how.get("return_state"):
-            return found[0].to(x.dtype), found[1]
-        return found.to(x.dtype)
+        rate, v = delta[..., None, None], delta[..., None] * own
+        y = context.recur(partial(decaying_scan, backend=context.mixer_backend), q, k, v, rate, a)
+        y = to_tokens(group, y.to(x.dtype)) + self.D[:, None] * x
+        return self.out_proj(self.norm(y.flatten(2), gate))
 
     def _for_own_heads(self, x: Tensor, group: SequenceGroup | None) -> Tensor:
         """Return B or C [B, T, G N] for this rank's heads: [B, T, H, N], in fp32 at least."""

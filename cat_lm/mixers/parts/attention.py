@@ -28,24 +28,18 @@ ROPE_BASE = 10_000.0
 
 
 class Attention(AttentionMixin, nn.Module):
-    """One layer of attention.
-
-    Args:
-        options: of the streams.
-        settings: those that `options` stand for, and the pattern of attention.
-        bias: of the projections.
-    """
+    """One layer of attention over streams as `options` say, with the settings that follow."""
 
     eager_attention = staticmethod(eager_attention_forward)
     rotate = staticmethod(apply_rotary_pos_emb)
     is_causal, num_key_value_groups = True, 1
 
-    def __init__(self, options: ConvolutionOptions, settings: StreamSettings, bias: bool) -> None:
+    def __init__(self, options: ConvolutionOptions, settings: StreamSettings) -> None:
         super().__init__()
         self.config, self.attention_dropout = settings, settings.attention_dropout
         self.scaling = settings.head_width**-0.5
-        self.streams = Streams(options, settings, bias)
-        self.out_proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=bias)
+        self.streams = Streams(options, settings)
+        self.out_proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=options.bias)
         self._add_parts(settings)
         for part in reversed(list(self.core.modules())):
             start(part)

@@ -85,6 +85,7 @@ class ConvolutionOptions:
         shared_kv: whether keys and values have one projection, K = V before the filters.
         filter: taps; or exponential, ssm: filters as long as the row (`cat_lm.ops.long_filter`).
         filter_state: N, the numbers of state of such a filter for each channel.
+        bias: of the projections.
     """
 
     streams: str | None = STREAMS
@@ -97,6 +98,7 @@ class ConvolutionOptions:
     shared_kv: bool = False
     filter: str = filters.TAPS
     filter_state: int | None = None
+    bias: bool = True
 
     def __post_init__(self) -> None:
         check_filters(self)

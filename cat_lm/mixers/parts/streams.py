@@ -34,12 +34,12 @@ def make_convolution(settings: StreamSettings, activates: bool = False) -> Strea
 class Streams(nn.Module):
     """Queries, keys and values [B, T, H, D] of an input [B, T, C], filtered along time."""
 
-    def __init__(self, options: ConvolutionOptions, settings: StreamSettings, bias: bool) -> None:
+    def __init__(self, options: ConvolutionOptions, settings: StreamSettings) -> None:
         super().__init__()
         self.heads, self.comes_first = options.heads, options.place == "before"
         self.projected = "qkk" if options.shared_kv else STREAMS  # what each stream is made of
         width, different = settings.hidden_size, len(set(self.projected))
-        self.projection = nn.Linear(width, different * width, bias=bias)
+        self.projection = nn.Linear(width, different * width, bias=options.bias)
         activates = options.activation == "silu"
         self.convolution = make_convolution(settings, activates and not self.comes_first)
         # Filters after the projection activate by themselves.

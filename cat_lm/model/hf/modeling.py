@@ -10,7 +10,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 )
 
 from cat_lm.model.attention.masks import check_attention
-from cat_lm.model.blocks.neox import CatAttention, CatLayer
+from cat_lm.model.blocks.transformer import CatAttention, CatLayer
 from cat_lm.model.context import Context
 from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.hf.configuration import CatConfig

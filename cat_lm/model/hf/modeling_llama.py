@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from cat_lm.model.attention.masks import check_attention
-from cat_lm.model.blocks.llama import CatLlamaAttention, CatLlamaLayer, CatLlamaRMSNorm
+from cat_lm.model.blocks.transformer import CatLlamaAttention, CatLlamaLayer, CatLlamaRMSNorm
 from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel, PreTrainedMixin
 from cat_lm.model.hf.configuration_llama import CatLlamaConfig
 from cat_lm.model.rope import CatLlamaRotaryEmbedding

@@ -8,7 +8,6 @@ and the operation's `name`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup, own_heads
-from cat_lm.model.streams.layouts import Normalize
+from cat_lm.model.streams.layouts import Normalize, PackedStreams, SeparateStreams
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.reference import check_kind
@@ -32,27 +31,47 @@ RANK_START = 2.0**-6  # exact in half precision too
 _EPSILON = 1e-6  # of the mean square
 
 
-@dataclass(frozen=True)
-class StreamCall:
-    """Holds what an operation reads beside the stream that it changes.
+class LayerPass:
+    """One pass of a layer's streams, and what operations read beside the stream that they change.
 
     Attributes:
-        stream: q, k or v.
-        inputs: the stream as filters read it, [B, T, heads, D].
-        before: the inputs before these, [B, W−1, heads, D]; None for zeros.
-        bias: of the projection, [heads, D], which comes after the filters; None for none.
         weights: the pipeline, which holds the operations' parameters.
+        streams: as filters read them.
         norm: of queries and keys, if the model has one.
         context: of the layer.
+        inputs: the streams by their letters, [B, T, heads, D].
+        biases: of the projections, [heads, D], which come after the filters; None for none.
+        earlier: the inputs before `inputs`, [B, W−1, heads, D], of streams that have some.
     """
 
-    stream: str
-    inputs: Tensor
-    before: Tensor | None
-    bias: Tensor | None
-    weights: nn.Module
-    norm: Normalize | None
-    context: Context
+    inputs: dict[str, Tensor]
+    biases: dict[str, Tensor | None]
+    earlier: dict[str, Tensor]
+
+    def __init__(
+        self,
+        weights: nn.Module,
+        streams: SeparateStreams | PackedStreams,
+        norm: Normalize | None,
+        context: Context,
+    ) -> None:
+        self.weights, self.streams, self.norm, self.context = weights, streams, norm, context
+        self.stored_before: dict[str, Tensor] | None = None
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Return the W−1 inputs before these, by their names in the state, which gets these."""
+        if self.stored_before is None:
+            window, names = self.weights.window, self.weights.filtered
+            read = self.streams.stored(names) if window > 1 and names else {}
+            found = {n: self.context.inputs_before(n, x, window) for n, x in read.items()}
+            self.stored_before = {name: x for name, x in found.items() if x is not None}
+        return self.stored_before
+
+    def take_apart(self) -> None:
+        """Find each stream's inputs and biases, and the inputs before these."""
+        before, names = self.exchange(), self.weights.filtered
+        self.inputs, self.biases = self.streams.parts(), self.streams.biases()
+        self.earlier = self.streams.apart(before, names) if before else {}
 
 
 class StreamOp:
@@ -64,7 +83,7 @@ class StreamOp:
         """Make a stream's parameter as it changes nothing; only of an operation with a name."""
         raise NotImplementedError
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         """Change x."""
         raise NotImplementedError
 
@@ -72,8 +91,9 @@ class StreamOp:
 class Bias(StreamOp):
     """Adds its projection's bias to a stream without filters."""
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        return x if call.bias is None else x + call.bias.to(x.dtype)
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+        bias = layer.biases[stream]
+        return x if bias is None else x + bias.to(x.dtype)
 
 
 class Convolution(StreamOp):
@@ -119,30 +139,35 @@ class Convolution(StreamOp):
         return self.kind.normalized(filters) if self.settings.conv_norm == "l1" else filters
 
     def __call__(
-        self, x: Tensor, call: StreamCall, rotary: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        stream: str,
+        layer: LayerPass,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Convolve x, and rotate what comes out where `rotary` has the angles."""
-        filters = call.weights.taps(call.stream, call.context.group)
-        return self.by(filters, call, call.bias, rotary)
+        filters = layer.weights.taps(stream, layer.context.group)
+        return self.by(filters, stream, layer, layer.biases[stream], rotary)
 
     def by(
         self,
         filters: Tensor,
-        call: StreamCall,
+        stream: str,
+        layer: LayerPass,
         bias: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Convolve a call's inputs by filters."""
-        context = call.context
+        """Convolve a stream's inputs by filters."""
+        context = layer.context
         return convolve(
             self.kind.name,
-            call.inputs,
+            layer.inputs[stream],
             filters,
             bias,
             rotary=rotary,
             document_ids=context.documents,
             positions=context.document_positions,
-            initial_state=call.before,
+            initial_state=layer.earlier.get(stream),
             backend=context.conv_backend,
         )
 
@@ -174,10 +199,10 @@ class LongFilter(StreamOp):
         """Return the numbers, which are used as they are."""
         return numbers
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         """Convolve x [B, T, heads, D]."""
-        numbers = call.weights.taps(call.stream, call.context.group)
-        return self.by(numbers, x, call.bias, call.stream, call.context)
+        numbers = layer.weights.taps(stream, layer.context.group)
+        return self.by(numbers, x, layer.biases[stream], stream, layer.context)
 
     def by(
         self, numbers: Tensor, x: Tensor, bias: Tensor | None, name: str, context: Context
@@ -230,11 +255,11 @@ class Ranks(StreamOp):
             start.diagonal(offset=1, dim1=0, dim2=2).fill_(RANK_START)
         return start
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         """Set what the further filters make of the inputs beside x, which the first made."""
-        further = getattr(call.weights, f"{call.stream}_{self.name}")
-        further = own_heads(call.context.group, further, 1)
-        others = [self.convolution.by(filters, call) for filters in further.unbind(0)]
+        further = getattr(layer.weights, f"{stream}_{self.name}")
+        further = own_heads(layer.context.group, further, 1)
+        others = [self.convolution.by(filters, stream, layer) for filters in further.unbind(0)]
         return torch.cat([x, *others], dim=-1)
 
 
@@ -279,8 +304,8 @@ class QueryKeyNorm(NothingDecays):
 class Norm(StreamOp):
     """Normalises queries or keys after their convolution."""
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        return call.norm(x, call.stream, call.context.group)
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+        return layer.norm(x, stream, layer.context.group)
 
 
 class Rotation(StreamOp):
@@ -289,8 +314,8 @@ class Rotation(StreamOp):
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        rotary, backend = call.context.rotary, call.context.conv_backend
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+        rotary, backend = layer.context.rotary, layer.context.conv_backend
         if rotary is None:
             return x
         rank = x.shape[3] // self.width
@@ -304,7 +329,7 @@ class Rotation(StreamOp):
 class Silu(StreamOp):
     """Passes a stream through SiLU."""
 
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         return F.silu(x)
 
 

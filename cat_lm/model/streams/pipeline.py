@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,13 @@ from cat_lm.model.streams.operations import (
     Activation,
     Bias,
     Convolution,
+    LayerPass,
     LongFilter,
     Norm,
     QueryKeyNorm,
     Ranks,
     Rotation,
     Silu,
-    StreamCall,
     StreamOp,
 )
 from cat_lm.ops import head_conv_qkv
@@ -150,14 +149,14 @@ class StreamPipeline(NothingDecays):
         if norm is not None and self.norm_comes_first:
             streams = streams.normalized(norm, context.group)
         streams = streams.without_padding(context, self.filtered)
-        layer = LayerPass(self, streams, context)
+        layer = LayerPass(self, streams, norm, context)
         made, done = {}, {}
         for fusion in FUSIONS:
-            if (found := fusion(layer)) is not None:
+            if fusion.serves(self) and (found := fusion.run(layer)) is not None:
                 made, done = found
                 break
         if any(done.get(s, 0) < len(self.operations[s]) for s in STREAMS):
-            made = self._finish(layer, norm, made, done)
+            made = self._finish(layer, made, done)
         return self._with_maps(tuple(made[s] for s in STREAMS), context)
 
     def _split(
@@ -178,24 +177,19 @@ class StreamPipeline(NothingDecays):
         return SeparateStreams(parts, biases)
 
     def _finish(
-        self,
-        layer: LayerPass,
-        norm: QueryKeyNorm | None,
-        made: dict[str, Tensor],
-        done: dict[str, int],
+        self, layer: LayerPass, made: dict[str, Tensor], done: dict[str, int]
     ) -> dict[str, Tensor]:
         """Compute the operations after those that are done, one by one."""
-        before = layer.streams.apart(layer.before, self.filtered) if layer.before else {}
-        inputs, biases, finished = layer.streams.parts(), layer.streams.biases(), {}
+        layer.take_apart()
+        finished = layer.inputs | made
         for s in STREAMS:
-            call = StreamCall(s, inputs[s], before.get(s), biases[s], self, norm, layer.context)
-            x, rest = made.get(s, inputs[s]), self.operations[s][done.get(s, 0) :]
+            rest = self.operations[s][done.get(s, 0) :]
             while rest:
                 if fuses_rotation(rest):
-                    x, rest = rest[0](x, call, rotary=layer.context.rotary), rest[2:]
+                    finished[s] = rest[0](finished[s], s, layer, rotary=layer.context.rotary)
+                    rest = rest[2:]
                 else:
-                    x, rest = rest[0](x, call), rest[1:]
-            finished[s] = x
+                    finished[s], rest = rest[0](finished[s], s, layer), rest[1:]
         return finished
 
     def _with_maps(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]:
@@ -216,52 +210,11 @@ class StreamPipeline(NothingDecays):
         return query, key, value, mixed
 
 
-class LayerPass:
-    """One pass of a layer: its pipeline, the streams as filters read them, and its context."""
-
-    def __init__(
-        self, weights: StreamPipeline, streams: SeparateStreams | PackedStreams, context: Context
-    ) -> None:
-        self.weights, self.streams, self.context = weights, streams, context
-        self._before: dict[str, Tensor] | None = None
-
-    # No `functools.cached_property`, which locks, and which torch.compile cannot enter.
-    @property
-    def before(self) -> dict[str, Tensor]:
-        """The W−1 inputs before these, by their names in the state, which gets these for them."""
-        if self._before is None:
-            window, names = self.weights.window, self.weights.filtered
-            read = self.streams.stored(names) if window > 1 and names else {}
-            found = {n: self.context.inputs_before(n, x, window) for n, x in read.items()}
-            self._before = {name: x for name, x in found.items() if x is not None}
-        return self._before
-
-
-# Kernels that compute several operations of a layer's streams at once. The first one that serves
-# computes what it covers, and each stream's further operations follow one by one. Where none does,
-# a convolution still rotates what it makes if the rotation follows it.
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """A kernel that computes the first operations of the streams.
-
-    Attributes:
-        what: in words.
-        is_packed: whether it needs streams of one projection.
-        serves: whether it computes what a layer's streams begin with.
-        run: computes them, or gives None where these tokens are not what it is for.
-    """
-
-    what: str
-    is_packed: bool
-    serves: Callable[[StreamPipeline], bool]
-    run: Callable[[LayerPass], Made | None]
-
-    def __call__(self, layer: LayerPass) -> Made | None:
-        """Compute the operations, or give None where the kernel does not serve."""
-        fits = isinstance(layer.streams, PackedStreams) or not self.is_packed
-        return self.run(layer) if fits and self.serves(layer.weights) else None
+def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
+    """Count the operations that the kernel of one token computes; None if it cannot come first."""
+    rest = [op for op in operations if not isinstance(op, Activation)]
+    able = all(isinstance(op, Convolution | Bias | Silu | Rotation) for op in rest)
+    return len(rest) if able else None
 
 
 def _is_one_kernel(weights: StreamPipeline) -> bool:
@@ -283,8 +236,7 @@ def _one_token(layer: LayerPass) -> Made | None:
     if not can_step(first.kind.name, query, first.window, context.conv_backend):
         return None
     streams = layer.streams.contiguous()
-    inputs, biases = list(streams.parts().values()), streams.biases()
-    following = {}
+    inputs, biases, following = list(streams.parts().values()), streams.biases(), {}
     for name, past in held.items():
         rows = min(past.shape[1] + 1, first.window - 1)
         following[name] = past.new_empty(past.shape[0], rows, *past.shape[2:])
@@ -303,21 +255,14 @@ def _one_token(layer: LayerPass) -> Made | None:
     )
     for name, newest in following.items():
         state.replace_inputs(name, newest)
-    layer._before = {}  # The state has these inputs by now.
+    layer.stored_before = {}  # The state has these inputs by now.
     done = {s: _computed_with_filters(weights.operations[s]) for s in STREAMS}
     return dict(zip(STREAMS, made, strict=True)), done
 
 
-def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
-    """Count the operations that the kernel of one token computes; None if it cannot come first."""
-    rest = [op for op in operations if not isinstance(op, Activation)]
-    able = all(isinstance(op, Convolution | Bias | Silu | Rotation) for op in rest)
-    return len(rest) if able else None
-
-
-def _has_filters_of_heads(weights: StreamPipeline) -> bool:
-    first = weights.filter
-    return isinstance(first, Convolution) and first.kind is kinds.HEAD and bool(weights.filtered)
+def _packs_filters_of_heads(weights: StreamPipeline) -> bool:
+    is_heads = isinstance(weights.filter, Convolution) and weights.filter.kind is kinds.HEAD
+    return weights.is_packed and is_heads and bool(weights.filtered)
 
 
 def _packed_filters_of_heads(layer: LayerPass) -> Made:
@@ -331,15 +276,15 @@ def _packed_filters_of_heads(layer: LayerPass) -> Made:
         rotary=context.rotary if turns else None,
         document_ids=context.documents,
         positions=context.document_positions,
-        initial_state=layer.before.get("qkv"),
+        initial_state=layer.exchange().get("qkv"),
         backend=context.conv_backend,
     )
     done = {s: len(weights.operations[s]) if turns else 1 for s in STREAMS}
     return dict(zip(STREAMS, made, strict=True)), done
 
 
-def _has_long_filters(weights: StreamPipeline) -> bool:
-    return isinstance(weights.filter, LongFilter)
+def _packs_long_filters(weights: StreamPipeline) -> bool:
+    return weights.is_packed and isinstance(weights.filter, LongFilter)
 
 
 def _packed_long_filters(layer: LayerPass) -> Made:
@@ -353,18 +298,32 @@ def _packed_long_filters(layer: LayerPass) -> Made:
     return dict(zip(names, made, strict=True)), dict.fromkeys(names, 1)
 
 
+class Fusion(NamedTuple):
+    """A kernel that computes the first operations of a layer's streams at once.
+
+    Attributes:
+        what: in words.
+        serves: whether it computes what a layer's streams begin with.
+        run: computes them, or returns None where these tokens are not what it is for.
+    """
+
+    what: str
+    serves: Callable[[StreamPipeline], bool]
+    run: Callable[[LayerPass], Made | None]
+
+
+# The first one that serves computes what it covers, and each stream's further operations follow one
+# by one. Where none does, a convolution still rotates what it makes if the rotation follows it.
 FUSIONS = (
-    Fusion("filters, biases, SiLU and rotation of a token", False, _is_one_kernel, _one_token),
+    Fusion("filters, biases, SiLU and rotation of a token", _is_one_kernel, _one_token),
     Fusion(
         "packed filters of heads and biases, on a GPU with a rotation that follows",
-        True,
-        _has_filters_of_heads,
+        _packs_filters_of_heads,
         _packed_filters_of_heads,
     ),
     Fusion(
         "packed filters as long as the text, and biases",
-        True,
-        _has_long_filters,
+        _packs_long_filters,
         _packed_long_filters,
     ),
 )
@@ -377,7 +336,6 @@ def fuses_rotation(operations: tuple[StreamOp, ...]) -> bool:
 
 def fused(weights: StreamPipeline) -> str | None:
     """Name what is computed together of a row's streams; None where nothing is."""
-    rows = (f for f in FUSIONS[1:] if weights.is_packed or not f.is_packed)
-    found = next((fusion.what for fusion in rows if fusion.serves(weights)), None)
-    turns = any(fuses_rotation(operations) for operations in weights.operations.values())
+    found = next((fusion.what for fusion in FUSIONS[1:] if fusion.serves(weights)), None)
+    turns = any(map(fuses_rotation, weights.operations.values()))
     return found or ("on a GPU a convolution and the rotation that follows" if turns else None)

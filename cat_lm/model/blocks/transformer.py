@@ -1,0 +1,172 @@
+"""GPT-NeoX's and Llama's blocks with convolution-augmented attention, on transformers' modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXLayer
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+)
+
+from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.context import Context
+from cat_lm.model.streams.pipeline import StreamPipeline
+from cat_lm.model.streams.short_convolution import CanonBlock
+from cat_lm.ops.convolution.kinds import STREAMS
+
+
+class CatAttention(AttentionMixin, GPTNeoXAttention):
+    """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
+
+    The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
+    act on the softmax instead: see `MapMixingCore`. With `conv_type: none` this is GPT-NeoX's
+    attention, bit for bit; with `position_embedding: none` nothing is rotated.
+    """
+
+    eager_attention = staticmethod(modeling_gpt_neox.eager_attention_forward)
+    rotate = staticmethod(modeling_gpt_neox.apply_rotary_pos_emb)
+    output_name = "dense"
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
+            # gives the weights that it always gave.
+            width = config.hidden_size
+            self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            dense = self._modules.pop("dense")
+            self.convolution = StreamPipeline(config, {"bias": self.query_key_value.bias})
+            self.query_key_value.register_parameter("bias", None)
+            self.dense = dense
+            self._take_library_names()
+        self.dense.writes_residual = True
+        self._add_parts(config)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.query_key_value(x),)
+
+    def _streams(self, projected: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return rotated queries and keys, and values, each [B, T, H, D]; see `StreamPipeline`.
+
+        Args:
+            projected: [B, T, H·3·D].
+        """
+        if self.convolution is not None:
+            return self.convolution(context, projected, norm=self.qk_norm)
+        # Before heads and time change places: the backward pass joins the three as they lie.
+        width = self.config.head_width
+        streams = projected.view(*projected.shape[:2], -1, 3, width).unbind(dim=3)
+        return self._unconvolved(*streams, context)
+
+
+class CatLayer(CanonBlock, GPTNeoXLayer):
+    """GPT-NeoX's layer with `CatAttention`, and Canon layers where the configuration says."""
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attention = CatAttention(config, layer_idx)
+        self.mlp.dense_4h_to_h.writes_residual = True
+        self._add_canon(config, config.intermediate_size)
+
+    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the layer, [B, T, C]."""
+        read = self._with_canon("A", self.input_layernorm(hidden_states), context)
+        attended = self.post_attention_dropout(self.attention(read, context)[0])
+        base = hidden_states if self.use_parallel_residual else attended + hidden_states
+        read = self._with_canon("C", self.post_attention_layernorm(base), context)
+        made = self.post_mlp_dropout(self._feed_forward(read, context))
+        if not self.use_parallel_residual:
+            return made + base
+        if self.canon is None:
+            return made + attended + hidden_states  # in transformers' order, for the same bits
+        return attended + hidden_states + made
+
+    def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the MLP, and the Canon layer of what its activation reads."""
+        mlp = self.mlp
+        if self.canon is None or "D" not in self.canon:
+            return mlp(hidden_states)
+        inner = self._with_canon("D", mlp.dense_h_to_4h(hidden_states), context)
+        return mlp.dense_4h_to_h(mlp.act(inner))
+
+
+class CatLlamaRMSNorm(LlamaRMSNorm):
+    """Llama's norm, which says that its weight takes no decay."""
+
+    no_decay = ("weight",)
+
+
+class CatLlamaAttention(AttentionMixin, LlamaAttention):
+    """As `CatAttention`, with projections of Llama's; filters and biases are `convolution`'s."""
+
+    eager_attention = staticmethod(modeling_llama.eager_attention_forward)
+    rotate = staticmethod(modeling_llama.apply_rotary_pos_emb)
+    output_name = "o_proj"
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.convolution = None
+        if config.convolved_streams:
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            output = self._modules.pop("o_proj")
+            projections = {stream: getattr(self, f"{stream}_proj") for stream in STREAMS}
+            biases = {f"{stream}_bias": layer.bias for stream, layer in projections.items()}
+            self.convolution = StreamPipeline(config, biases)
+            for projection in projections.values():
+                projection.register_parameter("bias", None)
+            self.o_proj = output
+            self._take_library_names()
+        self.o_proj.writes_residual = True
+        self._add_parts(config)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, f"{stream}_proj")(x) for stream in STREAMS)
+
+    def _streams(
+        self, query: Tensor, key: Tensor, value: Tensor, context: Context
+    ) -> tuple[Tensor, ...]:
+        """Return rotated queries and keys, and values, [B, T, its heads, D].
+
+        Args:
+            query, key, value: [B, T, heads · D].
+        """
+        if self.convolution is not None:
+            return self.convolution(context, query, key, value, norm=self.qk_norm)
+        streams = (x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
+        return self._unconvolved(*streams, context)
+
+
+class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
+    """Llama's layer with `CatLlamaAttention`, and Canon layers where the configuration says."""
+
+    def __init__(self, config: AttentionSettings, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.self_attn = CatLlamaAttention(config, layer_idx)
+        self.mlp.down_proj.writes_residual = True
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        self._add_canon(config, 2 * config.intermediate_size)
+
+    def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the layer, [B, T, C]."""
+        read = self._with_canon("A", self.input_layernorm(hidden_states), context)
+        stream = hidden_states + self.self_attn(read, context)[0]
+        read = self._with_canon("C", self.post_attention_layernorm(stream), context)
+        return stream + self._feed_forward(read, context)
+
+    def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
+        """Compute the MLP, whose gate and values pass the Canon layer side by side."""
+        mlp = self.mlp
+        if self.canon is None or "D" not in self.canon:
+            return mlp(hidden_states)
+        both = torch.cat([mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)], dim=-1)
+        gate, values = self._with_canon("D", both, context).chunk(2, dim=-1)
+        return mlp.down_proj(mlp.act_fn(gate) * values)
