@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
@@ -18,8 +18,6 @@ from cat_lm.data.manifest import MANIFEST, splits_of
 from cat_lm.data.shards import Shard
 
 OPENING_THREADS = 16
-# Files that a process needs besides the shards: libraries, sockets, logs.
-OTHER_FILES = 256
 
 
 class ListedShard:
@@ -92,7 +90,7 @@ class TokenCorpus:
         dtype = manifest["dtype"]
         self.has_signed_ids = np.dtype(dtype).kind == "i"
         self.entries: list[dict] = counts["shards"]
-        allow_open_files(len(self.entries))
+        _allow_open_files()
         self.shards = [ListedShard(folder, entry, dtype, bring) for entry in self.entries]
         self._token_ends = list(accumulate(shard.num_tokens for shard in self.shards))
         self._document_ends = list(accumulate(shard.num_documents for shard in self.shards))
@@ -125,32 +123,28 @@ class TokenCorpus:
         Views of the memory map where one shard holds them all. The disk is asked for everything
         before this returns, and for nothing one by one: a batch waits about as long as a window.
         """
-        requests, owners = self._requests(starts, stops)
         pieces: list[list[np.ndarray]] = [[] for _ in starts]
-        for owner, (shard, first, end) in zip(owners, requests, strict=True):
+        for owner, shard, first, end in self._requests(starts, stops):
             pieces[owner].append(shard.read(first, end))
         return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
 
     def _requests(
         self, starts: Sequence[int], stops: Sequence[int]
-    ) -> tuple[list[tuple[Shard, int, int]], list[int]]:
-        """Return which tokens of which shards the ranges are, and the range of each."""
+    ) -> Iterator[tuple[int, ListedShard, int, int]]:
+        """Yield the tokens of shards that ranges are made of, each with its range's number."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
         if wrong.any():
             start, stop = starts[wrong][0], stops[wrong][0]
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
         first = np.searchsorted(self._token_ends, starts, side="right")
-        requests, owners = [], []
         places = zip(first.tolist(), starts.tolist(), stops.tolist(), strict=True)
         for owner, (index, start, stop) in enumerate(places):
             while start < stop:
                 shard, end = self.shards[index], min(stop, self._token_ends[index])
                 base = self._token_ends[index] - shard.num_tokens
-                requests.append((shard, start - base, end - base))
-                owners.append(owner)
+                yield owner, shard, start - base, end - base
                 start, index = end, index + 1
-        return requests, owners
 
     def name_outside(self, starts: Sequence[int], stops: Sequence[int]) -> None:
         """Find the first id in tokens [start, stop) that the vocabulary does not have.
@@ -158,7 +152,7 @@ class TokenCorpus:
         Raises:
             UserError: there is one; names the file, the token in it, and the id.
         """
-        for shard, start, stop in self._requests(starts, stops)[0]:
+        for _, shard, start, stop in self._requests(starts, stops):
             values = shard.read(start, stop).astype(np.int64)
             wrong = (values < 0) | (values >= self.vocab_size)
             if wrong.any():
@@ -185,9 +179,10 @@ class TokenCorpus:
             raise IndexError(f"document {index} of {self.num_documents}")
         which = bisect.bisect_right(self._document_ends, index)
         shard = self.shards[which]
-        start, stop = shard.document(index - (self._document_ends[which] - shard.num_documents))
+        own = index - (self._document_ends[which] - shard.num_documents)
+        (start,), (stop,) = shard.documents(own, own + 1)
         base = self._token_ends[which] - shard.num_tokens
-        return base + start, base + stop
+        return base + int(start), base + int(stop)
 
     def describe(self) -> list[str]:
         """Describe the data for the log: their size, and the share of each source."""
@@ -217,18 +212,7 @@ def has_outside(ids: np.ndarray, vocab_size: int) -> bool:
     return int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)
 
 
-def allow_open_files(shards: int) -> None:
-    """Raise this process's soft limit of open files: a memory map keeps its file open.
-
-    Raises `UserError` where the hard limit is too low.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (soft, hard):
-        return
-    if shards + OTHER_FILES > hard:
-        raise UserError(
-            f"the data are in {shards:,} shards, but only {hard:,} files may be open; raise the "
-            "hard limit (ulimit -Hn), or prepare larger shards (--shard-tokens)"
-        )
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _allow_open_files() -> None:
+    """Raise this process's soft limit of open files: a memory map keeps its file open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -29,8 +29,7 @@ class Mixture:
     """
 
     def __init__(self, corpora: Sequence[TokenCorpus], weights: Sequence[float]) -> None:
-        _check_tokenizers(corpora)
-        _check_distinct(corpora)
+        _check_parts(corpora)
         self.name = " + ".join(corpus.name for corpus in corpora)
         pairs = zip(corpora, weights, strict=True)
         corpora, weights = zip(*sorted(pairs, key=lambda pair: pair[0].fingerprint), strict=True)
@@ -97,28 +96,23 @@ def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def _check_tokenizers(corpora: Sequence[TokenCorpus]) -> None:
-    first = corpora[0]
-    for other in corpora[1:]:
-        ours, theirs = (c.manifest["tokenizer"] for c in (first, other))
-        keys = ("sha256", "eod_id", "vocab_size")
-        if any(ours.get(key) != theirs.get(key) for key in keys):
-            said = [f"{t.get('spec')} ({str(t.get('sha256'))[:12]})" for t in (ours, theirs)]
+def _check_parts(corpora: Sequence[TokenCorpus]) -> None:
+    """Raise UserError for parts of different tokenizers, or with the same data."""
+    first, names = corpora[0], {}
+    for other in corpora:
+        ours, theirs = first.manifest["tokenizer"], other.manifest["tokenizer"]
+        if any(ours[key] != theirs[key] for key in ("sha256", "eod_id", "vocab_size")):
             raise UserError(
                 f"data.mixture: {first.name} and {other.name} were prepared with different "
-                f"tokenizers, {said[0]} and {said[1]}; prepare them with the same one"
+                f"tokenizers, {ours['spec']} ({ours['sha256'][:12]}) and {theirs['spec']} "
+                f"({theirs['sha256'][:12]}); prepare them with the same one"
             )
-
-
-def _check_distinct(corpora: Sequence[TokenCorpus]) -> None:
-    seen: dict[str, str] = {}
-    for corpus in corpora:
-        if corpus.fingerprint in seen:
+        if other.fingerprint in names:
             raise UserError(
-                f"data.mixture: {seen[corpus.fingerprint]} and {corpus.name} hold the same data; "
+                f"data.mixture: {names[other.fingerprint]} and {other.name} hold the same data; "
                 "name them once, with the sum of their weights"
             )
-        seen[corpus.fingerprint] = corpus.name
+        names[other.fingerprint] = other.name
 
 
 def _unigram_loss(parts: Sequence[TokenCorpus]) -> float:

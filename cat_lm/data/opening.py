@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.corpus import TokenCorpus, allow_open_files
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.manifest import check_fingerprint, read_manifest
 from cat_lm.data.mixture import Mixture
@@ -80,10 +80,7 @@ def open_splits(
             f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
             "entries; use at least that, or leave the key out"
         )
-    held_out = open_split(config.data, "validation", look)
-    # Each on its own is few enough; all of them stay open together.
-    allow_open_files(len(corpus.shards) + len(held_out.shards))
-    return corpus, held_out
+    return corpus, open_split(config.data, "validation", look)
 
 
 def open_data(

@@ -25,9 +25,8 @@ from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Record, read_json
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
-from cat_lm.data.shards import Shard
 from cat_lm.data.storage import cache_folder
-from cat_lm.data.verified import NOTE, Notes, changed_files, verify
+from cat_lm.data.verified import NOTE, changed_files, note_files, verify
 from cat_lm.data.windows import Batch, check_batch
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
@@ -89,7 +88,6 @@ class PackedWindows:
         ]
 
     def read(self, numbers: np.ndarray, mask_documents: bool) -> Batch:
-        """The windows as `input_ids`, `labels` and, if asked for, `document_ids`; int64 [B, T]."""
         rows, starts, lengths, flags = self._pieces_of(numbers)
         # Of a cut document the next token is read too: it is the last label.
         stops = starts + lengths + (flags & CUT > 0)
@@ -213,7 +211,7 @@ def _make(
         paths = [made / name for name in FILES]
         digests = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
         sha256 = {path.name: digest for path, digest in digests.items()}
-        Notes(made).add_now(sha256)
+        note_files(made, sha256)
         write_json(made / "plan.json", {**identity, **totals, "sha256": sha256})
 
 
@@ -259,20 +257,10 @@ def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     base = 0
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, GROUP):
-            starts, stops = _documents(shard, first, min(first + GROUP, shard.num_documents))
+            starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
             yield base + starts, stops - starts
         shard.forget_index()  # thousands of open files would be more than some systems allow
         base += shard.num_tokens
-
-
-def _documents(shard: Shard, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Find where documents [first, stop) of a shard start and end, in its tokens."""
-    marks = np.asarray(shard.document_marks[first : stop + 1])
-    last = marks[1:] - 1
-    size = shard.dtype.itemsize
-    starts = np.asarray(shard.pointers[marks[:-1]]) // size
-    stops = np.asarray(shard.pointers[last]) // size + np.asarray(shard.lengths[last])
-    return starts, stops
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:

@@ -31,21 +31,12 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
 from cat_lm.data.shards import index_bytes
 from cat_lm.data.storage import Storage, cache_folder
-from cat_lm.data.verified import Notes, shard_digests
+from cat_lm.data.verified import Notes, note_files, shard_digests
 
 COPY_THREADS = 4
 CHUNK = 32 * 2**20
-# What a tokenizer's folder may hold beside tokenizer.json; web servers cannot list theirs.
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "sentencepiece.model",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+# What `data_prep` writes beside tokenizer.json; web servers cannot list their folders.
+TOKENIZER_FILES = ("tokenizer_config.json", "sentencepiece.model")
 
 Progress = Callable[[str], object]
 
@@ -138,7 +129,7 @@ class RemoteCorpus(TokenCorpus):
                         f"{self.name}/{name}: its SHA-256 is not the manifest's; the file is "
                         "damaged or was replaced"
                     )
-        Notes(self.folder).add_now(shard_digests(entry))
+        note_files(self.folder, shard_digests(entry))
 
     def _chunks(self, name: str, size: int | None) -> Iterator[bytes]:
         try:

@@ -6,9 +6,13 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import read_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 EOD_PIECE = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space inside its pieces
@@ -78,14 +82,18 @@ def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 
 class SentencePieceModel:
-    """A parsed `*.model`, with what the conversion to a fast tokenizer needs."""
+    """A parsed `*.model`, with what the conversion to a fast tokenizer needs.
+
+    Attributes: `serialized`, the file's bytes; `processor`, sentencepiece's own; `pieces`, the
+    text, score and type of each; `model_type`.
+    Raises `UserError` for what is no model, or has no exact fast tokenizer.
+    """
 
     def __init__(self, serialized: bytes, name: str) -> None:
         import sentencepiece
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
 
-        self.name = name
         self.serialized = serialized
         proto = sentencepiece_model_pb2.ModelProto()
         try:
@@ -97,109 +105,100 @@ class SentencePieceModel:
             reason = " ".join(str(error).split())
             raise UserError(f"{name}: not a sentencepiece model ({reason})") from None
         self.pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-        self.model_type = proto.trainer_spec.model_type
-        self.unk_id = self.processor.unk_id()
-        self.byte_fallback = proto.trainer_spec.byte_fallback
-        self.normalizer = proto.normalizer_spec
-        self._refuse_the_unsupported(proto)
+        self._trainer, self._normalizer = proto.trainer_spec, proto.normalizer_spec
+        self.model_type = self._trainer.model_type
+        reasons = {
+            "its type is neither BPE nor unigram": self.model_type not in (BPE, UNIGRAM),
+            "it has user-defined pieces": any(kind == USER_DEFINED for _, _, kind in self.pieces),
+            "it marks spaces at the end of pieces": self._trainer.treat_whitespace_as_suffix,
+            "it does not escape spaces": not self._normalizer.escape_whitespaces,
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            raise UserError(
+                f"{name}: {reason}, which has no exact fast tokenizer here; "
+                "give a transformers tokenizer folder instead"
+            )
 
     @classmethod
     def read(cls, path: Path) -> SentencePieceModel:
         return cls(read_bytes(path), str(path))
 
-    def _refuse_the_unsupported(self, proto) -> None:
-        reasons = {
-            "its type is neither BPE nor unigram": self.model_type not in (BPE, UNIGRAM),
-            "it has user-defined pieces": any(kind == USER_DEFINED for _, _, kind in self.pieces),
-            "it marks spaces at the end of pieces": proto.trainer_spec.treat_whitespace_as_suffix,
-            "it does not escape spaces": not self.normalizer.escape_whitespaces,
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise UserError(
-                    f"{self.name}: {reason}, which has no exact fast tokenizer here; "
-                    "give a transformers tokenizer folder instead"
-                )
-
     def settings(self) -> dict[str, str]:
         """Return the names of the special tokens, as `tokenizer_config.json` has them."""
-        ids = {"unk_token": self.unk_id, "eos_token": self.processor.eos_id()}
-        ids["bos_token"] = self.processor.bos_id()
+        own = self.processor
+        ids = {"unk_token": own.unk_id(), "eos_token": own.eos_id(), "bos_token": own.bos_id()}
         return {key: self.pieces[index][0] for key, index in ids.items() if index >= 0}
 
     def special_pieces(self) -> list[str]:
         return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
 
-    def fast_tokenizer(self, verbatim: bool = False):
+    def fast_tokenizer(self, verbatim: bool = False) -> Tokenizer:
         """Return a `tokenizers.Tokenizer` that gives the ids of this model.
 
         With `verbatim`, only for a model that takes text as it is (`train_model`), it works on the
         text itself with real spaces in its pieces: so a literal U+2581 in a text stays what it is,
         where SentencePiece makes it a space. That is the one difference.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+        from tokenizers.models import BPE as Bpe
+        from tokenizers.models import Unigram
 
         space = " " if verbatim else SPACE
         names = [piece.replace(SPACE, space) for piece, _, _ in self.pieces]
-        tokenizer = Tokenizer(self._bpe(names) if self.model_type == BPE else self._unigram(names))
-        if not verbatim:
-            tokenizer.normalizer = normalizers.Sequence(self._normalizers())
-        if pre_tokenizer := _split_before_spaces(names, space):
-            tokenizer.pre_tokenizer = pre_tokenizer
+        unknown, fallback = self.processor.unk_id(), self._trainer.byte_fallback
+        if self.model_type == BPE:
+            model = Bpe(
+                vocab={name: index for index, name in enumerate(names)},
+                merges=self._merges(names),
+                unk_token=names[unknown],
+                fuse_unk=True,
+                byte_fallback=fallback,
+            )
+        else:
+            scores = [score for _, score, _ in self.pieces]
+            vocab = list(zip(names, scores, strict=True))
+            model = Unigram(vocab, unk_id=unknown, byte_fallback=fallback)
+        tokenizer = Tokenizer(model)
         steps = [decoders.ByteFallback(), decoders.Fuse()]
         if not verbatim:
+            tokenizer.normalizer = normalizers.Sequence(self._normalizers())
             steps.insert(0, decoders.Replace(SPACE, " "))
-        if self.normalizer.add_dummy_prefix:
+        if self._normalizer.add_dummy_prefix:
             steps.append(decoders.Strip(" ", 1, 0))
         tokenizer.decoder = decoders.Sequence(steps)
+        # Where no piece has a space after another character, no merge crosses a cut before a run of
+        # spaces. Words are then short, and most of them come out of the encoder's cache.
+        if not any(re.search(f"[^{space}]{space}", name) for name in names):
+            word = Regex(f"{space}*[^{space}]+|{space}+")
+            tokenizer.pre_tokenizer = pre_tokenizers.Split(word, behavior="isolated")
         tokenizer.add_special_tokens(
             [AddedToken(piece, special=True, normalized=False) for piece in self.special_pieces()]
         )
         return tokenizer
 
-    def _bpe(self, names: list[str]):
-        from tokenizers.models import BPE as Bpe
-
-        vocab = {name: index for index, name in enumerate(names)}
-        mergeable = {
-            name: index
-            for index, (name, (_, _, kind)) in enumerate(zip(names, self.pieces, strict=True))
-            if kind == NORMAL
-        }
-        return Bpe(
-            vocab=vocab,
-            merges=self._merges(mergeable),
-            unk_token=names[self.unk_id],
-            fuse_unk=True,
-            byte_fallback=self.byte_fallback,
-        )
-
-    def _merges(self, mergeable: dict[str, int]) -> list[tuple[str, str]]:
+    def _merges(self, names: list[str]) -> list[tuple[str, str]]:
         """Return every pair of pieces that joins to a piece, best result first.
 
         SentencePiece ranks a merge by the score of the piece that results; pairs with one result
         tie, and a longer left part goes first as the leftmost merge would.
         """
-        merges = []
-        for name, index in mergeable.items():
-            score = self.pieces[index][1]
-            for cut in range(len(name) - 1, 0, -1):
-                if name[:cut] in mergeable and name[cut:] in mergeable:
-                    merges.append((-score, index, -cut, name[:cut], name[cut:]))
-        merges.sort()
+        mergeable = {
+            name: (-score, index)
+            for index, (name, (_, score, kind)) in enumerate(zip(names, self.pieces, strict=True))
+            if kind == NORMAL
+        }
+        merges = sorted(
+            (*rank, -cut, name[:cut], name[cut:])
+            for name, rank in mergeable.items()
+            for cut in range(1, len(name))
+            if name[:cut] in mergeable and name[cut:] in mergeable
+        )
         return [(left, right) for *_, left, right in merges]
-
-    def _unigram(self, names: list[str]):
-        from tokenizers.models import Unigram
-
-        scores = [score for _, score, _ in self.pieces]
-        vocab = list(zip(names, scores, strict=True))
-        return Unigram(vocab, unk_id=self.unk_id, byte_fallback=self.byte_fallback)
 
     def _normalizers(self) -> list:
         from tokenizers import Regex, normalizers
 
-        spec = self.normalizer
+        spec = self._normalizer
         steps = []
         if spec.precompiled_charsmap:
             steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -211,18 +210,3 @@ class SentencePieceModel:
             steps.append(normalizers.Prepend(SPACE))
         steps.append(normalizers.Replace(" ", SPACE))
         return steps
-
-
-def _split_before_spaces(names: list[str], space: str):
-    """Return a pre-tokenizer that cuts text before each run of spaces, where that changes nothing.
-
-    No piece has a space after another character, so no merge can cross such a cut; words are then
-    short, and most of them come out of the encoder's cache.
-    """
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import Split
-
-    if any(re.search(f"[^{space}]{space}", name) for name in names):
-        return None
-    # The pieces between cuts are a run of spaces and the word after it.
-    return Split(Regex(f"{space}*[^{space}]+|{space}+"), behavior="isolated")

@@ -159,22 +159,24 @@ class Shard:
         offset = HEADER.size + 12 * self.num_sequences
         return self._part(np.dtype("<i8"), offset, self.num_documents + 1)
 
-    def document(self, index: int) -> tuple[int, int]:
-        """Return the first token and the end of document `index`, as positions in `tokens`.
+    def documents(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first tokens of documents [first, stop) and their ends, both int64.
 
         Raises `UserError` where the index cannot be right.
         """
-        first, end = (int(mark) for mark in self.document_marks[index : index + 2])
-        last, start, stop = end - 1, 0, -1
-        if 0 <= first <= last < self.num_sequences:
-            start = int(self.pointers[first]) // self.dtype.itemsize
-            stop = int(self.pointers[last]) // self.dtype.itemsize + int(self.lengths[last])
-        if not 0 <= start <= stop <= self.num_tokens:
+        marks = self.document_marks[first : stop + 1]
+        begin, last = marks[:-1], marks[1:] - 1
+        inside = ((begin >= 0) & (begin <= last) & (last < self.num_sequences)).all()
+        if inside:
+            starts = self.pointers[begin] // self.dtype.itemsize
+            stops = self.pointers[last] // self.dtype.itemsize + self.lengths[last]
+            inside = ((starts >= 0) & (starts <= stops) & (stops <= self.num_tokens)).all()
+        if not inside:
             raise UserError(
-                f"{self.idx_path}: document {index} does not lie in {self.bin_path.name}; the "
-                "index is damaged"
+                f"{self.idx_path}: a document of {first} … {stop - 1} does not lie in "
+                f"{self.bin_path.name}; the index is damaged"
             )
-        return start, stop
+        return starts, stops
 
     def _part(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         return np.frombuffer(self._index, dtype, count, offset)
@@ -185,19 +187,18 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
     lengths = np.ascontiguousarray(lengths, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * dtype.itemsize
-    digest = hashlib.sha256()
+    parts = (
+        HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1),
+        lengths.tobytes(),
+        pointers.astype("<i8").tobytes(),
+        np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
+    )
+    data = b"".join(parts)
     with open(path, "wb") as stream:
-        for part in (
-            HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1),
-            lengths.tobytes(),
-            pointers.astype("<i8").tobytes(),
-            np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
-        ):
-            stream.write(part)
-            digest.update(part)
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return digest.hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
 class ShardWriter:

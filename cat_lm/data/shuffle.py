@@ -29,7 +29,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, dtype="<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Maps positions (integers in [0, size)) to the values they hold; int64, same shape."""
+        """Map positions (integers in [0, size)) to the values they hold; int64, same shape."""
         values = self._encrypt(np.asarray(positions, dtype=np.uint64))
         while (outside := values >= self.size).any():
             values[outside] = self._encrypt(values[outside])
@@ -57,7 +57,7 @@ class EpochOrder:
         self._key = f"{fingerprint} {seed}"
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The windows at these positions (counted over all epochs), int64, same shape."""
+        """Return the windows at these positions (counted over all epochs), int64, same shape."""
         epochs, within = np.divmod(positions, self.size)
         numbers = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -80,10 +80,9 @@ class MixtureOrder:
         self._counts = np.array(counts, dtype=np.int64)
         self._ends = np.cumsum(self._counts)
         self._first = np.cumsum([0] + [order.size for order in orders[:-1]])
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None  # the one used last
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The windows at these positions, int64, same shape."""
+        """Return the windows at these positions, int64, same shape."""
         blocks, within = np.divmod(positions, self._ends[-1])
         numbers = np.empty(len(positions), dtype=np.int64)
         for block in np.unique(blocks):
@@ -108,12 +107,6 @@ class MixtureOrder:
 
     def _draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each position's source in a block, and which of its draws it is."""
-        held = self._block
-        if held is None or held[0] != block:
-            held = self._block = (block, *self._make_block(block))
-        return held[1:]
-
-    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         size = int(self._ends[-1])
         places = Permutation(size, f"{self._key} block {block}")(np.arange(size))
         sources = np.searchsorted(self._ends, places, side="right")

@@ -17,6 +17,7 @@ it. A tokenizer trained here keeps it what it is, so that every text comes back 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256, write_json, write_text
 from cat_lm.core.numbers import VOCABULARY
-from cat_lm.core.readers import Record, clipped, read_json, read_object, read_text, short
+from cat_lm.core.readers import Record, clipped, read_json, read_text, short
 from cat_lm.data.sentencepiece_models import (
     EOD_PIECE,
     SPACE,
@@ -37,11 +38,10 @@ from cat_lm.data.sentencepiece_models import (
     SentencePieceModel,
     train_model,
 )
-from cat_lm.pretrained.files import asks_for_code, reason
+from cat_lm.pretrained.files import reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
 
 TRAIN_PREFIX = "train:sentencepiece:"
 # What the end of a document is called where a tokenizer's own settings do not say.
@@ -229,7 +229,7 @@ def _sentencepiece_ids(
 
     See the texts of the module and of `DocumentEncoder`.
     """
-    special = {model.unk_id, *map(model.processor.piece_to_id, model.special_pieces())}
+    special = {*map(model.processor.piece_to_id, model.special_pieces())}
     for text, ids in zip(texts, encoded, strict=True):
         differs = info.spec.startswith(TRAIN_PREFIX) and SPACE in text
         if model.model_type == UNIGRAM:
@@ -244,19 +244,15 @@ def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Sequence[S
     `tokenizer.json` says. A lone file has none but the file as it is, and so has a folder that
     transformers cannot load (one whose class is code of its own).
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
-        try:
+        from transformers import AutoTokenizer
+
+        with contextlib.suppress(Exception):
+            safe = {"local_files_only": True, "trust_remote_code": False}
             options = {"add_special_tokens": False, "split_special_tokens": True}
-            # Settings of other types show only when it is used.
-            return "transformers", auto_tokenizer(path)(list(texts), **options)["input_ids"]
-        except Exception as error:
-            if not file.is_file():
-                text = f"--tokenizer {path}: cannot be loaded again ({reason(error)})"
-                raise UserError(text) from None
-    tokenizer = read_tokenizer_json(file)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+            loaded = AutoTokenizer.from_pretrained(path, **safe)
+            return "transformers", loaded(list(texts), **options)["input_ids"]
+    tokenizer = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     return "its own file", [encoding.ids for encoding in encodings]
 
@@ -329,18 +325,17 @@ def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
     """Return the fast tokenizer of a file or a folder, and the names of its special tokens."""
     from tokenizers.processors import Sequence as Processors
 
-    folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
-    config = folder / "tokenizer_config.json"
-    if file.is_file():
-        tokenizer = read_tokenizer_json(file)
-        # The settings beside a lone file are its own only under the name that goes with them.
-        named = config.is_file() and file.name == "tokenizer.json"
-        settings = _read_settings(config) if named else {}
-    else:
-        tokenizer, settings = _load_with_transformers(folder)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    if not file.is_file():
+        raise UserError(
+            f"--tokenizer {path}: not a tokenizer folder (no tokenizer.json; load it by "
+            "transformers' AutoTokenizer and save it)"
+        )
+    tokenizer = read_tokenizer_json(file)
+    # The settings beside a lone file are its own only under the name that goes with them.
+    config = file.with_name("tokenizer_config.json")
+    named = config.is_file() and file.name == "tokenizer.json"
+    settings = _read_settings(config) if named else {}
     if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
         # A template that adds BOS or EOS: models trained on these shards never see it.
         tokenizer.post_processor = Processors([])
@@ -365,29 +360,6 @@ def _read_settings(config: Path) -> dict:
     return {n: v.content if isinstance(v, _Token) else v for n, v in found.items()}
 
 
-def _load_with_transformers(folder: Path) -> tuple[Tokenizer, dict]:
-    try:
-        loaded = auto_tokenizer(folder)
-    except Exception as error:  # transformers raises many kinds for a folder it cannot read
-        config = folder / "tokenizer_config.json"
-        said = asks_for_code(read_object(config)) if config.is_file() else ""
-        raise UserError(
-            f"--tokenizer {folder}: not a tokenizer folder ({said or reason(error)})"
-        ) from None
-    if not getattr(loaded, "is_fast", False):
-        raise UserError(f"--tokenizer {folder}: has no fast tokenizer (tokenizer.json)")
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    settings = {name: str(getattr(loaded, name)) for name in names if getattr(loaded, name, None)}
-    return loaded.backend_tokenizer, settings
-
-
-def auto_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a folder by `transformers`, without its code; raises whatever that raises."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
 def read_tokenizer_json(path: Path) -> Tokenizer:
     """Read a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
     from tokenizers import Tokenizer
@@ -405,4 +377,6 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     if problem := VOCABULARY.at_least(0).problem(largest):
         raise UserError(f"{path}: token {clipped(repr(token))} has the id {largest}, {problem}")
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer

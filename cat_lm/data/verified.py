@@ -78,16 +78,11 @@ class Notes:
                     stream.write(text.encode())
                 return
 
-    def add_now(self, digests: Mapping[str, str]) -> None:
-        """Note files that this process has just written and read again."""
-        self.add([self.line(*item) for item in digests.items()])
 
-
-def note_shards(folder: Path, entries: Iterable[dict]) -> None:
-    """Note shards that this process has just written into `folder` and read again."""
+def note_files(folder: Path, digests: Mapping[str, str]) -> None:
+    """Note files that this process has just written into `folder` and read again."""
     notes = Notes(folder)
-    for entry in entries:
-        notes.add_now(shard_digests(entry))
+    notes.add([notes.line(*item) for item in digests.items()])
 
 
 def read_files(

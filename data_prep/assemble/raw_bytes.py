@@ -18,7 +18,7 @@ from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
-from cat_lm.data.verified import note_shards
+from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.common.unfinished import TOKENIZER
 
@@ -95,7 +95,8 @@ def _make(made: Path, file: Path, source: dict) -> dict:
     write_json(made / MANIFEST, manifest)
     for split in shards:
         open_corpus(made, split)
-    note_shards(made, [entry.to_json() for entries in shards.values() for entry in entries])
+    for entry in (entry for entries in shards.values() for entry in entries):
+        note_files(made, shard_digests(entry.to_json()))
     return manifest
 
 

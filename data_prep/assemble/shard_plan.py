@@ -11,7 +11,7 @@ import numpy as np
 
 from cat_lm.core.files import atomic_write, sha256
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
-from cat_lm.data.verified import note_shards
+from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.selection import Selection
 from data_prep.common.unfinished import MAKING
 from data_prep.encode.parts import (
@@ -181,7 +181,8 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
-    note_shards(task.folder, [info.to_json()])  # it was read again before it got its name
+    # It was read again before it got its name.
+    note_files(task.folder, shard_digests(info.to_json()))
     with disk_errors(work):
         path = token_counts_path(work, shard.name)
         with atomic_write(path, "wb") as stream:

@@ -10,7 +10,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
 from cat_lm.data import TokenCorpus
 from cat_lm.data import corpus as corpus_module
-from cat_lm.data.corpus import OTHER_FILES
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_data
 from tests.prepared_data import random_documents, write_prepared
@@ -83,23 +82,6 @@ def test_masking_needs_ends_that_a_stream_shows(tmp_path, split):
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_all_that_stays_open_together_is_counted(folder, tmp_path, monkeypatch):
-    """Each corpus alone would do: 3 and 2 shards, and 1 of either's validation."""
-    first = write_prepared(tmp_path / "a", random_documents(90, 40), shard_tokens=600)
-    other = write_prepared(tmp_path / "b", random_documents(90, 40, seed=1), shard_tokens=600)
-    config = config_of(folder, path=None, mixture={str(first): 1, str(other): 1})
-    corpus, held_out, _ = open_data(config)
-    shards = len(corpus.shards) + len(held_out.shards)
-    assert shards > 2 + max(len(part.shards) for part in corpus.parts)
-    hard = [shards + OTHER_FILES]
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, hard[0]))
-    monkeypatch.setattr("resource.setrlimit", lambda *_: None)
-    open_data(config)
-    hard[0] -= 1
-    with pytest.raises(UserError, match=f"data are in {shards} shards, but only {hard[0]} files"):
-        open_data(config)
 
 
 def test_a_plan_leaves_no_index_open(tmp_path):

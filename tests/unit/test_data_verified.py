@@ -275,7 +275,7 @@ def test_what_one_rank_finds_all_ranks_say(folder):
 def test_notes_of_many_writers_are_all_there(folder):
     entries = open_corpus(folder, "train").manifest["splits"]["train"]["shards"]
     threads = [
-        threading.Thread(target=lambda e=e: Notes(folder).add_now(shard_digests(e)))
+        threading.Thread(target=lambda e=e: verified.note_files(folder, shard_digests(e)))
         for e in entries
     ]
     for thread in threads:

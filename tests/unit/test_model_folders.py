@@ -267,7 +267,7 @@ class TestCode:
         change_settings(foreign, "tokenizer_config.json", auto_map=auto, tokenizer_class="Evil")
         monkeypatch.setattr("builtins.input", lambda *_: "y")
         assert_one_line(monkeypatch, capsys, "its code is not run", foreign, "x", stdin=b"y\n" * 9)
-        with pytest.raises(UserError, match="its code is not run"):
+        with pytest.raises(UserError, match="not a tokenizer folder"):
             from_transformers(foreign)
         assert not ran.exists()
 
