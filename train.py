@@ -23,8 +23,8 @@ from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import RANKS
 from cat_lm.data.opening import open_data
 from cat_lm.training import launcher
-from cat_lm.training.ancestors import find_launcher
 from cat_lm.training.checkpoint.verify import candidates
+from cat_lm.training.launcher import find_launcher
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog
 
@@ -96,9 +96,9 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
+        from cat_lm.training.building import resolve_precision
         from cat_lm.training.checkpoint import Checkpoints
         from cat_lm.training.determinism import make_deterministic
-        from cat_lm.training.engine import resolve_precision
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
@@ -146,15 +146,15 @@ class Trainer:
     def _begin(self, start_from: Path | None) -> None:
         """Make model and optimizer, as initialised or as the checkpoint left them."""
         from cat_lm.pretrained.record import comparing_files
-        from cat_lm.training.engine import (
-            Engine,
+        from cat_lm.training.building import (
             build_model,
             convolution_backend,
+            describe_sharing,
             documents_apart,
             mixer_backend,
         )
+        from cat_lm.training.engine import Engine
         from cat_lm.training.init_from import load_initial_weights, vocab_size
-        from cat_lm.training.sequence import describe
 
         config, ranks = self.config, self.ranks
         # One rank of a host compares the files of an initial model, for all.
@@ -165,7 +165,7 @@ class Trainer:
         self.log.line(f"convolution: {convolution_backend(config, model.config, ranks.device)}")
         if recurrence := mixer_backend(config, model, ranks.device):
             self.log.line(f"recurrence: {recurrence}")
-        if shared := describe(config):
+        if shared := describe_sharing(config):
             self.log.line(f"sequences: {shared}")
         if apart := documents_apart(config, model, ranks.device):
             self.log.line(f"documents: {apart.name}, {apart.reason}")

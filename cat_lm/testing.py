@@ -22,7 +22,7 @@ from cat_lm.model.attention.causality import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.training.checkpoint import buffers
+from cat_lm.training.checkpoint.fragments import persistent_buffers
 
 __all__ = ["check_entry"]
 
@@ -259,8 +259,8 @@ def _check_form(module: ScoreModule, form: str, heads: int) -> None:
 
 
 def _check_buffers(module: nn.Module) -> None:
-    for name, buffer in buffers.persistent(module).items():
-        if buffer.dtype not in buffers.TYPES.values():
+    for name, buffer in persistent_buffers(module).items():
+        if buffer.is_complex():
             raise _Wrong(f"holds a buffer {name} of {buffer.dtype}, which no checkpoint holds")
         if not buffer.isfinite().all():
             raise _Wrong(f"holds a buffer {name} that is not finite, which no checkpoint may be")

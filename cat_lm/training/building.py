@@ -1,37 +1,142 @@
-"""Weights that one rank makes and the others get: a host holds one copy while a run starts.
-
-DeepSpeed gives every rank the first one's parameters when it takes the model over, so what the
-others had computed would be thrown away: 4 bytes a parameter and rank of their hosts' memory.
-"""
+"""The model of a run: built from its configuration, described, and shared among the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+import contextlib
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
-from cat_lm.core.causality import is_apart
+from cat_lm.core.errors import UserError
+from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.training.distributed import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
-@contextmanager
-def without_weights() -> Iterator[None]:
-    """Inside, the parameters of new modules take no memory (they are on the meta device).
+def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
+    """Return the model's own configuration. Raises UserError where the model cannot be."""
+    architecture = config.architecture
+    fields = architecture.fields(config.model, vocab_size, config.data.context_length)
+    try:
+        return architecture.config_class()(**fields)
+    except ValueError as error:
+        raise UserError(f"model: {' '.join(str(error).split())}") from error
 
-    Buffers are computed as ever, from a generator that may stand elsewhere: the Engine shares them.
+
+def trained_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
+    """Return `model_config` of the model as a step computes it."""
+    section = config.as_trained(config.model)
+    return model_config(config.model_copy(update={"model": section}), vocab_size)
+
+
+def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
+    """Build a freshly initialised model in fp32 on the CPU, the same each time.
+
+    Args:
+        weights: whether it has any; without, all of it is on the meta device, and the Engine fills
+            it with the first rank's: DeepSpeed sends these to all ranks anyway, and the host has
+            one copy.
     """
-    register = nn.Module.register_parameter
+    fields = model_config(config, vocab_size)
+    torch.manual_seed(config.train.seed)
+    try:
+        check_classes(config.architecture)
+        with contextlib.nullcontext() if weights else torch.device("meta"):
+            model = config.architecture.classes().causal_lm(fields)
+        check_model(config.architecture, config.model, model)
+        make_fillable(model)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"model: {' '.join(str(error).split())}") from error
+    model.set_conv_backend(config.train.conv_backend)
+    model.set_mixer_backend(config.train.mixer_backend)
+    config.architecture.prepare_training(model, config.model, config.train)
+    if config.train.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta and not is_apart():
-            module._parameters[name] = _with_data(parameter, parameter.data.to("meta"))
 
-    with mock.patch.object(nn.Module, "register_parameter", on_meta):
-        yield
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Allocate what is on the meta device on `device`, with any content; tied weights stay tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    made[tensor] = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+                    made[tensor].__dict__.update(tensor.__dict__)
+                held[name] = made[tensor]
+
+
+def make_fillable(model: nn.Module) -> None:
+    """Make buffers contiguous: after `Tensor.expand` numbers share their places."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.contiguous()
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Broadcast the first rank's buffers, whatever others drew (a collective)."""
+    make_fillable(model)
+    if ranks.world_size == 1:
+        return
+    for buffer in model.buffers():
+        if buffer.numel() > 0:
+            # As bytes, which every backend sends, NaN and booleans too.
+            torch.distributed.broadcast(buffer.view(-1).view(torch.uint8), src=0)
+
+
+def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torch.device) -> str:
+    """Return what will compute convolutions and attention of this run, and why.
+
+    Args:
+        model: the model's own configuration.
+
+    Raises:
+        UserError: the backend that the configuration names cannot serve.
+    """
+    return _backend(config, model, device, "conv_backend")
+
+
+def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
+    """Return what will compute the recurrences of this run, and why; "" without any. As above."""
+    return _backend(config, model.config, device, "mixer_backend")
+
+
+def _backend(config: RunConfig, model: PreTrainedConfig, device: torch.device, key: str) -> str:
+    family, backend = config.architecture, getattr(config.train, key)
+    is_mixer = key == "mixer_backend"
+    describe = family.describe_mixer_backend if is_mixer else family.describe_backend
+    try:
+        return describe(model, device, compute_dtype(config), backend)
+    except ValueError as error:
+        raise UserError(f"train.{key}={backend}: {error}") from error
+
+
+def documents_apart(
+    config: RunConfig, model: PreTrainedModel, device: torch.device
+) -> DocumentAttention | None:
+    """Return what keeps packed documents apart in attention, and why; None where nothing does."""
+    if not config.data.mask_documents or not model.takes_borders:
+        return None
+    is_other = bool(config.objective.section)
+    computed = trained_config(config, model.config.vocab_size) if is_other else model.config
+    return document_attention(computed, device, compute_dtype(config))
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype that layers compute in; precision must be decided."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def begins_again_in_fp32(config: RunConfig) -> bool:
@@ -45,27 +150,35 @@ def begins_again_in_fp32(config: RunConfig) -> bool:
     return rounds and not config.objective.trains_all
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate what is on the meta device on `device`, with anything in it.
-
-    That is all parameters, and buffers that were computed from them.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
-            if parameter not in made:
-                data = torch.empty_like(parameter.data, device=device)
-                made[parameter] = _with_data(parameter, data)
-            module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Return the optimizer's groups, with weight decay and without: `parameters_by_decay`."""
+    decayed, exempt = parameters_by_decay(model)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
-def _with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """Make `parameter` anew, with what its owner has noted on it."""
-    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    return other
+def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str]:
+    """Return (`bf16` or `fp32`, why): `auto` takes bf16 only where the hardware multiplies it."""
+    asked = config.train.precision
+    if asked != "auto":
+        return asked, "asked for"
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    has = "multiplies bf16 natively" if native else "has no native bf16 arithmetic"
+    return ("bf16" if native else "fp32"), f"this {device.type} {has}"
+
+
+def describe_sharing(config: RunConfig) -> str:
+    """Return how ranks share sequences, for the log; "" where each has its own."""
+    parts, length = config.train.sequence_parallel, config.data.context_length
+    if parts == 1:
+        return ""
+    return (
+        f"{parts} neighbouring ranks share each, {length // parts:,} of {length:,} tokens a rank; "
+        "whole of a rank's heads in between"
+    )

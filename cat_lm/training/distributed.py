@@ -99,8 +99,7 @@ class Ranks:
         try:
             result = action()
         except Exception as raised:
-            text = str(raised) if isinstance(raised, UserError) else describe_error(raised)
-            error = (is_temporary(raised), text)
+            error = (is_temporary(raised), describe_error(raised))
         errors = [error for error in self.gather(error) if error is not None]
         if errors:  # first what somebody must mend
             temporary, text = min(errors, key=lambda error: error[0])
@@ -123,6 +122,9 @@ def patience(hang_minutes: float) -> float:
 
 
 def describe_error(error: BaseException) -> str:
+    """Return one line for an error, with its file or its type where it is no `UserError`."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {describe_os_error(error)}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

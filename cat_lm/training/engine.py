@@ -2,156 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from cat_lm.architectures.checks import check_classes, check_model
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
-from cat_lm.model.attention.documents import DocumentAttention, document_attention
-from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.precision import sum_products_in_fp32
-from cat_lm.training.bf16_step import Bf16Step
-from cat_lm.training.building import begins_again_in_fp32, give_memory, without_weights
-from cat_lm.training.checkpoint import buffers
+from cat_lm.training.building import (
+    begins_again_in_fp32,
+    documents_apart,
+    give_memory,
+    parameter_groups,
+    share_buffers,
+)
 from cat_lm.training.checkpoint.optimizer_state import fill_weights
-from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, quiet
-from cat_lm.training.partitioned_step import PartitionedStep
-from cat_lm.training.sequence import sequence_group
-from cat_lm.training.steps import LaunchedStep, Moment, StepResult
+from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, patience, quiet
+from cat_lm.training.steps import Bf16Step, LaunchedStep, Moment, PartitionedStep, StepResult
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from cat_lm.model.hf.causal_lm import CausalOutput
 
 Batch = dict[str, np.ndarray]
 
 
-def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
-    """The model's own configuration. Raises UserError where the model cannot be."""
-    architecture = config.architecture
-    fields = architecture.fields(config.model, vocab_size, config.data.context_length)
-    try:
-        return architecture.config_class()(**fields)
-    except ValueError as error:
-        raise UserError(f"model: {' '.join(str(error).split())}") from error
-
-
-def trained_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
-    """Return `model_config` of the model as a step computes it."""
-    section = config.as_trained(config.model)
-    return model_config(config.model_copy(update={"model": section}), vocab_size)
-
-
-def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
-    """A freshly initialised model in fp32 on the CPU, the same each time.
-
-    Args:
-        weights: whether it has any; without them its parameters are on the meta device, and the
-            Engine has them filled with the first rank's.
-    """
-    fields = model_config(config, vocab_size)
-    torch.manual_seed(config.train.seed)
-    try:
-        check_classes(config.architecture)
-        with contextlib.nullcontext() if weights else without_weights():
-            model = config.architecture.classes().causal_lm(fields)
-        check_model(config.architecture, config.model, model)
-        buffers.make_fillable(model)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"model: {' '.join(str(error).split())}") from error
-    model.set_conv_backend(config.train.conv_backend)
-    model.set_mixer_backend(config.train.mixer_backend)
-    config.architecture.prepare_training(model, config.model, config.train)
-    if config.train.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torch.device) -> str:
-    """Return what will compute convolutions and attention of this run, and why.
-
-    Args:
-        model: the model's own configuration.
+def sequence_group(config: RunConfig, ranks: Ranks) -> SequenceGroup | None:
+    """Join the neighbouring ranks that share this one's sequences, a collective; None for P = 1.
 
     Raises:
-        UserError: the backend that the configuration names cannot serve.
+        UserError: P does not divide the ranks.
     """
-    return _backend(config, model, device, "conv_backend", config.architecture.describe_backend)
-
-
-def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """Return what will compute the recurrences of this run, and why; "" without any. As above."""
-    describe = config.architecture.describe_mixer_backend
-    return _backend(config, model.config, device, "mixer_backend", describe)
-
-
-def _backend(
-    config: RunConfig,
-    model: PreTrainedConfig,
-    device: torch.device,
-    key: str,
-    describe: Callable[[PreTrainedConfig, torch.device, torch.dtype, str], str],
-) -> str:
-    backend = getattr(config.train, key)
-    try:
-        return describe(model, device, _dtype(config), backend)
-    except ValueError as error:
-        raise UserError(f"train.{key}={backend}: {error}") from error
-
-
-def documents_apart(
-    config: RunConfig, model: PreTrainedModel, device: torch.device
-) -> DocumentAttention | None:
-    """Return what keeps packed documents apart in attention, and why; None where nothing does."""
-    if not config.data.mask_documents or not model.takes_borders:
+    parts, shares = config.train.sequence_parallel, config.row_shares(ranks.world_size)
+    if parts == 1:
         return None
-    is_other = bool(config.objective.section)
-    computed = trained_config(config, model.config.vocab_size) if is_other else model.config
-    return document_attention(computed, device, _dtype(config))
-
-
-def _dtype(config: RunConfig) -> torch.dtype:
-    """That of what layers compute."""
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """The optimizer's groups: with weight decay and without, as `parameters_by_decay` splits."""
-    decayed, exempt = parameters_by_decay(model)
+    timeout = timedelta(minutes=patience(config.train.hang_minutes))
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
+        torch.distributed.new_group(range(share * parts, (share + 1) * parts), timeout=timeout)
+        for share in range(shares)
     ]
-    return [group for group in groups if group["params"]]
-
-
-def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str]:
-    """(`bf16` or `fp32`, the reason): `auto` takes bf16 only where the hardware multiplies it."""
-    asked = config.train.precision
-    if asked != "auto":
-        return asked, "asked for"
-    if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    has = "multiplies bf16 natively" if native else "has no native bf16 arithmetic"
-    return ("bf16" if native else "fp32"), f"this {device.type} {has}"
+    return SequenceGroup(parts, ranks.rank % parts, groups[ranks.rank // parts])
 
 
 def _check_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ for a CPU; without a compiler it would fail in the first step."""
+    """Refuse torch.compile on a CPU without a C++ compiler, with which it writes its code."""
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     if device.type == "cpu" and not any(shutil.which(name) for name in compilers):
         raise UserError("train.compile=True: there is no C++ compiler, which a CPU needs for it")
@@ -180,12 +85,14 @@ class Engine:
         sum_products_in_fp32()
         make_process_ready(ranks.device)
         restores = begins_again_in_fp32(config)
-        exact = _weights_of(model) if restores and ranks.is_first else None
+        exact = None
+        if restores and ranks.is_first:
+            exact = {n: w.detach().to("cpu", copy=True) for n, w in model.named_parameters()}
         if config.train.precision == "bf16" and not self._plain:
             model.to(torch.bfloat16)
         give_memory(model, ranks.device)
         model.to(ranks.device).train()
-        buffers.share(model, ranks)
+        share_buffers(model, ranks)
         optimizer = torch.optim.AdamW(
             parameter_groups(model, config.optimizer.weight_decay),
             lr=config.optimizer.lr,
@@ -340,11 +247,6 @@ class Engine:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.found_inf = (~norm.isfinite()).float()
         return norm
-
-
-def _weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Copy the weights as they are, to the CPU."""
-    return {name: w.detach().to("cpu", copy=True) for name, w in model.named_parameters()}
 
 
 def _own_losses(outputs: CausalOutput) -> torch.Tensor | None:

@@ -79,7 +79,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     Raises:
         UserError: the model cannot be built.
     """
-    from cat_lm.training.engine import build_model
+    from cat_lm.training.building import build_model
 
     section = config.architecture.portable(config.model)
     # Layers that are computed again keep nothing, and no backend but the usual is sure to be here.
@@ -242,7 +242,7 @@ def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Save
 
 
 def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
-    from cat_lm.training.engine import trained_config
+    from cat_lm.training.building import trained_config
 
     train, data = config.train, config.data
     device = torch.device("cuda" if on_gpu else "cpu")

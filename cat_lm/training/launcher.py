@@ -1,16 +1,22 @@
-"""The launcher's variables of this process: torchrun, deepspeed and srun in the same variables.
+"""The launcher of this process: its variables, and whether it is still there.
 
-Reads the environment only, and imports nothing heavy.
+torchrun, deepspeed and srun end in the same variables. A launcher that is killed (SIGKILL, no
+memory left) cannot end its ranks: the kernel gives them another parent. So the line of processes
+from this one up to its launcher is remembered at the start, wrappers such as a shell or `numactl`
+included; the launcher is gone when a link of it has changed. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 from cat_lm.core.errors import UserError
 
 _PORTS = range(1, 65536)
+_PROC = Path("/proc")
 
 
 def world_size() -> int:
@@ -80,3 +86,58 @@ def _first_host(nodelist: str) -> str:
     if not match:
         raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
     return "".join(part or "" for part in match.groups())
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The process that started this one: `line` has the ids from this one's parent up to it."""
+
+    line: tuple[int, ...]
+
+    def is_gone(self) -> bool:
+        links = zip((os.getpid(), *self.line), self.line, strict=False)
+        # 0 is unknown: where a wrapper has ended, the link below it has changed.
+        return any(_parent(child) not in (parent, 0) for child, parent in links)
+
+
+def find_launcher() -> Launcher | None:
+    """Find the launcher above this process: torchrun, deepspeed or SLURM's step daemon.
+
+    None without one, as after a start by hand, and where it cannot be seen, from inside a container
+    with its own process ids. Must be called early: one that dies before is not missed.
+    """
+    env, line = os.environ, [os.getppid()]
+    given = [name for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK") if name in env]
+    if "RANK" in env and given:
+        # What the launcher starts has its variable, the launcher has not.
+        while line[-1] > 1 and f"\0{given[0]}=".encode() in b"\0" + _read(line[-1], "environ"):
+            line.append(_parent(line[-1]))
+        # `deepspeed` on one machine starts another program of its own, which starts the ranks.
+        above = _parent(line[-1])
+        if env.get("CROSS_SIZE") == "1" and b"deepspeed" in _read(above, "cmdline"):
+            line.append(above)
+    elif "SLURM_STEP_NUM_TASKS" in env and env.get("SLURM_TASK_PID", "").isdigit():
+        task, line = int(env["SLURM_TASK_PID"]), [os.getpid()]
+        while line[-1] not in (task, 0):
+            line.append(_parent(line[-1]))
+        line = [*line[1:], _parent(line[-1])]
+    else:
+        return None
+    return Launcher(tuple(line)) if line[-1] > 0 else None
+
+
+def _parent(process: int) -> int:
+    """Return the parent's id; 0 where there is none, or none that this process can see."""
+    if process == os.getpid():
+        return os.getppid()
+    # The command's name, in parentheses, may hold anything.
+    fields = _read(process, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def _read(process: int, name: str) -> bytes:
+    """Read a file of `/proc`; empty where the process has ended or is another user's."""
+    try:
+        return (_PROC / str(process) / name).read_bytes()
+    except OSError:
+        return b""

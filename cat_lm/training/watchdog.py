@@ -14,19 +14,19 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from cat_lm.core.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError
-from cat_lm.training.ancestors import Launcher
+from cat_lm.training.launcher import Launcher
 from cat_lm.training.stop import StopSignal
 
 # Launchers start the job again on it; 1 would do as well, but says less.
 HUNG_EXIT_CODE = 76
-# Of a rank without launcher, whose peers may be gone, too: seconds without progress, at least, and
-# in steps as long as the longest so far.
+# A rank without launcher, whose peers may be gone, too, ends after so many seconds without
+# progress, at least, and after so many times the longest step.
 ORPHAN_SECONDS, ORPHAN_STEPS = 30.0, 3.0
 _ending = threading.Lock()
 
 
 class Watchdog:
-    """Ends the process with `HUNG_EXIT_CODE` when `progress` is not called for `minutes`.
+    """End the process with `HUNG_EXIT_CODE` when `progress` is not called for `minutes`.
 
     The stacks of all threads go to stderr first, with what the rank did last: where one rank of
     many hangs, the others wait for it in a collective, and the odd one out is the culprit. A
@@ -53,14 +53,14 @@ class Watchdog:
         self._thread.start()
 
     def progress(self, what: str) -> None:
-        """Notes that the rank is alive and has just done `what`."""
+        """Note that the rank is alive and has just done `what`."""
         now = time.monotonic()
         if not self._unhurried:
             self._longest = max(self._longest, now - self._last)
         self._last, self._what = now, what
 
     def steps_begin(self, stop: StopSignal) -> None:
-        """From here on `stop` hears of a lost launcher, and a checkpoint follows."""
+        """From here on, tell `stop` of a lost launcher, so that a checkpoint follows."""
         self._longest, self._last = 0.0, time.monotonic()
         self._stop = stop
 
@@ -76,7 +76,7 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """An error inside that a lost launcher may have caused ends the process as that does.
+        """End the process as a lost launcher does, where that may have caused an error inside.
 
         With the launcher go the ranks' meeting point and the peers; collectives then fail.
         """
@@ -86,12 +86,14 @@ class Watchdog:
             # Bad input has no other cause; ranks that did not meet may have lost the launcher.
             if isinstance(error, UserError) and not isinstance(error, TemporaryError):
                 raise
-            launcher, tries = self._launcher, 20
-            # Its connections are closed a moment before it counts as ended.
-            while launcher is not None and not launcher.is_gone() and tries:
+            launcher = self._launcher
+            for _ in range(20):  # Its connections are closed a moment before it counts as ended.
+                if launcher is None or launcher.is_gone():
+                    break
                 time.sleep(0.1)
-                tries -= 1
-            if launcher is None or not launcher.is_gone():
+            else:
+                raise
+            if launcher is None:
                 raise
             _end_orphaned(launcher, f" ({type(error).__name__} after {self._what})")
 
@@ -148,12 +150,12 @@ def _end_orphaned(launcher: Launcher, when: str) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Writes a line about this rank to stderr, which may have gone with the launcher."""
+    """Write a line about this rank to stderr, which may have gone with the launcher."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     with contextlib.suppress(OSError):
         os.write(2, f"rank {rank} on {host_name()}: {text}\n".encode())
 
 
 def host_name() -> str:
-    """SLURM's name of the node where there is one, else the machine's."""
+    """Return SLURM's name of the node where there is one, else the machine's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -119,7 +119,7 @@ def _precision(config: RunConfig) -> str:
     """Name the precision that a training would have here."""
     import torch
 
-    from cat_lm.training.engine import resolve_precision
+    from cat_lm.training.building import resolve_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return resolve_precision(config, device)[0]

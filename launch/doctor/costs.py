@@ -119,7 +119,7 @@ class Run:
 
     @classmethod
     def of(cls, config: RunConfig, vocab_size: int) -> Run:
-        from cat_lm.training.engine import model_config
+        from cat_lm.training.building import model_config
         from cat_lm.training.estimate import flops_per_token, num_parameters
 
         parameters = num_parameters(config, vocab_size)

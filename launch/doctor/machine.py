@@ -245,7 +245,7 @@ def kernels() -> Iterator[Finding]:
 
     if not (INSTALLED and torch.cuda.is_available()):
         return
-    from cat_lm.training.preflight.kernel_trial import why_no_kernel
+    from cat_lm.training.preflight.facts import why_no_kernel
 
     problem = why_no_kernel(torch.device("cuda"))
     text = "" if problem else "a Triton kernel was built, runs and computes the right numbers"

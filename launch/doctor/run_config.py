@@ -38,7 +38,7 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
     import torch
 
     from cat_lm.counts import count_parameters
-    from cat_lm.training.engine import build_model, resolve_precision
+    from cat_lm.training.building import build_model, resolve_precision
 
     precision, reason = resolve_precision(config, _device())
     yield Finding("run model", f"{precision}: {reason}", "precision", precision)
@@ -72,7 +72,7 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
 def run_convolutions(config: RunConfig) -> Iterator[Finding]:
     """Name the backend of the model's convolutions in the run's precision."""
-    from cat_lm.training.engine import convolution_backend, model_config
+    from cat_lm.training.building import convolution_backend, model_config
 
     config = config.with_precision(precision_here(config))
     model = model_config(config, vocabulary(config)[0])
@@ -82,7 +82,7 @@ def run_convolutions(config: RunConfig) -> Iterator[Finding]:
 
 def run_recurrences(config: RunConfig) -> Iterator[Finding]:
     """Name the backend of the model's recurrences in the run's precision, if it has any."""
-    from cat_lm.training.engine import mixer_backend
+    from cat_lm.training.building import mixer_backend
 
     if not config.architecture.recurrent and config.train.mixer_backend == "auto":
         return
@@ -115,7 +115,7 @@ def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
         describe_kept,
         num_parameters,
     )
-    from cat_lm.training.preflight.folder import saved_checkpoints
+    from cat_lm.training.preflight.facts import saved_checkpoints
 
     one = checkpoint_bytes(num_parameters(config, vocabulary(config)[0]))
     saved = saved_checkpoints(folder, config.checkpoint.keep_last)
@@ -136,7 +136,7 @@ ALL = (run_data, run_model, run_memory, run_convolutions, run_recurrences, run_o
 
 def precision_here(config: RunConfig) -> str:
     """bf16 or fp32, as a run on this machine decides it."""
-    from cat_lm.training.engine import resolve_precision
+    from cat_lm.training.building import resolve_precision
 
     return resolve_precision(config, _device())[0]
 

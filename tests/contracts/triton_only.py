@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
-from cat_lm.training.preflight.kernel_trial import why_no_kernel
+from cat_lm.training.preflight.facts import why_no_kernel
 from tests.contracts.operators import (
     BOUNDS,
     assert_close,

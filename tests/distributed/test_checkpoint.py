@@ -31,7 +31,7 @@ ACTIONS = (
     "cat_lm.training.checkpoint.rng.save_random_states",
     "safetensors.torch.save_file",
     "shutil.copytree",
-    "cat_lm.training.checkpoint.optimizer_state.checksum_as_written",
+    "cat_lm.training.checkpoint.optimizer_state.check_stored",
     "cat_lm.training.checkpoint.transfer.flush",
     "cat_lm.training.checkpoint.transfer.checksum",
     "cat_lm.training.checkpoint.optimizer_state.read_index",

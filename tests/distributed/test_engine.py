@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
+from cat_lm.training.building import build_model, parameter_groups
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
-from cat_lm.training.engine import Engine, build_model, parameter_groups
+from cat_lm.training.engine import Engine
 from tests.checkpoints import STATE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import LAS

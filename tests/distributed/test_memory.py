@@ -14,7 +14,8 @@ import pytest
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.counts import count_parameters
-from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.building import build_model
+from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import MEMORY_ACCURACY, Memory, memory_per_rank
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values

@@ -17,12 +17,13 @@ from cat_lm.core.errors import UserError
 from cat_lm.data import packing
 from cat_lm.data.opening import open_corpus, open_data
 from cat_lm.training import preflight
+from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.checkpoint.fragments import stepped_tensors
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
-from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
-from cat_lm.training.preflight import plans
+from cat_lm.training.preflight import data as preflight_data
 from cat_lm.training.preflight.dry_run import absent_moments
 from tests.checkpoints import STATE
 from tests.conftest import generated_text
@@ -99,9 +100,9 @@ def checked(ranks, folders: list[Path], changes: dict[str, object]) -> tuple[str
 
     `changes` are made on the last rank only: a value of the configuration, or of its versions.
     """
-    from cat_lm.training.preflight import facts, folder
+    from cat_lm.training.preflight import facts
 
-    folder.PATIENCE_SECONDS = 0.3
+    facts.PATIENCE_SECONDS = 0.3
     os.environ["SLURMD_NODENAME"] = f"n{ranks.rank}"
     os.chdir(folders[ranks.rank])
     is_last = ranks.rank == ranks.world_size - 1
@@ -147,8 +148,8 @@ def test_everything_wrong_at_once(tiny_corpus, tmp_path, prepare):
     assert len(lines) == 5, error
     assert "torch is 2.0.0, but" in lines[1] and "on n0; install the same torch" in lines[1]
     assert "train.seed=3, but 0 on rank 0" in lines[2]
-    assert "the fingerprint is" in lines[3] and "but on n0" in lines[3]
-    assert "train.output_dir=run: is not the folder that rank 0 writes to on n0" in lines[4]
+    assert "train.output_dir=run: is not the folder that rank 0 writes to on n0" in lines[3]
+    assert "the fingerprint is" in lines[4] and "but on n0" in lines[4]
     assert not (folders[0] / "run").exists(), "a run that cannot start leaves no folder behind"
 
 
@@ -188,10 +189,16 @@ def test_a_dry_run_batch_changes_nothing(world_size, tiny_corpus):
                 np.testing.assert_array_equal(same_weights[name], weight, err_msg=str((case, name)))
 
 
+def read_data(config: RunConfig, ranks, progress) -> None:
+    read = (lambda note: preflight_data.read_data(config, note)) if ranks.is_first else None
+    opened = preflight_data.meanwhile(ranks, read, progress)
+    assert opened is None or opened.result().vocab_size > 0
+
+
 def planned(ranks, data: str) -> tuple[int, int]:
     """(times that this rank told its watchdog, windows); a group is packed only after it did."""
     told, packed, told_enough = [], 0, threading.Condition()
-    plans.POLL_SECONDS = 0.01
+    preflight_data.POLL_SECONDS = 0.01
     packing.GROUP = 2
     real = packing.pack
 
@@ -211,7 +218,7 @@ def planned(ranks, data: str) -> tuple[int, int]:
     values = run_values(data, "unused")
     values["data"]["packing"] = "best_fit"
     config = RunConfig.model_validate(values)
-    assert plans.make(config, ranks, ranks.is_first, tell) is None
+    read_data(config, ranks, tell)
     packing.pack = None  # what follows finds the plan
     return len(told), open_data(config)[2].samples_per_epoch
 
@@ -226,11 +233,11 @@ def test_ranks_that_wait_for_a_packing_plan_do_not_seem_to_hang(tmp_path):
 def copied(ranks, url: str, cache: str) -> tuple[int, list[bool]]:
     """(times that this rank told its watchdog, whether each shard is here)."""
     told: list[str] = []
-    plans.POLL_SECONDS = 0.01
+    preflight_data.POLL_SECONDS = 0.01
     values = run_values(url, "unused")
     values["data"]["cache_dir"] = cache
     config = RunConfig.model_validate(values)
-    assert plans.make(config, ranks, ranks.is_first, told.append) is None
+    read_data(config, ranks, told.append)
     splits = open_data(config, look=False)[:2]
     missing = [entry for split in splits for entry in split.missing(split.entries)]
     return len(told), [entry not in missing for split in splits for entry in split.entries]
@@ -249,24 +256,6 @@ def test_remote_data_are_copied_once_before_ranks_open_them(tmp_path):
     for path in here.glob("*.bin"):
         assert path.read_bytes() == (folder / path.name).read_bytes()
     assert not list(here.glob(".*.tmp"))
-
-
-def unplanned(ranks, data: str) -> str:
-    values = run_values(data, "unused")
-    values["data"]["packing"] = "best_fit"
-    config = RunConfig.model_validate(values)
-    failed = plans.make(config, ranks, ranks.is_first, lambda what: None)  # is said below
-    assert isinstance(failed, UserError) == ranks.is_first
-    try:
-        preflight.check(config, ranks)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_data_that_cannot_be_packed_are_said_once(tmp_path):
-    for message in run_on_ranks(unplanned, 2, str(tmp_path / "none")):
-        assert message.count("none") == 1 and "rank 0" in message
 
 
 def packed_on_a_full_disk(ranks, data: str, folder: str) -> tuple[int, str, list[str]]:

@@ -14,8 +14,8 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.documents import document_runs
-from cat_lm.training.engine import Engine, build_model
-from cat_lm.training.sequence import sequence_group
+from cat_lm.training.building import build_model
+from cat_lm.training.engine import Engine, sequence_group
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values

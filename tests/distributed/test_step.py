@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm.config import RunConfig
 from cat_lm.training import engine as engine_module
+from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
-from cat_lm.training.engine import Engine, build_model
+from cat_lm.training.engine import Engine
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import (
     ROWS,

@@ -260,7 +260,8 @@ def time_steps(record: Record, configs: dict[str, tuple], profiled: bool) -> Non
     import torch
 
     from cat_lm.config import load_config
-    from cat_lm.training.engine import Engine, build_model
+    from cat_lm.training.building import build_model
+    from cat_lm.training.engine import Engine
 
     with group() as ranks:
         for name, (file, overrides) in configs.items():

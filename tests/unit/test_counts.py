@@ -17,7 +17,7 @@ from cat_lm.counts import (
     state_bytes,
 )
 from cat_lm.ops.runtime.flops import FlopCounter, flops
-from cat_lm.training.engine import build_model
+from cat_lm.training.building import build_model
 from cat_lm.training.estimate import meta_model
 from tests.runs import run_values
 

@@ -16,7 +16,7 @@ from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.verified import NOTE, Notes, shard_digests
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import shards
+from cat_lm.training.preflight import data
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
 
@@ -166,7 +166,7 @@ def test_another_tokenizer_in_the_folder_is_refused(tiny_corpus, tmp_path, name,
     with pytest.raises(UserError, match=message):
         open_verified(data, "train")
     ranks = Together(1)
-    (found,) = ranks.run(lambda rank: shards.verify(config(data), ranks, print))
+    (found,) = ranks.run(lambda rank: data.verify(config(data), ranks, print))
     assert message in str(found)
 
 
@@ -216,8 +216,8 @@ class Together:
         self._barrier.wait(30)
         return found
 
-    def maximum(self, value):
-        return max(self.gather(value))
+    def sum(self, *values):
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
     def run(self, action):
         """`action(rank)` in a thread for each rank: its result, or what it raised."""
@@ -242,24 +242,21 @@ def config(folder):
     return RunConfig.model_validate(run_values(folder, "unused"))
 
 
-@pytest.mark.parametrize("round_bytes", [2**34, 1])
-def test_ranks_share_a_copy(folder, hashed, monkeypatch, round_bytes):
-    monkeypatch.setattr(shards, "ROUND_BYTES", round_bytes)
+def test_ranks_share_a_copy(folder, hashed):
     ranks, read = Together(3), [[], [], []]
-    lines = ranks.run(lambda rank: shards.verify(config(folder), ranks, read[rank].append))
+    lines = ranks.run(lambda rank: data.verify(config(folder), ranks, read[rank].append))
     assert sorted(hashed) == names(folder)
-    assert all(len(found) >= len(hashed) // 3 for found in read)
-    assert sum(map(len, read)) == len(hashed)
+    assert all(found for found in read), "every watchdog hears of it"
     assert lines[0] == lines[1] == lines[2] or all("verified" in line for (line,) in lines)
     assert f"verified {len(hashed)} files (0.00 GB) in " in lines[0][0]
-    assert ranks.run(lambda rank: shards.verify(config(folder), ranks, print)) == [[], [], []]
+    assert ranks.run(lambda rank: data.verify(config(folder), ranks, print)) == [[], [], []]
 
 
 def test_ranks_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed):
     shutil.copytree(folder, tmp_path / "other")
     places = [folder, tmp_path / "other", folder]
     ranks = Together(3)
-    lines = ranks.run(lambda rank: shards.verify(config(places[rank]), ranks, lambda what: None))
+    lines = ranks.run(lambda rank: data.verify(config(places[rank]), ranks, lambda what: None))
     assert sorted(hashed) == sorted([*names(folder), *names(folder)])
     assert f"verified {len(hashed)} files" in lines[1][0]
 
@@ -267,7 +264,7 @@ def test_ranks_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed)
 def test_what_one_rank_finds_all_ranks_say(folder):
     zeroed(folder / "train-00001.bin")
     ranks = Together(2)
-    found = ranks.run(lambda rank: shards.verify(config(folder), ranks, lambda what: None))
+    found = ranks.run(lambda rank: data.verify(config(folder), ranks, lambda what: None))
     assert str(found[0]) == str(found[1])
     assert "train-00001.bin: its SHA-256 is" in str(found[0])
 
@@ -318,19 +315,3 @@ def test_the_last_label_is_looked_at_too(tmp_path):
             read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
             with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
                 read(0) if read else ValidationWindows(corpus, 4)[0]
-
-
-def test_rounds_are_cut_by_bytes_in_one_pass(folder, monkeypatch):
-    """Many small files are one round; looking at each of them once is enough."""
-    sizes = {Path(f"f{n}"): size for n, size in enumerate((6, 4, 5, 1, 1, 20, 3))}
-    asked = []
-
-    class Sized:
-        def size(self, paths):
-            asked.extend(paths)
-            return sum(sizes[path] for path in paths)
-
-    monkeypatch.setattr(shards, "ROUND_BYTES", 10)
-    rounds = shards._rounds(Sized(), list(sizes))
-    assert [[sizes[path] for path in some] for some in rounds] == [[6, 4], [5, 1, 1], [20], [3]]
-    assert asked == list(sizes)

@@ -14,7 +14,7 @@ import torch
 from cat_lm.config import load_config
 from cat_lm.ops.runtime import triton_launch
 from cat_lm.training.estimate import num_parameters
-from cat_lm.training.preflight import kernel_trial
+from cat_lm.training.preflight import facts
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
@@ -197,7 +197,7 @@ def test_driver_without_a_torch_that_sees_it(monkeypatch):
 @pytest.mark.parametrize("problem", [None, "there is no C compiler"])
 def test_a_kernel_is_launched_on_a_gpu(problem, monkeypatch):
     monkeypatch.setattr(triton_launch, "INSTALLED", True)
-    monkeypatch.setattr(kernel_trial, "why_no_kernel", lambda device: problem)
+    monkeypatch.setattr(facts, "why_no_kernel", lambda device: problem)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert list(machine.kernels()) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -18,7 +18,8 @@ from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops import convolve, head_conv_qkv
 from cat_lm.ops.runtime.documents import document_borders, document_positions
 from cat_lm.training import engine as engine_module
-from cat_lm.training.engine import Engine, documents_apart
+from cat_lm.training.building import documents_apart
+from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
 from tests.runs import run_values
 from tests.unit.tiny_models import cat_model, each_model, random_ids

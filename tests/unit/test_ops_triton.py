@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cat_lm.ops.convolution import triton as backend
 from cat_lm.ops.runtime import triton_launch
-from cat_lm.training.preflight import kernel_trial
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -60,53 +59,6 @@ def test_attention_s_output_needs_no_copy(function):
                     query, query, query, None, True, 0.0, True
                 )
             assert made[0].transpose(1, 2).is_contiguous() is not copied
-
-
-@pytest.fixture
-def headers(tmp_path, monkeypatch):
-    """A folder that has Python.h, in the place of Python's own."""
-    (tmp_path / "Python.h").write_text("")
-    monkeypatch.setattr(kernel_trial, "_headers", lambda: str(tmp_path))
-    return tmp_path
-
-
-@needs_triton
-def test_a_kernel_that_does_not_run_says_what_is_missing(headers, monkeypatch):
-    """Triton builds with gcc or clang, against Python.h, what launches a kernel."""
-    monkeypatch.delenv("CC", raising=False)
-    cpu = torch.device("cpu")  # where none can run: what is missing comes first
-    if kernel_trial.what_is_missing() is None:
-        assert kernel_trial.why_no_kernel(cpu).startswith("a Triton kernel does not run: ")
-    gcc = headers / "gcc"
-    gcc.write_text("#!/bin/sh\n")
-    gcc.chmod(0o755)
-    monkeypatch.setenv("PATH", str(headers))
-    assert kernel_trial.what_is_missing() is None
-    gcc.unlink()
-    line = kernel_trial.why_no_kernel(cpu)
-    assert line.startswith("there is no C compiler (clang or gcc)") and "\n" not in line
-    monkeypatch.setenv("CC", "no-such-cc")
-    assert kernel_trial.what_is_missing().startswith("CC=no-such-cc: no such C compiler")
-    monkeypatch.setenv("CC", "/bin/sh")
-    (headers / "Python.h").unlink()
-    assert kernel_trial.what_is_missing().startswith(f"{headers}/Python.h is missing")
-
-
-@needs_triton
-def test_what_is_missing_is_what_triton_itself_asks_for(tmp_path, monkeypatch):
-    from triton.runtime import build
-
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with pytest.raises(RuntimeError, match="Failed to find C compiler"):
-        build.compile_module_from_src("int x;", "never_built")
-    assert "C compiler" in kernel_trial.what_is_missing()
-    included = {}
-    monkeypatch.setenv("CC", "/bin/true")
-    monkeypatch.setattr(build.subprocess, "check_call", lambda cmd, **_: included.update(cmd=cmd))
-    build._build("x", "x.c", str(tmp_path), [], [], [], [])
-    assert f"-I{kernel_trial._headers()}" in included["cmd"]
 
 
 @needs_triton

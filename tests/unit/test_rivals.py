@@ -48,7 +48,7 @@ def added_at_the_start(config):
     """The deviation of what the first mixer adds, in parts of that of the embeddings."""
     import torch
 
-    from cat_lm.training.engine import build_model
+    from cat_lm.training.building import build_model
 
     model, found = build_model(config, 2048).eval(), []
     mixer = r"(gpt_neox|model|backbone)\.layers\.0\.(attention|self_attn|attn|mixer)"

@@ -23,7 +23,8 @@ from cat_lm.core.errors import TemporaryError, UserError, command, file_error, s
 from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed, launcher
-from cat_lm.training.engine import _check_compiler, build_model
+from cat_lm.training.building import build_model
+from cat_lm.training.engine import _check_compiler
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,25 +37,25 @@ _REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
 Size = Annotated[int, Field(ge=0)]
 
 
-class Unreadable(TemporaryError):
-    """Raised where a file may be there and cannot be read now: that is no damage."""
-
-
 # Errors that say what lies at a path; others are of the moment: of a file system or of rights.
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL)
 
 
-def refuse_unreadable(path: Path, error: OSError) -> None:
-    """Raise `Unreadable` unless the error will be the same at the next attempt.
+def describe_lasting(path: Path, error: OSError) -> str:
+    """Describe an error that will be the same at the next attempt.
 
     A checkpoint is not passed over, let alone renamed, for what a network file system or its rights
     do to one machine for a while.
+
+    Raises:
+        TemporaryError: it may be another one then; that is no damage.
     """
     if error.errno not in _LASTING:
-        raise Unreadable(
+        raise TemporaryError(
             f"{path}: cannot be read now ({describe_os_error(error)}); when it can, the same "
             "command goes on"
         )
+    return describe_os_error(error)
 
 
 class StoredFile(Record):
@@ -76,18 +77,15 @@ def read_marker(folder: Path) -> dict[str, StoredFile]:
     """Read which files a step folder must hold, the largest first.
 
     Raises:
-        UserError: there is no marker, or it is none that this program writes; `Unreadable` where
-            there may be one.
+        UserError: there is no marker, or it is none that this program writes; `TemporaryError`
+            where there may be one.
     """
     path = folder / MARKER
     try:
         open(path, "rb").close()
     except OSError as error:
-        refuse_unreadable(path, error)
-    try:
-        files = read_json(path, Marker).files
-    except TemporaryError as error:
-        raise Unreadable(str(error)) from None
+        describe_lasting(path, error)
+    files = read_json(path, Marker).files
     missing = [name for name in _REQUIRED if name not in files]
     if missing:
         raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
@@ -149,10 +147,6 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 Say = Callable[[str], object]
 
 
-def silent(line: str) -> None:
-    """Do nothing with a line."""
-
-
 def step_of(folder: Path) -> int:
     """Return the step that a step folder's name says."""
     return int(STEP_FOLDER.fullmatch(folder.name)[1])
@@ -187,24 +181,13 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def without_folder(error: UserError, folder: Path) -> str:
-    """Shorten an error on a file in `folder` to be said of the folder."""
-    return str(error).removeprefix(f"{folder}/")
-
-
-def describe_absent(folder: Path, name: str, error: OSError) -> str:
-    """Return the words for a file that is not there. Raises `Unreadable` where it may be."""
-    refuse_unreadable(folder / name, error)
-    return f"{name}: {describe_os_error(error)}"
-
-
 def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
     """Name the first file that is missing or of another size than listed; None if none."""
     for name, file in files.items():
         try:
             found = (folder / name).stat()
         except OSError as error:
-            return describe_absent(folder, name, error)
+            return f"{name}: {describe_lasting(folder / name, error)}"
         if not stat.S_ISREG(found.st_mode):
             return f"{name}: is no file"
         if found.st_size != file.bytes:
@@ -240,37 +223,26 @@ def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
                 say(f"{error}; it stays")
 
 
-def set_aside_useless(folder: Path, chosen: Path | None, say: Say) -> None:
+def set_aside_later(folder: Path, chosen: Path | None, say: Say) -> None:
     """Rename what would stand in the way of a run that goes on from `chosen` (None: from nothing).
 
-    These are step folders without a marker of ours, and those after `chosen` that are not whole.
+    These are the step folders after it, none of which is whole; all of them if it lies elsewhere.
     """
     is_own = chosen is not None and lies_in(chosen, folder)
     for path in step_folders(folder):
-        try:
-            read_marker(path)
-        except Unreadable as error:
-            say(f"{error}; it stays")
-            continue
-        except UserError as error:
-            put_aside(path, f"no checkpoint ({without_folder(error, path)})", say)
-            continue
-        if is_own and step_of(path) > step_of(chosen):
+        if not is_own:
+            put_aside(path, "no checkpoint", say)
+        elif step_of(path) > step_of(chosen):
             put_aside(path, f"not whole, and later than {chosen.name}", say)
             write_text(folder / LATEST, chosen.name + "\n")
 
 
 def put_aside(path: Path, why: str, say: Say) -> None:
     """Rename a folder that stands in the way and is not to be deleted, and say so."""
-    number = 1
-    while os.path.lexists(place := path.with_name(f"{path.name}.aside{_numbered(number)}")):
-        number += 1
+    names = (f"{path.name}.aside{f'-{number}' if number > 1 else ''}" for number in count(1))
+    place = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
     os.rename(path, place)
     say(f"{path}: {why}; set aside as {place.name}")
-
-
-def _numbered(number: int) -> str:
-    return "" if number == 1 else f"-{number}"
 
 
 def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:

@@ -50,6 +50,17 @@ def shapes(engine: Trained) -> dict[str, torch.Size]:
     return {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named}
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, which is saved.
+
+    Models of this project have none; a plugin's may: drawn features, a codebook, statistics. One
+    that changes in training must change alike on all ranks, which sums over them do.
+    """
+    saved = model.state_dict().keys()
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in named if name in saved}
+
+
 def fragments(engine: Trained) -> list[Fragment]:
     """Return the fragments of this rank's optimizer, in the order of the model's parameters."""
     stage = engine.config.train.zero_stage

@@ -14,7 +14,6 @@ rank holds everything (stage 0), equal shares are written.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,17 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import causes_told, os_error
-from cat_lm.training.checkpoint import buffers
 from cat_lm.training.checkpoint.fragments import (
     Fragment,
     Trained,
     fragments,
+    persistent_buffers,
     shapes,
     share,
     stepped_tensors,
@@ -44,7 +42,7 @@ _KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
 
 
 def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
-    """The fp32 master weights by their names in the model (a collective).
+    """Gather the fp32 master weights and persistent buffers by their names (a collective).
 
     Whole on the CPU of the first rank, 4 bytes a parameter; other ranks get an empty dictionary and
     hold one parameter at a time.
@@ -64,6 +62,10 @@ def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
             torch.distributed.reduce(whole.view(torch.int32), dst=0)
         if engine.ranks.is_first:
             weights[name] = whole.view(shape).cpu()
+    if engine.ranks.is_first:
+        held = persistent_buffers(engine.model).items()
+        # safetensors writes contiguous tensors only.
+        weights |= {n: b.detach().to("cpu", copy=True).contiguous() for n, b in held}
     return weights
 
 
@@ -141,9 +143,26 @@ def not_finite(engine: Trained) -> list[str]:
         found += [f"{kind} of {fragment.name}" for kind, t in parts.items() if not _is_finite(t)]
         if len(found) >= 10:
             break
-    held = buffers.persistent(engine.model).items()
+    held = persistent_buffers(engine.model).items()
     found += [f"buffer {name}" for name, buffer in held if not buffer.isfinite().all()]
     return found[:10]
+
+
+def check_stored(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare a safetensors file with memory, bit for bit. Raises OSError where it differs."""
+
+    def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1).view(torch.uint8)
+
+    with _opened(path) as stored:
+        wrong = set(stored.keys()) ^ tensors.keys()
+        for name in tensors.keys() - wrong:
+            found, wanted = stored.get_tensor(name), tensors[name]
+            same = found.dtype == wanted.dtype and found.shape == wanted.shape
+            if not (same and as_bytes(found).equal(as_bytes(wanted))):
+                wrong.add(name)
+    if wrong:
+        raise OSError(f"{path.name}: {min(wrong)} was not stored as it is")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -152,42 +171,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def checksum_as_written(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash what a safetensors file must hold, by xxh3_128: its header, then `tensors` from memory.
-
-    The file holds these tensors bit for bit where this is its checksum.
-
-    Raises:
-        OSError: its header is not that of these tensors, one after the other.
-    """
-    with open(path, "rb") as stream:
-        length = stream.read(8)
-        header = stream.read(int.from_bytes(length, "little"))
-    entries = json.loads(header)
-    entries.pop("__metadata__", None)
-    digest, position = xxhash.xxh3_128(length + header), 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        tensor = tensors.get(name)
-        same = tensor is not None and entry["shape"] == list(tensor.shape)
-        if not same or buffers.TYPES.get(entry["dtype"]) != tensor.dtype:
-            raise OSError(f"{path.name}: {name} was not stored as it is")
-        end = position + tensor.nbytes
-        if entry["data_offsets"] != [position, end]:
-            raise OSError(f"{path.name}: {name} was not stored as it is")
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-        position = end
-    if len(entries) != len(tensors):
-        raise OSError(f"{path.name}: holds {len(entries)} tensors instead of {len(tensors)}")
-    return digest.hexdigest()
-
-
 # (start, stop, rank of the file)
 Range = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class StateIndex:
-    """Read what the state files of a checkpoint hold, from their headers alone."""
+    """Hold what the headers of a checkpoint's state files say."""
 
     step: int  # of the optimizer
     # (moment, parameter) to its ranges in ascending order
@@ -195,7 +185,7 @@ class StateIndex:
 
 
 def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
-    """Reads the headers of the state files that `world_size` ranks wrote.
+    """Read the headers of the state files that `world_size` ranks wrote.
 
     Raises:
         UserError: a file is missing, damaged or of another save, or the files do not hold every
@@ -214,47 +204,26 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
     for rank in range(world_size):
         path = folder / state_file(rank)
         with _opened(path) as stored:
-            steps.add(_writers_step(path, stored.metadata() or {}, rank, world_size))
+            written = stored.metadata() or {}
+            writer = written.get("rank"), written.get("ranks")
+            if writer != (str(rank), str(world_size)):
+                raise UserError(
+                    f"{path}: was written by rank {writer[0]} of {writer[1]}, not by rank {rank} "
+                    f"of {world_size}"
+                )
+            steps.add(int(written.get("step", -1)))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
-                kind, name, start, stop = _part_of(path, key, stored)
-                if name not in sizes:
+                match = _KEY.fullmatch(key)
+                if match is None or match[2] not in sizes:
+                    name = match[2] if match else key
                     raise UserError(f"{folder}: the model has no parameter {name}")
-                ranges[kind, name].append((start, stop, rank))
+                ranges[match[1], match[2]].append((int(match[3]), int(match[4]), rank))
     if len(steps) > 1:
         raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
     for (kind, name), parts in ranges.items():
         parts.sort()
         _check_tiling(f"{folder}: {kind} of {name}", parts, sizes[name])
     return StateIndex(steps.pop(), ranges)
-
-
-def _writers_step(path: Path, numbers: Mapping[str, str], rank: int, world_size: int) -> int:
-    """The step in the header of a state file. Raises UserError where another rank wrote it."""
-    writer = tuple(numbers.get(name) for name in ("rank", "ranks"))
-    if writer != (str(rank), str(world_size)):
-        raise UserError(
-            f"{path}: was written by rank {writer[0]} of {writer[1]}, not by rank {rank} of "
-            f"{world_size}"
-        )
-    step = numbers.get("step", "")
-    if not step.isdecimal() or len(step) > 18:
-        raise UserError(f"{path}: its header's step is {step!r}, must be a number of steps")
-    return int(step)
-
-
-def _part_of(path: Path, key: str, stored: safe_open) -> tuple[str, str, int, int]:
-    """The (moment, parameter, start, stop) of a tensor. Raises UserError where it is none."""
-    match = _KEY.fullmatch(key)
-    if match is None:
-        raise UserError(f"{path}: holds {key!r}, which is no part of a moment")
-    kind, name, start, stop = match[1], match[2], int(match[3]), int(match[4])
-    part = stored.get_slice(key)
-    if part.get_dtype() != "F32" or part.get_shape() != [stop - start]:
-        raise UserError(
-            f"{path}: {key} is {part.get_dtype()} of shape {part.get_shape()}, must be F32 of "
-            f"shape [{stop - start}]"
-        )
-    return kind, name, start, stop
 
 
 @contextmanager
@@ -287,7 +256,7 @@ def _check_tiling(what: str, parts: list[Range], size: int) -> None:
 
 
 def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -> None:
-    """Fills this rank's optimizer: master weights, moments and number of steps.
+    """Fill this rank's optimizer: master weights, moments and number of steps.
 
     Reads only the ranges that this rank holds, one at a time, and all buffers that are stored.
     `refresh_model` must follow.
@@ -316,25 +285,18 @@ def check_weights(engine: Trained, path: Path) -> None:
     """Compare the header of the whole master weights and the buffers with the model.
 
     Raises:
-        UserError: the file is damaged, or a weight or buffer is missing, of another shape, or of
-            another type; weights are fp32.
+        UserError: the file is damaged, or a weight or buffer is missing or of another shape.
     """
-    own = buffers.persistent(engine.model)
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
-    expected |= {name: list(buffer.shape) for name, buffer in own.items()}
+    expected |= {n: list(b.shape) for n, b in persistent_buffers(engine.model).items()}
     with _opened(path) as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
-        found = {name: part.get_shape() for name, part in slices.items()}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                raise UserError(
-                    f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
-                    f"{expected.get(name, 'none')}"
-                )
-            dtype = slices[name].get_dtype()
-            wanted = buffers.wrong_type(dtype, own[name]) if name in own else "F32"
-            if wanted not in (None, dtype):
-                raise UserError(f"{path}: {name}: is {dtype}, must be {wanted}")
+        found = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise UserError(
+                f"{path}: {name}: the file has {found.get(name, 'none')}, the model "
+                f"{expected.get(name, 'none')}"
+            )
 
 
 def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
@@ -347,7 +309,7 @@ def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
             read = stored.get_slice(fragment.name)[first:end].reshape(-1)
             part = read[fragment.start - first * row : fragment.stop - first * row]
             fragment.of(fragment.stepped).copy_(part)
-        for name, buffer in buffers.persistent(engine.model).items():
+        for name, buffer in persistent_buffers(engine.model).items():
             buffer.copy_(stored.get_tensor(name))
 
 
@@ -369,7 +331,7 @@ def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, fold
 
 @torch.no_grad()
 def refresh_model(engine: Trained, step: int, skipped: int) -> None:
-    """Makes the working parameters what the master weights say (a collective).
+    """Make the working parameters what the master weights say (a collective).
 
     Also sets DeepSpeed's own counters, which only its log and profilers read.
     """

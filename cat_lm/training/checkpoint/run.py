@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.config import RunConfig
-from cat_lm.core.errors import SharedError, UserError, describe_os_error, is_temporary, shared_error
+from cat_lm.core.errors import (
+    SharedError,
+    TemporaryError,
+    UserError,
+    describe_os_error,
+    is_temporary,
+    shared_error,
+)
 from cat_lm.core.folders import Busy, Lock, hold, own_name, remove_temporary
 from cat_lm.training.checkpoint import files, transfer
-from cat_lm.training.checkpoint.files import (
-    Say,
-    Unreadable,
-    lies_in,
-    read_marker,
-    silent,
-    step_folders,
-    step_of,
-)
-from cat_lm.training.checkpoint.verify import Verifier, candidates, newest_whole
+from cat_lm.training.checkpoint.files import Say, lies_in, read_marker, step_folders, step_of
+from cat_lm.training.checkpoint.verify import candidates, damage, newest_whole
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -32,7 +31,7 @@ class Checkpoints:
 
     Args:
         say: takes the lines for the run's log.
-        progress: told what was done, each time that some of a long action is.
+        progress: called with what was done, each time that some of a long action is.
     """
 
     def __init__(
@@ -40,22 +39,17 @@ class Checkpoints:
         run_folder: Path,
         config: RunConfig,
         ranks: Ranks,
-        say: Say = silent,
-        progress: Callable[[str], object] = silent,
+        say: Say = lambda line: None,
+        progress: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.folder = run_folder / "checkpoints"
         self.config, self.ranks = config, ranks
         self._say, self._progress = say, progress
         self._current: Path | None = None  # saved or loaded last by this process
-        self._older: list[Path] = []  # candidates before the one that was chosen, newest first
-        self._verifier = Verifier(ranks, progress)
         self._lock = ranks.on_rank_zero(self._open)
 
     def _open(self) -> Lock:
-        """Make the folder, for this process alone.
-
-        The lock ends with the process, however it ends.
-        """
+        """Make the folder, for this process alone: the lock ends with it, however it ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = hold(self.folder / ".lock", wait=False)
@@ -71,14 +65,8 @@ class Checkpoints:
             )
         return lock
 
-    @property
-    def _alone(self) -> bool:
-        """Return True if the lock, which the first rank has, keeps other processes out."""
-        return self._lock is not None and self._lock.error is None
-
     def close(self) -> None:
-        """Let another process train in the folder; nothing of it is read any more."""
-        self._verifier.stop()
+        """Let another process train in the folder."""
         if self._lock:
             self._lock.close()
 
@@ -104,47 +92,45 @@ class Checkpoints:
     def to_resume(self) -> Path | None:
         """Choose the checkpoint that `train.resume` asks for (a collective).
 
-        The newest whole one: each newer one has a line that says what is wrong with it. Large files
-        are read in threads meanwhile; `load` waits for what they find and may choose an older one.
+        The newest whole one, of which all files are compared with the marker, each rank its share:
+        each newer one has a line that says what is wrong with it.
 
         Raises:
             UserError: a checkpoint was named and is not whole; or the run's folder has checkpoints
                 that a start from there would mix with its own, or, with `auto`, none that is whole.
         """
-        ranks = self.ranks
-        ranks.on_rank_zero(self._tidy)
-        found = ranks.broadcast(ranks.on_rank_zero(self._candidates))
-        if not found:
-            ranks.on_rank_zero(lambda: self._check_mixture(None))
-            ranks.on_rank_zero(lambda: files.set_aside_useless(self.folder, None, self._say))
-            return None
-        start = self._newest(found, self._verifier.look)
-        ranks.on_rank_zero(lambda: self._check_mixture(start))
-        self._verifier.begin(start)
+        found = self.ranks.broadcast(self.ranks.on_rank_zero(self._candidates))
+        start = None
+        if found:
+            try:
+                start = newest_whole(found, self._damage, self._say)
+            except UserError as error:
+                advice = "; put it back from a copy, or start anew in another train.output_dir"
+                advice = advice if self.config.train.resume == "auto" else ""
+                raise shared_error(f"{error}{advice}", is_temporary(error)) from None
+        self.ranks.on_rank_zero(lambda: self._check_mixture(start))
+        if start is None:
+            self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, None, self._say))
         return start
-
-    def _tidy(self) -> None:
-        files.clear_leftovers(self.folder, self._say, self._alone)
-
-    def _newest(self, found: list[Path], damage: Callable[[Path], str | None]) -> Path:
-        """Take the newest whole one, and remember those before it."""
-        try:
-            start = newest_whole(found, damage, self._say)
-        except UserError as error:
-            raise shared_error(f"{error}{self._advice()}", is_temporary(error)) from None
-        self._older = found[found.index(start) + 1 :]
-        return start
-
-    def _advice(self) -> str:
-        if self.config.train.resume != "auto":
-            return ""
-        return "; put it back from a copy, or start anew in another train.output_dir"
 
     def _candidates(self) -> list[Path]:
+        has_lock = self._lock is not None and self._lock.error is None
+        files.clear_leftovers(self.folder, self._say, alone=has_lock)
         wish = self.config.train.resume
         if wish == "never":
             return []
         return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
+
+    def _damage(self, folder: Path) -> str | None:
+        """Describe what is wrong with a checkpoint, the same on all ranks; None if nothing."""
+        ranks = self.ranks
+        share = slice(ranks.rank, None, ranks.world_size)
+
+        def look() -> str | None:
+            return damage(folder, share, lambda path: self._progress(f"verifying {path}"))
+
+        problems = ranks.gather(ranks.on_all_ranks(look))
+        return next((problem for problem in problems if problem is not None), None)
 
     def _check_mixture(self, start: Path | None) -> None:
         """Refuse a start that would mix its checkpoints with those of the run's folder.
@@ -168,50 +154,18 @@ class Checkpoints:
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> transfer.Restored:
         """Restore model, optimizer and generators (a collective) from what `to_resume` chose.
 
-        Or from an older one, where a large file turns out not to be as it was saved: `folder` of
-        the result says which. Then what cannot be gone on from is set aside.
-
-        Settings that do not make it another run (rates, decay, lengths, ZeRO stage) are the
-        configuration's; `changed` lists them, and another number of ranks, as lines for the log.
+        Then later ones, which are not whole, are set aside. Settings that do not make it another
+        run (rates, decay, lengths, ZeRO stage) are the configuration's; `changed` lists them, and
+        another number of ranks, as lines for the log.
 
         Raises:
             UserError: the checkpoint belongs to other data, another model or batch, or is damaged;
                 on every rank.
         """
-        try:
-            restored = self._restore_whole(folder, engine, fingerprint)
-        except BaseException:
-            self.close()  # what is not continued holds nobody back
-            raise
-        folder = restored.folder
-        self.ranks.on_rank_zero(lambda: files.set_aside_useless(self.folder, folder, self._say))
+        restored = transfer.restore(engine, folder, fingerprint)
+        self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, folder, self._say))
         self._current = folder
         return restored
-
-    def _restore_whole(self, folder: Path, engine: Engine, fingerprint: str) -> transfer.Restored:
-        """Restore `folder`, or what was saved before it where its files are not as they were."""
-        restored = None
-        with contextlib.suppress(UserError):  # may be for what the verifier finds
-            restored = transfer.restore(engine, folder, fingerprint)
-        problem = self._verifier.read(folder)
-        if problem is None:
-            # All of it was read meanwhile: what could not be read for a moment now can.
-            return restored or transfer.restore(engine, folder, fingerprint)
-        if not self._older:
-            raise SharedError(f"{folder}: is not a complete checkpoint: {problem}{self._advice()}")
-        self._say(f"{folder}: passed over: {problem}")
-        older = self._newest(self._older, self._verifier.read)
-        return transfer.restore(engine, older, fingerprint)
-
-    def _not_finite(self, engine: Engine) -> str:
-        """Name the tensors that are not finite on any rank; empty where all are (a collective)."""
-        from cat_lm.training.checkpoint.optimizer_state import not_finite
-
-        names = sorted(set().union(*self.ranks.gather(not_finite(engine))))
-        if not names:
-            return ""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{more}: not finite"
 
     def save(
         self, engine: Engine, state: dict[str, Any], tokenizer: Path, *, prune: bool = True
@@ -226,13 +180,16 @@ class Checkpoints:
                 checkpoints are untouched.
             RuntimeError: a collective failed, most likely because another rank has ended.
         """
+        from cat_lm.training.checkpoint.optimizer_state import not_finite
+
         final = self.folder / f"step-{state['step']:08d}"
         if final == self._current:
             return final
-        if found := self._not_finite(engine):
+        if names := sorted(set().union(*self.ranks.gather(not_finite(engine)))):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise SharedError(
-                f"step {state['step']}: {found}; no checkpoint is made of it; "
-                f"{self.describe_left()}; a lower optimizer.lr may help"
+                f"step {state['step']}: {', '.join(names[:3])}{more}: not finite; no checkpoint is "
+                f"made of it; {self.describe_left()}; a lower optimizer.lr may help"
             )
         try:
             self._write(final, engine, state, tokenizer)
@@ -247,7 +204,6 @@ class Checkpoints:
         return final
 
     def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
-        from cat_lm.training.checkpoint import buffers
         from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 
         ranks, progress = self.ranks, self._progress
@@ -256,7 +212,7 @@ class Checkpoints:
         new = temporary / final.name
         try:
             ranks.on_rank_zero(lambda: transfer.prepare(new))
-            weights = full_precision_weights(engine) | buffers.to_save(engine.model, ranks)
+            weights = full_precision_weights(engine)
             progress("gathering the weights")
             own = ranks.on_all_ranks(
                 lambda: transfer.write_own_files(new, engine, weights, state, tokenizer, progress)
@@ -271,10 +227,10 @@ class Checkpoints:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if a step folder is a checkpoint. Raises `Unreadable` where it may be one."""
+    """Return True if a step folder is a checkpoint. Raises TemporaryError where it may be one."""
     try:
         read_marker(folder)
-    except Unreadable:
+    except TemporaryError:
         raise
     except UserError:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from cat_lm.core.files import (
 )
 from cat_lm.core.folders import empty_temporary, make_temporary, remove_temporary
 from cat_lm.core.plugins import commit
-from cat_lm.model.attention.objective import Objective
 from cat_lm.training.checkpoint.files import (
     ALGORITHM,
     LATEST,
@@ -61,63 +60,6 @@ def prepare(new: Path) -> None:
         (new / name).mkdir(parents=True)
 
 
-@dataclass
-class _Written:
-    path: Path
-    flushed: Future
-    digest: Future
-    tensors: Tensors | None
-
-
-class Flusher:
-    """Flushes and hashes files in threads, while the next ones are being written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(4)
-        self._written: list[_Written] = []
-
-    def __enter__(self) -> Flusher:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def add(self, path: Path, tensors: Tensors | None = None) -> None:
-        """Take a file that is written, and the tensors that it must hold."""
-        give_usual_mode(path)
-        flushed = self._pool.submit(flush, path)
-        digest = self._pool.submit(checksum, path, ALGORITHM)
-        self._written.append(_Written(path, flushed, digest, tensors))
-
-    def finish(self, progress: Callable[[str], object]) -> dict[str, StoredFile]:
-        """Wait for all files; return their sizes and checksums by their names in the folder.
-
-        Raises:
-            OSError: one could not be flushed, or does not hold what it must, bit for bit.
-        """
-        from cat_lm.training.checkpoint.optimizer_state import checksum_as_written
-
-        files = {}
-        for written in self._written:
-            path, digest = written.path, None
-            if written.tensors is not None:
-                digest = checksum_as_written(path, written.tensors)
-            if digest not in (None, written.digest.result()):
-                raise OSError(f"{path.name} was not stored as it is")
-            written.flushed.result()
-            name = str(path.relative_to(self._folder))
-            files[name] = StoredFile(bytes=path.stat().st_size, checksum=written.digest.result())
-            progress(f"writing {name}")
-        return files
-
-
-def flush(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())
-
-
 def write_own_files(
     new: Path,
     engine: Engine,
@@ -133,37 +75,58 @@ def write_own_files(
 
     Returns:
         Each file's size and checksum, by its name in the folder.
+
+    Raises:
+        OSError: a file could not be written or flushed, or does not hold what it must.
     """
     from safetensors.torch import save_file
 
-    from cat_lm.training.checkpoint.optimizer_state import state_file, write_state
+    from cat_lm.training.checkpoint.optimizer_state import check_stored, state_file, write_state
     from cat_lm.training.checkpoint.rng import save_random_states
 
     ranks = engine.ranks
-    with Flusher(new) as files:
-        moments = write_state(engine, new / "state")
-        files.add(new / "state" / state_file(ranks.rank), moments)
-        save_random_states(new / random_file(ranks.rank))
-        files.add(new / random_file(ranks.rank))
-        if ranks.is_first:
-            with causes_told(new / WEIGHTS):
-                save_file(weights, new / WEIGHTS, {"format": "pt"})
-            files.add(new / WEIGHTS, weights)
-            engine.model.config.save_pretrained(new / "model")
-            with causes_told(new / "tokenizer"):
-                shutil.copytree(tokenizer, new / "tokenizer")
-            engine.config.save(new / RUN_CONFIG)
-            code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
-            state = {"format": 1, **state, "world_size": ranks.world_size, "code": code}
-            write_json(new / STATE, state)
-            copied = [new / "tokenizer", *(new / "tokenizer").rglob("*")]
-            small = [*(new / "model").rglob("*"), *copied]
-            for path in (new / RUN_CONFIG, new / STATE, *small):
-                if path.is_dir():
-                    give_usual_mode(path)
-                elif path.is_file() and path != new / WEIGHTS:
-                    files.add(path)
-        return files.finish(progress)
+    moments = write_state(engine, new / "state")
+    save_random_states(new / random_file(ranks.rank))
+    own: list[tuple[Path, Tensors]] = [
+        (new / "state" / state_file(ranks.rank), moments),
+        (new / random_file(ranks.rank), {}),
+    ]
+    if ranks.is_first:
+        with causes_told(new / WEIGHTS):
+            save_file(weights, new / WEIGHTS, {"format": "pt"})
+        own.append((new / WEIGHTS, weights))
+        engine.model.config.save_pretrained(new / "model")
+        with causes_told(new / "tokenizer"):
+            shutil.copytree(tokenizer, new / "tokenizer")
+        engine.config.save(new / RUN_CONFIG)
+        code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
+        state = {"format": 1, **state, "world_size": ranks.world_size, "code": code}
+        write_json(new / STATE, state)
+        give_usual_mode(new / "tokenizer")
+        small = [*(new / "model").rglob("*"), *(new / "tokenizer").rglob("*")]
+        for path in (new / RUN_CONFIG, new / STATE, *small):
+            if path.is_dir():
+                give_usual_mode(path)
+            elif path != new / WEIGHTS:
+                own.append((path, {}))
+    files = {}
+    with ThreadPoolExecutor(4) as pool:
+        checksums = pool.map(flush, [path for path, _ in own])
+        for (path, tensors), checksum_ in zip(own, checksums, strict=True):
+            if tensors:
+                check_stored(path, tensors)
+            name = str(path.relative_to(new))
+            files[name] = StoredFile(bytes=path.stat().st_size, checksum=checksum_)
+            progress(f"writing {name}")
+    return files
+
+
+def flush(path: Path) -> str:
+    """Wait until a file is on the disk, and return its checksum."""
+    give_usual_mode(path)
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+    return checksum(path, ALGORITHM)
 
 
 def publish(
@@ -237,33 +200,25 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     ]
     if fixed:
         raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
-    _check_what_learns(folder, before.objective, config.objective)
-    lines = [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
-    if state.world_size != world_size:
-        lines.append(
-            f"ranks: was {state.world_size}, is {world_size}; random generators seeded anew from "
-            f"train.seed, step {state.step}, rank and number of ranks"
-        )
-    now = plugins.describe()
-    for name, was in state.code.plugins.items():
-        if now.get(name, was) != was:  # what of it the model has cannot be seen from here
-            lines.append(f"the plugin {name}: was {was}, is {now[name]}")
-    return Restored(folder, state, lines)
-
-
-def _check_what_learns(folder: Path, was: Objective, now: Objective) -> None:
-    """Refuse to go on by moments that would move weights that must stay, or the reverse.
-
-    Raises:
-        UserError: naming what to do instead.
-    """
-    if was.trains_all != now.trains_all:
+    was, now = before.objective, config.objective
+    if was.trains_all != now.trains_all:  # Moments would move weights that must stay, or not.
         alone = now if was.trains_all else was
         raise UserError(
             f"{folder}: was trained with {was.said}, and is to go on with {now.said}, where "
             f"{alone.said} alone leaves the other weights as they are; give another "
             "train.output_dir, and the model as train.init_from"
         )
+    lines = [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
+    if state.world_size != world_size:
+        lines.append(
+            f"ranks: was {state.world_size}, is {world_size}; random generators seeded anew from "
+            f"train.seed, step {state.step}, rank and number of ranks"
+        )
+    found = plugins.describe()
+    for name, code in state.code.plugins.items():
+        if found.get(name, code) != code:
+            lines.append(f"the plugin {name}: was {code}, is {found[name]}")
+    return Restored(folder, state, lines)
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
@@ -289,8 +244,7 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
         check_weights(engine, folder / WEIGHTS)
         return restored, read_index(folder / "state", restored.state.world_size, engine)
 
-    # The first rank alone reads what is the same for all; on a file system of many nodes that is
-    # dear.
+    # The first rank alone reads what is the same for all, which many nodes would read slowly.
     found, index = ranks.broadcast(ranks.on_rank_zero(look))
     ranks.on_all_ranks(lambda: read_state(engine, index, folder / "state", folder / WEIGHTS))
     state = found.state

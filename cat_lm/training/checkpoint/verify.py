@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import TemporaryError, UserError
 from cat_lm.core.files import checksums
@@ -16,17 +13,11 @@ from cat_lm.training.checkpoint.files import (
     MARKER,
     STEP_FOLDER,
     Say,
-    StoredFile,
-    Unreadable,
-    describe_absent,
+    describe_lasting,
     read_marker,
     step_folders,
-    without_folder,
     wrong_size,
 )
-
-if TYPE_CHECKING:
-    from cat_lm.training.distributed import Ranks
 
 
 def say_to_stderr(line: str) -> None:
@@ -91,125 +82,34 @@ def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say
     )
 
 
-def damage(folder: Path) -> str | None:
-    """Describe what is wrong with a step folder; None if nothing. Reads all files, in threads."""
+def damage(
+    folder: Path,
+    share: slice = slice(None),
+    reading: Callable[[Path], object] = lambda path: None,
+) -> str | None:
+    """Describe what is wrong with a step folder; None if nothing.
+
+    Args:
+        share: which of the files are read, in threads: one of many ranks reads some of them.
+        reading: as in `cat_lm.core.files.checksums`.
+
+    Raises:
+        TemporaryError: a file cannot be read now, which is no damage.
+    """
     try:
-        files = read_marker(folder)
+        files = dict(list(read_marker(folder).items())[share])
     except TemporaryError:
         raise
     except UserError as error:
-        return without_folder(error, folder)
-    return wrong_file(folder, files)
-
-
-def wrong_file(
-    folder: Path,
-    files: Mapping[str, StoredFile],
-    reading: Callable[[Path], object] = lambda path: None,
-) -> str | None:
-    """Name the first file that is not as the marker lists it; None if all are.
-
-    Args:
-        reading: as in `cat_lm.core.files.checksums`.
-    """
+        return str(error).removeprefix(f"{folder}/")
     if problem := wrong_size(folder, files):
         return problem
     try:
         found = checksums([folder / name for name in files], ALGORITHM, reading)
     except OSError as error:
-        name = str(Path(error.filename).relative_to(folder)) if error.filename else ""
-        return describe_absent(folder, name, error)
+        path = Path(error.filename or folder)
+        return f"{path.relative_to(folder)}: {describe_lasting(path, error)}"
     for name, file in files.items():
         if found[folder / name] != file.checksum:
             return f"{name}: its checksum differs from the one in {MARKER}"
     return None
-
-
-# Bytes; smaller files are read before anything is built by what they say.
-LARGE = 2**24
-
-
-class Verifier:
-    """Compares a checkpoint's files with its marker: each rank its share, all with one answer.
-
-    Its methods are collectives. `look` compares all sizes and the content of small files, at once;
-    `begin` starts to read the large ones, and `read` waits for what that finds.
-
-    Args:
-        progress: told which file is read, each time that some of it is.
-    """
-
-    def __init__(self, ranks: Ranks, progress: Callable[[str], object]) -> None:
-        self._ranks, self._progress = ranks, progress
-        self._files: dict[Path, dict[str, StoredFile]] = {}
-        self._begun: tuple[Path, Future[str | None]] | None = None
-        self._stopped = threading.Event()
-
-    def look(self, folder: Path) -> str | None:
-        """Return what is wrong with marker, sizes and small files, or None."""
-        ranks = self._ranks
-
-        def marker() -> dict[str, StoredFile] | str:
-            try:
-                return read_marker(folder)
-            except Unreadable:
-                raise
-            except UserError as error:
-                return without_folder(error, folder)
-
-        files = ranks.broadcast(ranks.on_rank_zero(marker))
-        if isinstance(files, str):
-            return files
-        self._files[folder] = files
-        return self._first(
-            lambda: (
-                wrong_size(folder, self._share(files))
-                or _compare(folder, self._share(files, large=False), self._progress)
-            )
-        )
-
-    def begin(self, folder: Path) -> None:
-        """Start to read the large files of a folder that was looked at, in threads."""
-        files = self._share(self._files[folder], large=True)
-        pool = ThreadPoolExecutor(1)
-        # Nothing of this object's owner goes along, whose lock would be held as long as it reads.
-        stopped, progress = self._stopped, self._progress
-
-        def unless_stopped(what: str) -> None:
-            if stopped.is_set():
-                raise CancelledError
-            progress(what)
-
-        future = pool.submit(_compare, folder, files, unless_stopped)
-        self._begun = (folder, future)
-        pool.shutdown(wait=False)
-
-    def read(self, folder: Path) -> str | None:
-        """Return what is wrong with a folder, or None; wait where `begin` has begun, else read."""
-        if self._begun is None or self._begun[0] != folder:
-            if problem := self.look(folder):
-                return problem
-            self.begin(folder)
-        found = self._begun[1]
-        return self._first(found.result)
-
-    def stop(self) -> None:
-        """End what `begin` has begun and nobody will wait for: the process ends only after it."""
-        self._stopped.set()
-
-    def _share(
-        self, files: Mapping[str, StoredFile], large: bool | None = None
-    ) -> dict[str, StoredFile]:
-        share = list(files.items())[self._ranks.rank :: self._ranks.world_size]
-        return {name: file for name, file in share if large in (None, file.bytes >= LARGE)}
-
-    def _first(self, find: Callable[[], str | None]) -> str | None:
-        """The first rank's finding that is one."""
-        problems = self._ranks.gather(self._ranks.on_all_ranks(find))
-        return next((problem for problem in problems if problem is not None), None)
-
-
-def _compare(
-    folder: Path, files: Mapping[str, StoredFile], progress: Callable[[str], object]
-) -> str | None:
-    return wrong_file(folder, files, lambda path: progress(f"verifying {path}"))

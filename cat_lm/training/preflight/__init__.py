@@ -2,14 +2,8 @@
 
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
 the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:
-one micro-batch of the largest shape.
-
-    lines = preflight.check(config, ranks)                    # raises one error for everything
-    ...                                                       # build the model and the engine
-    lines = [preflight.dry_run_batch(engine, loader)]
-
-Both are collectives. A rank says what it sees (`facts`), and all ranks judge all that was seen
-(`rules`), alike, so that none waits for one that has given up.
+one micro-batch of the largest shape. Both are collectives. A rank says what it sees (`facts`), and
+all ranks judge all that was seen (`rules`), alike, so that none waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -23,9 +17,8 @@ from pathlib import Path
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import SharedError
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import bandwidth, facts, node, plans, rules, shards
+from cat_lm.training.preflight import data, facts, rules
 from cat_lm.training.preflight.dry_run import dry_run_batch
-from cat_lm.training.preflight.folder import Probe
 from cat_lm.training.watchdog import host_name
 
 __all__ = ["check", "dry_run_batch"]
@@ -34,11 +27,11 @@ __all__ = ["check", "dry_run_batch"]
 def check(
     config: RunConfig, ranks: Ranks, progress: Callable[[str], None] = lambda what: None
 ) -> list[str]:
-    """Looks at everything that needs no model; a collective.
+    """Look at everything that needs no model (a collective).
 
     Args:
         config: with its precision decided.
-        progress: told of what was done, where it may take long.
+        progress: called with what was done, where it may take long.
 
     Returns:
         Lines for the log; those that begin with "warning: " name what works but should not be so.
@@ -49,35 +42,28 @@ def check(
     """
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(host_name())
-    probe = Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
-    # Another node that looked for the folder before it is made would not see it for a while.
-    existed = ranks.broadcast(ranks.is_first and output.exists())
-    # The first rank's file is there before another looks for it.
-    written = ranks.broadcast(ranks.is_first and probe.write())
-    if ranks.device.type == "cuda":
-        node.keep_triton_cache_here()
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
+    probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
+    # Another node that looked for the folder before it is made would not see it for a while.
+    existed, written = ranks.broadcast(ranks.is_first and (output.exists(), probe.write()))
+    if ranks.device.type == "cuda":
+        facts.keep_triton_cache_here()
     try:
-        failed = plans.make(config, ranks, leads, progress)
-        found = facts.collect(config, ranks, probe if leads else None, written, failed)
+        read = (lambda note: data.read_data(config, note)) if leads else None
+        opened = data.meanwhile(ranks, read, progress)
+        found = facts.collect(config, ranks, opened, probe if leads else None, written)
         gathered = ranks.gather(found)
     finally:
         if ranks.is_first:
             probe.remove()
     verdict = rules.judge(config, gathered)
-    if not verdict.problems:
-        verdict.add_transport(bandwidth.measure(ranks))
     try:
         if verdict.problems:
             raise verdict.error()
-        return [*verdict.lines(), *shards.verify(config, ranks, progress)]
+        rules.time_all_reduce(verdict, ranks)
+        return [*verdict.lines(), *data.verify(config, ranks, progress)]
     except SharedError:
         if ranks.is_first and not existed:
-            _remove_if_empty(output)
+            with contextlib.suppress(OSError):
+                os.rmdir(output)  # A run that cannot start leaves no empty folder behind.
         raise
-
-
-def _remove_if_empty(output: Path) -> None:
-    """A run that cannot start leaves no folder behind."""
-    with contextlib.suppress(OSError):
-        os.rmdir(output)

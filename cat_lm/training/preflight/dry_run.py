@@ -14,7 +14,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
 from cat_lm.counts import count_parameters
 from cat_lm.data.loader import TrainLoader
-from cat_lm.training.checkpoint import buffers
 from cat_lm.training.checkpoint.fragments import stepped_tensors
 from cat_lm.training.checkpoint.optimizer_state import MOMENTS
 from cat_lm.training.determinism import attention_kernels, refused_operator
@@ -27,7 +26,7 @@ _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
 def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
-    """Computes one micro-batch of full context and drops its gradients; a collective.
+    """Compute one micro-batch of full context and drop its gradients (a collective).
 
     DeepSpeed's own way of dropping a step serves: the loss is made NaN before the backward pass, so
     the step is skipped as any that is not finite. Weights, buffers, optimizer, generators and
@@ -50,7 +49,7 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     start = time.perf_counter()
     try:
-        with _restored(engine), buffers.unchanged(engine.model):
+        with _restored(engine):
             attention = _skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if operator := refused_operator(error):
@@ -93,9 +92,9 @@ def _skipped_step(engine: Engine, batch: dict) -> str:
 
 
 def absent_moments(engine: Engine) -> list[torch.Tensor]:
-    """Take the room of the moments that this rank's optimizer makes with its first update.
+    """Allocate the moments that this rank's optimizer makes with its first update.
 
-    No ZeRO stage makes them earlier, and every later batch must find its room beside them.
+    No ZeRO stage makes them earlier, and every later batch must fit beside them.
     """
     state = engine.optimizer.state
     absent = [tensor for tensor in stepped_tensors(engine) if not state.get(tensor)]
@@ -104,8 +103,10 @@ def absent_moments(engine: Engine) -> list[torch.Tensor]:
 
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
-    """Sets generators and DeepSpeed's counters back afterwards."""
+    """Set buffers, generators and DeepSpeed's counters back afterwards."""
     deepspeed, on_gpu = engine.deepspeed, engine.ranks.device.type == "cuda"
+    held = [(m._buffers, *item) for m in engine.model.modules() for item in m._buffers.items()]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in held]
     counters = {name: getattr(deepspeed, name) for name in _COUNTERS}
     boundary = deepspeed._is_gradient_accumulation_boundary
     generator = torch.get_rng_state()
@@ -113,6 +114,8 @@ def _restored(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
+        for (buffers, name, buffer), value in zip(held, values, strict=True):
+            buffers[name] = None if buffer is None else buffer.copy_(value)
         for name, value in counters.items():
             setattr(deepspeed, name, value)
         deepspeed._is_gradient_accumulation_boundary = boundary
@@ -122,9 +125,8 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    told = ("out of memory", "can't allocate memory", "not enough memory")
-    is_named = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_named or any(words in str(error).lower() for words in told)
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(w in str(error).lower() for w in words)
 
 
 def _peak(device: torch.device) -> str:

@@ -1,41 +1,46 @@
-"""The facts of one rank's host. No collectives, and nothing raises: a failure is a fact too."""
+"""The facts of one rank and its host. No collectives, and nothing raises: a failure is a fact."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import platform
-import re
+import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.core import __version__, plugins
-from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.errors import UserError, describe_os_error, file_error, is_temporary
 from cat_lm.core.host import available_memory
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 from cat_lm.training.distributed import Ranks, describe_error
-from cat_lm.training.preflight import node
-from cat_lm.training.preflight.folder import FolderFacts, Probe
+from cat_lm.training.preflight.data import DataFacts
 from cat_lm.training.watchdog import host_name
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "safetensors")
+# A network file system may show a new file late, and a folder that was looked for before it was
+# made later still: NFS asks the server again after 30 seconds.
+PATIENCE_SECONDS = 40.0
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """The data as a node opened them; `probe` is a hash of some windows that were really read."""
+class Problem(NamedTuple):
+    """What is wrong, in one line; `passes` where it may be gone at the next start."""
 
-    fingerprint: str
-    probe: str
-    vocab_size: int
+    text: str
+    passes: bool
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,16 @@ class Facts:
     Attributes:
         config: the run's configuration as this rank has it.
         versions: name to version of what must be equal on all ranks.
-        device, driver: names; they may differ, but should not.
+        device: its name; ranks' may differ, but should not.
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         gpu_memory: all bytes of its GPU; 0 on a CPU.
         host_memory: bytes that are free on its host, whatever the device.
-        matmul_seconds: of a small matrix product, to tell a slow device from the others.
-        node: its share of its node: cores, limits.
-        data: None where another rank of the host opened them, or where `data_problem` says why,
-            and `data_may_come` that it may pass.
-        folder: None where another rank of the host looked.
-        kernel_problem: why a Triton kernel does not run here, where the run needs some.
+        matmul_seconds: of a small matrix product, to find a slow device.
+        cores: the numbers of those that it may run on; ranks that are not bound share them.
+        data: None where another rank of the host opened them, or where they cannot be opened.
+        free_disk: bytes that are free in the run's folder; None as with the data.
+        checkpoints: complete ones in it, no more than the run keeps; counted on the first host.
+        problems: with the data, the folder and the kernels.
     """
 
     rank: int
@@ -63,36 +68,118 @@ class Facts:
     versions: dict[str, str]
     device: str
     on_gpu: bool
-    driver: str
     free_memory: int
     gpu_memory: int
     host_memory: int
     matmul_seconds: float
-    node: node.NodeFacts
+    cores: tuple[int, ...]
     data: DataFacts | None = None
-    data_problem: str | None = None
-    data_may_come: bool = False
-    folder: FolderFacts | None = None
-    kernel_problem: str | None = None
+    free_disk: int | None = None
+    checkpoints: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The run's folder, and the file that rank 0, on `host`, writes into it for all to see."""
+
+    folder: Path
+    token: str
+    host: str
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f".preflight-{self.token}"
+
+    def write(self) -> bool:
+        """Make folder and file; return False on a failure, which `look` finds again."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(self.token, encoding="ascii")
+            return True
+        return False
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.file.unlink(missing_ok=True)
+
+    def look(self, patience: float) -> int:
+        """Return the bytes that are free in the folder, seen from this host.
+
+        Args:
+            patience: seconds that rank 0's file may take to be seen here.
+
+        Raises:
+            UserError: this host cannot write to the folder, or it is not rank 0's folder.
+        """
+        is_seen = self._is_seen(patience)
+        try:
+            self._try_to_write()
+        except OSError as error:
+            where = error.filename or self.folder
+            text = f"cannot be written to: {where}: {describe_os_error(error)}"
+            raise file_error(text, error) from None
+        if not is_seen:
+            raise UserError(
+                f"is not the folder that rank 0 writes to on {self.host}; "
+                "choose one on a file system that all nodes share"
+            )
+        return shutil.disk_usage(self.folder).free
+
+    def _try_to_write(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True)  # Its error names what stands in the way.
+            os.rmdir(self.folder)
+            return
+        own = self.file.with_name(f"{self.file.name}-{host_name()}-{os.getpid()}")
+        try:
+            own.write_text(self.token, encoding="ascii")
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _is_seen(self, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while not self.file.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+            # Reading the folder makes a network file system ask the server again.
+            for folder in (self.folder.parent, self.folder):
+                if folder.is_dir():
+                    os.listdir(folder)
+        return True
 
 
 def collect(
-    config: RunConfig,
-    ranks: Ranks,
-    probe: Probe | None,
-    written: bool,
-    failed: BaseException | None = None,
+    config: RunConfig, ranks: Ranks, opened: Future | None, probe: Probe | None, written: bool
 ) -> Facts:
-    """This rank's facts; with `probe`, which was `written` or not, also those of its host.
+    """Collect this rank's facts; with `probe`, which was `written` or not, also its host's.
 
     Args:
-        failed: what was wrong when the data were packed; they are not tried again.
+        opened: the result of `read_data`, on the rank that opened the host's data.
     """
-    data = data_problem = folder = None
-    data_may_come = False
+    problems: list[Problem] = []
+
+    def tried(action: Callable[[], Any], name: str = "") -> Any:
+        try:
+            return action()
+        except Exception as error:
+            problems.append(Problem(f"{name}{describe_error(error)}", is_temporary(error)))
+            return None
+
+    data = free_disk = None
+    checkpoints = 0
+    if opened is not None:
+        data = tried(opened.result)
     if probe is not None:
-        data, data_problem, data_may_come = _tried(lambda: read_data(config), failed)
-        folder = probe.look(ranks.is_first, written, config.checkpoint.keep_last)
+        # Where rank 0 could not write there is nothing to wait for.
+        patience = PATIENCE_SECONDS if written and not ranks.is_first else 0
+        where = f"train.output_dir={config.train.output_dir}: "
+        free_disk = tried(lambda: probe.look(patience), where)
+        if ranks.is_first and free_disk is not None:
+            checkpoints = saved_checkpoints(probe.folder, config.checkpoint.keep_last)
+    if problem := kernel_problem(config, ranks.device):
+        problems.append(Problem(problem, False))
     on_gpu = ranks.device.type == "cuda"
     return Facts(
         rank=ranks.rank,
@@ -101,46 +188,82 @@ def collect(
         versions=versions(on_gpu),
         device=torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
         on_gpu=on_gpu,
-        driver=driver() if on_gpu else "",
         free_memory=free_memory(ranks.device),
         gpu_memory=torch.cuda.mem_get_info(ranks.device)[1] if on_gpu else 0,
         host_memory=free_memory(torch.device("cpu")),
         matmul_seconds=matmul_seconds(ranks.device),
-        node=node.collect(ranks.device),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
         data=data,
-        data_problem=data_problem,
-        data_may_come=data_may_come,
-        folder=folder,
-        kernel_problem=kernel_problem(config, ranks.device),
+        free_disk=free_disk,
+        checkpoints=checkpoints,
+        problems=problems,
     )
 
 
+def saved_checkpoints(folder: Path, most: int) -> int:
+    """Count a run's complete checkpoints, whose space is taken already, up to `most`."""
+    from cat_lm.training.checkpoint import is_complete, step_folders
+
+    newest_first = reversed(step_folders(folder / "checkpoints"))
+    return len(list(itertools.islice(filter(is_complete, newest_first), most)))
+
+
 def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
-    """Launches a Triton kernel where the run may need them: it would fail in the first step."""
+    """Launch a Triton kernel where the run may need them: it would fail in the first step."""
     train, recurrent = config.train, config.architecture.recurrent
     asked = train.conv_backend != "reference" or train.compile
     asked = asked or (recurrent and train.mixer_backend != "torch")
     if not (asked and INSTALLED and device.type == "cuda"):
         return None
-    from cat_lm.training.preflight.kernel_trial import why_no_kernel
+    problem = why_no_kernel(device)
+    return problem and (
+        f"{problem} (train.conv_backend=reference and train.compile=false do without them, slowly; "
+        "of a recurrent model train.mixer_backend=torch, too)"
+    )
 
-    return why_no_kernel(device)
 
+def why_no_kernel(device: torch.device) -> str | None:
+    """Launch the convolution of a few numbers on `device`; None where it runs and is right.
 
-def _tried(action: Callable[[], Any], failed: BaseException | None) -> tuple[Any, str | None, bool]:
-    """(the result, None, False), or (None, what was wrong, whether it may pass)."""
+    That Triton imports says little: at the first launch on each node it builds, in C and against
+    Python's headers, what loads and starts a kernel. A second or two, then milliseconds.
+
+    Returns:
+        What is wrong and what to do, in one line.
+    """
+    from cat_lm.ops.convolution.triton import convolve
+
+    x = torch.arange(16.0, device=device).view(1, 16, 1, 1).expand(1, 16, 1, 16)
     try:
-        if failed is not None:
-            raise failed
-        return action(), None, False
-    except UserError as error:
-        return None, str(error), is_temporary(error)
-    except Exception as error:
-        return None, describe_error(error), is_temporary(error)
+        found = convolve("head", x, torch.ones(1, 2, device=device), None, None)[0, :, 0, 0]
+        wrong = found.tolist() != [0.0, *(float(2 * t - 1) for t in range(1, 16))]
+    except Exception as error:  # of Triton, its compilers, the loader, the driver
+        return (
+            f"a Triton kernel does not run: {describe_error(error)}; on every node it needs a C "
+            "compiler (gcc, or what CC names) and Python's headers (python3-dev)"
+        )
+    return "a Triton kernel runs and computes wrong numbers on this device" if wrong else None
+
+
+def keep_triton_cache_here() -> None:
+    """Keep Triton's compiled kernels on the node's own disk, in a SLURM job that does not say.
+
+    The default is the home folder, mostly one for all nodes, into which all ranks would compile at
+    once. The folder's content is loaded as code, so it must be this user's.
+    """
+    if "SLURM_JOB_ID" not in os.environ or "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = Path(tempfile.gettempdir()) / f"cat_lm-triton-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def versions(on_gpu: bool) -> dict[str, str]:
-    """Everything whose difference between ranks may change results or break collectives."""
+    """Return everything whose difference between ranks may change results or break collectives."""
     found = {"python": platform.python_version(), "cat_lm": __version__, "code": code_hash()}
     for name in PACKAGES:
         try:
@@ -151,16 +274,10 @@ def versions(on_gpu: bool) -> dict[str, str]:
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["fp32 products"] = fp32_products()
+        # Some images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: ten bits where fp32 has 23.
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        found["fp32 products"] = "exact" if is_exact else "TF32"
     return found
-
-
-def fp32_products() -> str:
-    """Return how a GPU multiplies fp32: exactly, or in TF32, which has ten bits where fp32 has 23.
-
-    Images of NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which nobody sees.
-    """
-    return "exact" if torch.get_float32_matmul_precision() == "highest" else "TF32"
 
 
 @functools.cache
@@ -174,31 +291,8 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def driver() -> str:
-    """The NVIDIA kernel driver's version, or nothing."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
-    return match[0] if match else ""
-
-
-def read_data(config: RunConfig) -> DataFacts:
-    """Opens both splits, and reads the first sample of the first, middle and last step."""
-    from cat_lm.data.opening import open_data
-
-    corpus, _, loader = open_data(config)
-    digest, last = hashlib.sha256(), config.total_steps - 1
-    for step in sorted({0, last // 2, last}):
-        # With a rank for every sample of a step, the first one reads one sample.
-        batch = loader.batch(step, 0, config.train.global_batch_size)
-        digest.update(batch["input_ids"].tobytes() + batch["labels"].tobytes())
-    return DataFacts(corpus.fingerprint, digest.hexdigest(), corpus.vocab_size)
-
-
 def free_memory(device: torch.device) -> int:
-    """Bytes that a process can still take: of the GPU, or of the host within this job's limit."""
+    """Return the bytes that a process can still take: of the GPU, or of its job's host memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     known = available_memory()
@@ -206,18 +300,15 @@ def free_memory(device: torch.device) -> int:
 
 
 def matmul_seconds(device: torch.device) -> float:
-    """The best of several small matrix products: milliseconds, enough to see a throttled device."""
+    """Return the best time of several small matrix products, which shows a throttled device."""
     on_gpu = device.type == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_gpu else (256, torch.float32)
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()
-        result = matrix @ matrix
+        _ = matrix @ matrix
         if on_gpu:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    del matrix, result
-    if on_gpu:
-        torch.cuda.empty_cache()
     return best

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from cat_lm.config import RunConfig, changed_values
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import SharedError, UserError, shared_error
 from cat_lm.core.host import GIB
-from cat_lm.training.engine import model_config
+from cat_lm.training.building import model_config
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, known_device
+from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
-    Memory,
     building_bytes,
     checkpoint_bytes,
     checkpoints_to_hold,
@@ -21,59 +26,108 @@ from cat_lm.training.estimate import (
     num_parameters,
 )
 from cat_lm.training.preflight.facts import Facts
-from cat_lm.training.preflight.node_rules import judge_nodes
-from cat_lm.training.preflight.report import HOSTS_NAMED, PreflightReport
 
 # A rank's device that takes so many times as long as the median one holds all others up.
 SLOW_DEVICE = 2.0
+# A GPU's rank computes in two threads, reads ahead in a third, and NCCL has its own.
+FEWEST_CORES = 4
+HOSTS_NAMED = 8
+# Of the tensor whose all-reduce is timed.
+_BYTES = {"cuda": 2**28, "cpu": 2**23}
+# The fractions of what the hardware can send below which the fast network is taken for unused.
+# NCCL's own tests reach 0.7 to 0.9; the host's memory or TCP reach a few hundredths.
+_LEAST_OF_LINK, _LEAST_OF_NETWORK = 0.25, 0.1
+
+
+@dataclass
+class PreflightReport:
+    """Problems, warnings and notes, each with the ranks that it is about.
+
+    Attributes:
+        passing: those of the problems that may be gone at the next start, with nothing changed.
+    """
+
+    facts: Sequence[Facts]
+    problems: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    warnings: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+    passing: set[str] = field(default_factory=set)
+
+    def error(self) -> SharedError:
+        """Make one error of all problems, temporary where all of them may pass."""
+        lines = self._grouped(self.problems)
+        text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        temporary = self.problems.keys() <= self.passing
+        return shared_error(f"preflight:{text}", temporary)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the log."""
+        warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
+        return [f"preflight: {line}" for line in (*self.notes, *warnings)]
+
+    def _grouped(self, found: dict[str, list[int]]) -> list[str]:
+        return [f"{self._who(ranks)}: {text}" for text, ranks in found.items()]
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == len(self.facts) > 1:
+            return "all ranks"
+        of_host = defaultdict(list)
+        for rank in ranks:
+            of_host[self.facts[rank].host].append(rank)
+        named = [f"{host} {ranges(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
+        more = len(of_host) - len(named)
+        return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Format numbers as `rank 3`, `ranks 24–31`, `ranks 0, 2–3`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    several = len(runs) > 1 or len(runs[0]) > 1
+    parts = (f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"rank{'s' if several else ''} {', '.join(parts)}"
 
 
 def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
-    """Compares what the ranks saw with each other and with what the run needs.
+    """Compare what the ranks saw with each other and with what the run needs.
 
     Args:
         facts: of all ranks, in their order.
     """
     verdict = PreflightReport(facts)
     hosts = list(dict.fromkeys(fact.host for fact in facts))
+    named = ", ".join(hosts) if len(hosts) <= HOSTS_NAMED else f"{hosts[0]} … {hosts[-1]}"
     verdict.notes.append(
-        f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {_listed(hosts)}; "
+        f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on "
+        f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} ({named}); "
         + ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
     )
-    for check in (_versions, _configurations, _batch, _sequences, _data, _needs, _devices):
+    for check in (_versions, _configurations, _batch, _sequences, _seen, _data, _needs, _devices):
         check(verdict, config)
-    judge_nodes(verdict)
     return verdict
 
 
-def _listed(hosts: Sequence[str]) -> str:
-    if len(hosts) <= HOSTS_NAMED:
-        return f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} ({', '.join(hosts)})"
-    return f"{len(hosts)} hosts ({hosts[0]} … {hosts[-1]})"
-
-
 def _versions(verdict: PreflightReport, config: RunConfig) -> None:
-    names = dict.fromkeys(name for fact in verdict.facts for name in fact.versions)
-    for name in names:
-        _compare(
-            verdict,
-            verdict.problems,
-            name,
-            [fact.versions.get(name, "absent") for fact in verdict.facts],
-            "copy the same checkout to every host"
-            if name == "code"
-            else f"install the same {name} on every host",
-        )
+    for name in dict.fromkeys(name for fact in verdict.facts for name in fact.versions):
+        advice = f"install the same {name} on every host"
+        if name == "code":
+            advice = "copy the same checkout to every host"
+        values = [fact.versions.get(name, "absent") for fact in verdict.facts]
+        _compare(verdict, verdict.problems, name, values, advice)
 
 
 def _compare(
     verdict: PreflightReport,
-    kind: dict[str, list[int]],
+    found: dict[str, list[int]],
     name: str,
     values: Sequence[str],
     advice: str,
 ) -> None:
-    """Ranks whose value is not the most frequent one; of equally frequent ones, rank 0's."""
+    """Name ranks whose value is not the most frequent one; of equally frequent ones, rank 0's."""
     counts = Counter(values)
     usual = max(counts, key=lambda value: (counts[value], value == values[0]))
     others = {
@@ -82,7 +136,7 @@ def _compare(
     for rank, value in enumerate(values):
         if value != usual:
             where = next(iter(others)) if len(others) == 1 else f"{len(others)} other hosts"
-            kind[f"{name} is {value}, but {usual} on {where}; {advice}"].append(rank)
+            found[f"{name} is {value}, but {usual} on {where}; {advice}"].append(rank)
 
 
 def _configurations(verdict: PreflightReport, config: RunConfig) -> None:
@@ -132,13 +186,17 @@ def _sequences(verdict: PreflightReport, config: RunConfig) -> None:
         ] += [fact.rank for group in apart for fact in group]
 
 
+def _seen(verdict: PreflightReport, config: RunConfig) -> None:
+    """Take over what ranks found wrong with data, folder and kernels."""
+    for fact in verdict.facts:
+        for text, passes in fact.problems:
+            verdict.problems[text].append(fact.rank)
+            if passes:
+                verdict.passing.add(text)
+
+
 def _data(verdict: PreflightReport, config: RunConfig) -> None:
     opened = [fact for fact in verdict.facts if fact.data is not None]
-    for fact in verdict.facts:
-        if fact.data_problem is not None:
-            verdict.problems[fact.data_problem].append(fact.rank)
-            if fact.data_may_come:
-                verdict.passing.add(fact.data_problem)
     if not opened:
         return
     first = opened[0]
@@ -158,54 +216,36 @@ def _data(verdict: PreflightReport, config: RunConfig) -> None:
 
 
 def _needs(verdict: PreflightReport, config: RunConfig) -> None:
-    """Disk and memory, by the number of the model's parameters."""
+    """Compare disk and memory with what the number of the model's parameters needs."""
+    ranks, first = len(verdict.facts), verdict.facts[0]
     vocab_size = next((f.data.vocab_size for f in verdict.facts if f.data is not None), None)
     vocab_size = config.model.vocab_size or vocab_size
-    for fact in verdict.facts:
-        if fact.folder is not None and fact.folder.problem is not None:
-            text = f"train.output_dir={config.train.output_dir}: {fact.folder.problem}"
-            verdict.problems[text].append(fact.rank)
-            if fact.folder.may_pass:
-                verdict.passing.add(text)
     if vocab_size is None:
-        return  # the data are not there, which is said already
+        return  # The data are missing, which is among the problems already.
     try:
         model_config(config, vocab_size)
     except UserError as error:
-        verdict.problems[str(error)] += range(len(verdict.facts))
+        verdict.problems[str(error)] += range(ranks)
         return
     parameters = num_parameters(config, vocab_size)
     _disk(verdict, config, parameters)
-    on_gpu = verdict.facts[0].on_gpu
-    ranks = len(verdict.facts)
-    _building(verdict, config, parameters)
-    _memory(verdict, memory_per_rank(config, parameters, ranks, vocab_size, on_gpu))
-
-
-def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
-    one = checkpoint_bytes(parameters)
-    looked = [fact for fact in verdict.facts if fact.folder is not None and not fact.folder.problem]
-    saved = max((fact.folder.checkpoints or 0 for fact in looked), default=0)
-    needed = checkpoints_to_hold(config, saved) * one
-    for fact in looked:
-        if fact.folder.free < needed:
-            verdict.problems[
-                f"train.output_dir={config.train.output_dir}: {size(fact.folder.free)} are free, "
-                f"but checkpoints of {size(one)} each need {size(needed)}"
-            ].append(fact.rank)
-    if looked:
-        free = min(fact.folder.free for fact in looked)
-        verdict.notes.append(
-            f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
-        )
-
-
-def _memory(verdict: PreflightReport, memory: Memory) -> None:
+    # The first rank builds the whole model on its host, whatever it keeps of it.
+    one = building_bytes(config, parameters)
+    if one > first.host_memory:
+        verdict.problems[
+            f"the model of {parameters:,} parameters is built on this host, which takes "
+            f"{size(one)}, but {size(first.host_memory)} of memory are free there; take a smaller "
+            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0"
+        ].append(first.rank)
+    verdict.notes.append(
+        f"host memory: {size(one)} on the first rank's host while it builds the model, "
+        f"{size(first.host_memory)} free"
+    )
+    memory = memory_per_rank(config, parameters, ranks, vocab_size, first.on_gpu)
     of_host = Counter(fact.host for fact in verdict.facts)
     least = None
     for fact in verdict.facts:
-        sharing = 1 if fact.on_gpu else of_host[fact.host]
-        free = fact.free_memory / sharing
+        free = fact.free_memory / (1 if fact.on_gpu else of_host[fact.host])
         least = free if least is None else min(least, free)
         where = "GPU memory" if fact.on_gpu else "memory"
         text = (
@@ -224,51 +264,111 @@ def _memory(verdict: PreflightReport, memory: Memory) -> None:
     )
 
 
-def _building(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
-    """The first rank builds the whole model on its host, whatever it keeps of it."""
-    one, first = building_bytes(config, parameters), verdict.facts[0]
-    if one > first.host_memory:
-        verdict.problems[
-            f"the model of {parameters:,} parameters is built on this host, which takes "
-            f"{size(one)}, but {size(first.host_memory)} of memory are free there; take a smaller "
-            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0"
-        ].append(first.rank)
-    verdict.notes.append(
-        f"host memory: {size(one)} on the first rank's host while it builds the model, "
-        f"{size(first.host_memory)} free"
-    )
+def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
+    one = checkpoint_bytes(parameters)
+    looked = [fact for fact in verdict.facts if fact.free_disk is not None]
+    needed = checkpoints_to_hold(config, max((f.checkpoints for f in looked), default=0)) * one
+    for fact in looked:
+        if fact.free_disk < needed:
+            verdict.problems[
+                f"train.output_dir={config.train.output_dir}: {size(fact.free_disk)} are free, "
+                f"but checkpoints of {size(one)} each need {size(needed)}"
+            ].append(fact.rank)
+    if looked:
+        free = min(fact.free_disk for fact in looked)
+        verdict.notes.append(
+            f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
+        )
 
 
 def _devices(verdict: PreflightReport, config: RunConfig) -> None:
-    """Name what cannot run; note what runs, but only as fast as its slowest rank."""
+    """Name what runs, but only as fast as its slowest rank."""
     facts = verdict.facts
-    for fact in facts:
-        if fact.kernel_problem is not None:
-            verdict.problems[
-                f"{fact.kernel_problem} (train.conv_backend=reference and train.compile=false do "
-                "without them, slowly; of a recurrent model train.mixer_backend=torch, too)"
-            ].append(fact.rank)
-    kinds = [fact.device for fact in facts]
-    _compare(verdict, verdict.warnings, "the device", kinds, "the slowest one sets the pace")
-    drivers = [fact.driver for fact in facts]
-    _compare(verdict, verdict.warnings, "the driver", drivers, "one version is safer")
-    inexact = [fact.rank for fact in facts if fact.versions.get("fp32 products") == "TF32"]
-    if inexact:
-        verdict.warnings[
-            "fp32 matrices are multiplied in TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), which has 10 "
-            "bits of 23; unset it for fp32's own results"
-        ] += inexact
+    names = [fact.device for fact in facts]
+    _compare(verdict, verdict.warnings, "the device", names, "the slowest one sets the pace")
     typical = statistics.median(fact.matmul_seconds for fact in facts)
+    of_host = defaultdict(list)
+    for fact in facts:
+        of_host[fact.host].append(fact)
     for fact in facts:
         if len(facts) > 2 and fact.matmul_seconds > SLOW_DEVICE * typical:
             verdict.warnings[
                 f"the device multiplies {fact.matmul_seconds / typical:.1f} times as slowly as "
                 "the median one; it may be throttled or shared, and all ranks will wait for it"
             ].append(fact.rank)
+        on_host = of_host[fact.host]
+        together = len(set().union(*(other.cores for other in on_host)))
+        own = min(len(fact.cores), together / len(on_host))
+        if fact.on_gpu and own < FEWEST_CORES:
+            verdict.warnings[
+                f"{own:.3g} core{'s' if own > 1 else ''} for a GPU's rank, whose threads need "
+                f"{FEWEST_CORES} or more, or the GPU waits for them; ask for more: "
+                "--cpus-per-task of launch.slurm, srun and sbatch"
+            ].append(fact.rank)
+
+
+def time_all_reduce(verdict: PreflightReport, ranks: Ranks) -> None:
+    """Note how fast an all-reduce is, and warn where the fast network is not used (a collective).
+
+    The speed is that on the bus: the bytes that a rank sends in a ring, 2 (n − 1) / n of the
+    tensor.
+    """
+    if ranks.world_size == 1:
+        return
+    buffer = torch.zeros(_BYTES[ranks.device.type] // 4, device=ranks.device)
+    seconds = []
+    for _ in range(2):  # The first one also makes the connections.
+        ranks.barrier()
+        start = time.perf_counter()
+        torch.distributed.all_reduce(buffer)
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        seconds.append(ranks.maximum(time.perf_counter() - start))
+    sent = 2 * (ranks.world_size - 1) / ranks.world_size * buffer.numel() * 4
+    verdict.notes.append(
+        f"all-reduce of {buffer.numel() / 2**18:.0f} MiB among {ranks.world_size} ranks: "
+        f"{seconds[-1] * 1e3:.1f} ms, {sent / seconds[-1] / 1e9:.2f} GB/s on the bus"
+    )
+    del buffer
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    judge_bandwidth(verdict, sent / seconds[-1])
+
+
+def judge_bandwidth(verdict: PreflightReport, speed: float) -> None:
+    """Warn of an all-reduce of so many bytes a second on the bus where the hardware has more."""
+    per_host = Counter(fact.host for fact in verdict.facts)
+    least = least_bandwidth(verdict.facts[0].device, len(per_host), min(per_host.values()))
+    if speed < least:
+        verdict.warnings[
+            f"the all-reduce's {speed / 1e9:.3g} GB/s are very little, {least / 1e9:.3g} or more "
+            "are usual; is the fast network used (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME tell and "
+            "choose)?"
+        ] += range(len(verdict.facts))
+
+
+def least_bandwidth(device: str, nodes: int, per_node: int) -> float:
+    """Return the bytes a second that an all-reduce reaches wherever the fast network is used.
+
+    Within a node a quarter of the GPU's link: 112 GB/s of an H100's 450. Between nodes a ring has
+    all of a node's ways out: a tenth of 25 GB/s for each GPU, 20 GB/s for nodes of eight.
+
+    Args:
+        device: its name, as CUDA gives it; "CPU".
+        nodes, per_node: how many, and the fewest ranks of one.
+    """
+    if (found := known_device(device)) is None:
+        return 1e7 if device == "CPU" else 1e9
+    # PCIe 5 has sixteen lanes, whatever link others of the name have.
+    link = min(found.link, 64.0) if "PCIE" in device.upper() else found.link
+    least = _LEAST_OF_LINK * link
+    if nodes > 1:
+        least = min(least, _LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * per_node)
+    return least * 1e9
 
 
 def size(bytes_: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB")):
         if bytes_ >= unit:
             return f"{bytes_ / unit:.1f} {name}"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.training import ancestors
-from cat_lm.training.ancestors import find_launcher
+from cat_lm.training import launcher as launchers
+from cat_lm.training.launcher import find_launcher
 
 VARIABLES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "CROSS_RANK", "CROSS_SIZE")
 VARIABLES += ("SLURM_STEP_NUM_TASKS", "SLURM_TASK_PID")
@@ -23,20 +23,16 @@ class Processes:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.monkeypatch = monkeypatch
-        monkeypatch.setattr(ancestors, "_PROC", folder)
+        monkeypatch.setattr(launchers, "_PROC", folder)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        self.add(1, "systemd", parent=0)
 
     def add(self, process: int, program: str, parent: int, **environment: str) -> None:
         folder = self.folder / str(process)
         folder.mkdir(exist_ok=True)
         (folder / "stat").write_text(f"{process} (a ) b) S {parent} 1 1")
-        (folder / "comm").write_text(program + "\n")
         (folder / "cmdline").write_text(program + "\0")
         (folder / "environ").write_text("".join(f"{k}={v}\0" for k, v in environment.items()))
-        (folder / "exe").unlink(missing_ok=True)
-        (folder / "exe").symlink_to(f"/usr/bin/{program}")
 
     def start(self, parent: int, **environment: str) -> None:
         """This process: a child of `parent` with these variables."""
@@ -54,17 +50,7 @@ def processes(tmp_path, monkeypatch) -> Processes:
     "variables", [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}]
 )
 def test_by_hand_there_is_nobody_to_miss(processes, variables):
-    """A shell, also one that sets a launcher's variables, and a batch script."""
     processes.add(20, "bash", parent=1)
-    processes.start(20, **variables)
-    assert find_launcher() is None
-
-
-@pytest.mark.parametrize("variables", [TORCHRUN, DEEPSPEED])
-@pytest.mark.parametrize("program", ["bash", "gdb", "my-launcher"])
-def test_all_of_a_launcher_s_variables_set_by_hand(processes, program, variables):
-    """A living program that we do not know is no sign that a launcher has died."""
-    processes.add(20, program, parent=1)
     processes.start(20, **variables)
     assert find_launcher() is None
 
@@ -82,25 +68,16 @@ def test_the_launcher_is_the_parent(processes, variables):
     assert launcher.is_gone()
 
 
-@pytest.mark.parametrize("adopter", [1, 9])
-def test_wrappers_between_launcher_and_rank(processes, adopter):
+def test_wrappers_between_launcher_and_rank(processes):
     """They live on when the launcher is killed, with a parent of their own."""
-    processes.add(9, "systemd", parent=1)
     processes.add(30, "python3.11", parent=9, RANK="1")
     processes.add(40, "bash", parent=30, **TORCHRUN)
     processes.add(50, "nsys", parent=40, **TORCHRUN)
     processes.start(50, **TORCHRUN)
     launcher = find_launcher()
     assert launcher.line == (50, 40, 30) and not launcher.is_gone()
-    processes.add(40, "bash", parent=adopter, **TORCHRUN)
+    processes.add(40, "bash", parent=1, **TORCHRUN)
     assert launcher.is_gone()
-
-
-def test_a_container_whose_first_process_is_the_launcher(processes):
-    processes.add(1, "python3.11", parent=0)
-    processes.start(1, **TORCHRUN)
-    launcher = find_launcher()
-    assert launcher.line == (1,) and not launcher.is_gone()
 
 
 def test_a_launcher_outside_of_the_container_is_not_seen(processes):
@@ -111,32 +88,8 @@ def test_a_launcher_outside_of_the_container_is_not_seen(processes):
     assert find_launcher() is None
 
 
-@pytest.mark.parametrize("adopter", [1, 9])
-@pytest.mark.parametrize("wrapper", [False, True])
-def test_a_launcher_that_was_gone_before_one_could_look(processes, adopter, wrapper):
-    processes.add(9, "systemd", parent=1)
-    processes.add(40, "bash", parent=adopter, **TORCHRUN)
-    processes.start(40 if wrapper else adopter, **TORCHRUN)
-    assert find_launcher().is_gone()
-
-
-def test_the_first_process_of_another_user_is_no_launcher(processes):
-    (processes.folder / "1/exe").unlink()  # as unreadable as root's to others
-    processes.start(1, **TORCHRUN)
-    assert find_launcher().is_gone()
-
-
-def test_a_wrapper_of_another_user_is_not_judged(processes):
-    processes.add(30, "starter-suid", parent=1)
-    (processes.folder / "30/exe").unlink()
-    (processes.folder / "30/environ").unlink()
-    processes.start(30, **TORCHRUN)
-    launcher = find_launcher()
-    assert launcher.line == (30,) and not launcher.is_gone()
-
-
 def test_deepspeed_on_one_machine_is_two_programs(processes):
-    processes.add(20, "python3.11", parent=1)
+    processes.add(20, "python3.11 bin/deepspeed", parent=1)
     processes.add(30, "python3.11", parent=20)
     processes.start(30, **DEEPSPEED, CROSS_SIZE="1")
     launcher = find_launcher()
@@ -156,11 +109,3 @@ def test_the_step_daemon_of_slurm(processes, wrapped):
     processes.add(40, "bash", parent=1)
     processes.start(40 if wrapped else 1)
     assert launcher.is_gone()
-    assert find_launcher().is_gone(), "also to one who looks only now"
-
-
-def test_a_program_below_a_task_that_ended(processes):
-    """Such as a shell in tmux that an interactive job once started: nobody is above it."""
-    processes.add(40, "tmux", parent=1)
-    processes.start(40, **SRUN, SLURM_TASK_PID="4711")
-    assert find_launcher() is None

@@ -1,0 +1,127 @@
+"""The data before a run: copied, packed, opened on each host, and compared with their manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
+from cat_lm.data.manifest import SPLITS
+from cat_lm.data.opening import open_data, open_split, open_splits
+from cat_lm.data.packing import plan_folder
+from cat_lm.data.verified import Check
+from cat_lm.training.distributed import Ranks
+from cat_lm.training.watchdog import host_name
+
+POLL_SECONDS = 1.0
+Progress = Callable[[str], object]
+
+
+class DataFacts(NamedTuple):
+    """The data as a host opened them; `probe` is a hash of some windows that were really read."""
+
+    fingerprint: str
+    probe: str
+    vocab_size: int
+
+
+def meanwhile(
+    ranks: Ranks, action: Callable[[Progress], Any] | None, progress: Progress
+) -> Future | None:
+    """Act in a thread while all ranks meet every second (a collective).
+
+    What takes hours on one rank lets no other seem to hang in a collective.
+
+    Args:
+        action: of this rank, or None; it is given a function to call whenever it got on.
+        progress: called on every rank whenever some rank got on.
+
+    Returns:
+        The action's result or exception.
+    """
+    number, latest = 0, "opening the data"
+
+    def note(what: str) -> None:
+        nonlocal number, latest
+        number, latest = number + 1, what
+
+    pool = ThreadPoolExecutor(1)
+    futures = [pool.submit(action, note)] if action is not None else []
+    pool.shutdown(wait=False)
+    known = -1.0
+    while True:
+        running = wait(futures, POLL_SECONDS).not_done
+        busy, done = ranks.sum(len(running), number)
+        if done != known:
+            known = done
+            progress(latest)
+        if not busy:
+            return futures[0] if futures else None
+
+
+def read_data(config: RunConfig, progress: Progress) -> DataFacts:
+    """Make the copies and packing plans that the run needs, and read some samples.
+
+    These are the first sample of the first, middle and last step.
+    """
+    data = config.data
+    train, validation = open_splits(config)
+    for part in (*train.parts, *validation.parts):
+        part.fetch(progress)
+    if data.packing == "best_fit":
+        for part in train.parts:
+            plan_folder(part, data.context_length, data.cache_dir, progress)
+    corpus, _, loader = open_data(config)
+    digest, last = hashlib.sha256(), config.total_steps - 1
+    for step in sorted({0, last // 2, last}):
+        # With a rank for every sample of a step, the first one reads one sample.
+        batch = loader.batch(step, 0, config.train.global_batch_size)
+        digest.update(batch["input_ids"].tobytes() + batch["labels"].tobytes())
+    return DataFacts(corpus.fingerprint, digest.hexdigest(), corpus.vocab_size)
+
+
+def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
+    """Read what was not verified yet, shared among the ranks that see the same copy (a collective).
+
+    Args:
+        progress: called with the file that some rank reads, each time that some of it is read.
+
+    Returns:
+        A line for the log where anything was read.
+
+    Raises:
+        SharedError: a file is not what the manifest says; on every rank, the same.
+    """
+    start = time.perf_counter()
+    data = config.data
+
+    def look() -> Check:
+        return Check([open_split(data, split) for split in SPLITS], data.cache_dir)
+
+    # One rank of a host looks first: at every start but the first there is nothing more to do,
+    # and looking at all files from all ranks would burden a file system of many nodes.
+    left = ranks.on_all_ranks(lambda: ranks.local_rank == 0 and bool(look().todo))
+    if not any(ranks.gather(left)):
+        return []
+    check = ranks.on_all_ranks(look)
+    seen = ranks.gather((check.copy, len(check.todo), check.size(check.todo)))
+    group = [rank for rank, (copy, *_) in enumerate(seen) if copy == check.copy]
+    own = check.todo[group.index(ranks.rank) :: len(group)]
+    read = meanwhile(ranks, lambda note: check.read(own, note), progress)
+
+    def refuse_problems() -> None:
+        if problems := read.result():
+            where = f"{host_name()}: " if ranks.world_size > 1 else ""
+            raise UserError(where + problems[0])
+
+    ranks.on_all_ranks(refuse_problems)
+    if ranks.rank == group[0]:
+        check.note(check.todo)
+    copies = {copy: (files, size) for copy, files, size in seen}
+    files, size = (sum(column) for column in zip(*copies.values(), strict=True))
+    seconds = time.perf_counter() - start
+    return [f"data: verified {files:,} files ({size / 1e9:.2f} GB) in {seconds:.1f} s"]
