@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import logging
 import os
 import warnings
@@ -47,14 +48,14 @@ class Ranks:
         return self.rank == 0
 
     def share(self, parts: int) -> tuple[int, int]:
-        """(the number of this rank's share of a batch's rows, how many shares there are).
+        """Return the number of this rank's share of a batch's rows, of `parts` ranks together.
 
-        `parts` neighbouring ranks have one together.
+        And how many shares there are.
         """
         return self.rank // parts, self.world_size // parts
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, in float64."""
+        """Sum each value over all ranks, in float64."""
         return self._reduce(values, torch.distributed.ReduceOp.SUM)
 
     def maximum(self, value: float) -> float:
@@ -68,7 +69,7 @@ class Ranks:
         return tensor.tolist()
 
     def gather(self, value: object) -> list:
-        """`value` of every rank, in their order."""
+        """Return `value` of every rank, in their order."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -76,7 +77,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: object) -> object:
-        """The first rank's `value`, on every rank."""
+        """Return the first rank's `value`, on every rank."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -88,7 +89,7 @@ class Ranks:
             torch.distributed.barrier()
 
     def on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Runs `action` on every rank and returns its result; a collective.
+        """Run `action` on every rank and return its result (a collective).
 
         Raises:
             SharedError: it failed on some rank; raised on all of them, so that none waits for the
@@ -101,7 +102,7 @@ class Ranks:
         except Exception as raised:
             error = (is_temporary(raised), describe_error(raised))
         errors = [error for error in self.gather(error) if error is not None]
-        if errors:  # first what somebody must mend
+        if errors:  # Errors that stay come before transient ones.
             temporary, text = min(errors, key=lambda error: error[0])
             raise shared_error(text, temporary)
         return result
@@ -132,7 +133,7 @@ def describe_error(error: BaseException) -> str:
 
 @contextmanager
 def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
-    """Joins the process group that the environment describes; alone, a group of one.
+    """Join the process group that the environment describes; alone, a group of one.
 
     A collective that not all ranks join in time fails. Where a watchdog looks for ranks that hang,
     `timeout_minutes` must be longer than its patience: it says more about them.
@@ -165,7 +166,7 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
 
 
 def _own_device(local_rank: int) -> torch.device:
-    """This rank's GPU, made the current one; a CPU where there is none.
+    """Return this rank's GPU, made the current one; a CPU where there is none.
 
     Where SLURM binds GPUs (--gpus-per-task, --gpu-bind), each task sees one, its own, as cuda:0.
     DeepSpeed takes LOCAL_RANK for the device's number, so it is 0 there.
@@ -212,12 +213,8 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's prints and warnings off the run's log; its errors are exceptions."""
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        redirect_stdout(nowhere),
-        warnings.catch_warnings(),
-    ):
+    """Keep DeepSpeed's prints and warnings off the run's log; its errors are exceptions."""
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -239,7 +236,7 @@ def heap_left_alone() -> Iterator[None]:
 
 
 def import_deepspeed():
-    """DeepSpeed, quiet, and without a C++ compiler's help.
+    """Import DeepSpeed, quiet, and without a C++ compiler's help.
 
     Its CPU backend compiles a shared-memory all-reduce when the process group starts: 40 seconds
     where there is a compiler, a crash where there is none. Only its tensor-parallel inference

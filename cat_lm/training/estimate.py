@@ -5,6 +5,7 @@ The one definition of each; log, benchmarks and planning use these.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from cat_lm.core.host import GIB
 from cat_lm.counts import count_parameters
 from cat_lm.model.attention.documents import document_attention
 from cat_lm.ops.loss.linear_cross_entropy import CHUNK_ELEMENTS, kernel_chunk
-from cat_lm.training.building import begins_again_in_fp32
+from cat_lm.training.building import begins_again_in_fp32, build_model, trained_config
 from cat_lm.training.devices import known_device
 
 if TYPE_CHECKING:
@@ -54,14 +55,14 @@ def flops_per_token(config: RunConfig, vocab_size: int) -> float:
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device: `train.peak_tflops`, else by its name in bf16, else unknown."""
+    """Return a device's peak FLOP/s: `train.peak_tflops`, else by its name in bf16, else None."""
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops * 1e12
     return device_peak_flops(device) if config.train.precision == "bf16" else None
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of a GPU by its name; None for one that is not listed, and for a CPU."""
+    """Return the peak bf16 FLOP/s of a GPU by its name; None for others, and for a CPU."""
     if device.type != "cuda":
         return None
     found = known_device(torch.cuda.get_device_name(device))
@@ -69,7 +70,7 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
-    """The configuration's model without its weights (on the meta device), in milliseconds.
+    """Build the configuration's model without its weights (on the meta device).
 
     For counting, so it does not matter whether the attention that it asks for is installed.
 
@@ -79,8 +80,6 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     Raises:
         UserError: the model cannot be built.
     """
-    from cat_lm.training.building import build_model
-
     section = config.architecture.portable(config.model)
     # Layers that are computed again keep nothing, and no backend but the usual is sure to be here.
     plain = {"activation_checkpointing": False, "conv_backend": "auto", "mixer_backend": "auto"}
@@ -92,37 +91,37 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def building_bytes(config: RunConfig, parameters: int) -> int:
-    """Bytes of its host's memory that the first rank takes to build the model: whole, in fp32.
+    """Return the bytes of host memory for the whole model in fp32, which the first rank builds.
 
-    And a copy, where the run `begins_again_in_fp32`.
+    And for a copy, where the run `begins_again_in_fp32`.
     """
     return (8 if begins_again_in_fp32(config) else 4) * parameters
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Bytes of a checkpoint: the weights in fp32, stored once, and AdamW's two moments."""
+    """Return the bytes of a checkpoint: the weights in fp32, and AdamW's two moments."""
     return 12 * parameters
 
 
 def saves(config: RunConfig) -> int:
-    """Checkpoints of a run that nothing stops: one every so many steps, and one of the last."""
+    """Return the checkpoints of a run that nothing stops: one every so many steps, and the last."""
     return math.ceil(config.total_steps / config.checkpoint.every_steps)
 
 
 def checkpoints_to_hold(config: RunConfig, saved: int = 0) -> int:
-    """Checkpoints that need room at the same time, at least the next one.
+    """Return the checkpoints that still need disk at the same time, at least the next one.
 
     One more than `checkpoint.keep_last`, where so many are made: an old one is deleted after a
-    save, never before. Those of `kept_for_good` come on top, in time.
+    save, never before.
 
     Args:
-        saved: complete ones of the run, which have their room already.
+        saved: complete ones of the run, which are on the disk already.
     """
     return max(1, min(config.checkpoint.keep_last + 1, saves(config)) - saved)
 
 
 def kept_for_good(config: RunConfig) -> int:
-    """Checkpoints that `checkpoint.keep_every_steps` has kept by the end of a run, at most."""
+    """Return how many checkpoints `checkpoint.keep_every_steps` has kept by the end, at most."""
     every = config.checkpoint.keep_every_steps
     return config.total_steps // every if every else 0
 
@@ -208,7 +207,9 @@ def memory_per_rank(
         sent = 0.0
     elif stage == 1 and bf16:  # in place, or in a copy in bf16
         sent = 2.0 * parameters if train.gradient_communication == "bf16" else 0.0
-    activations = _activations(config, vocab_size, on_gpu)
+    saved = saved_bytes(config, vocab_size, on_gpu)
+    kept = saved.streams + saved.largest if train.activation_checkpointing else saved.layers
+    activations = saved.rest + kept
     activations += _logits(config, config.model.vocab_size or vocab_size, on_gpu)
     # Gradients of earlier passes, and the sums that ZeRO-1 in bf16 always has, lie beside the
     # activations; else they come as those go.
@@ -230,20 +231,14 @@ def memory_per_rank(
     )
 
 
-_SAVED: dict[tuple[str, int, bool], counts.Saved] = {}  # measured in this process
-
-
 def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
     """Measure what the backward pass of a micro-batch finds kept; precision must be decided."""
-    key = config.model_dump_json(), vocab_size, on_gpu
-    if key not in _SAVED:
-        _SAVED[key] = _measured(config, vocab_size, on_gpu)
-    return _SAVED[key]
+    return _saved_bytes(config.model_dump_json(), vocab_size, on_gpu)
 
 
-def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
-    from cat_lm.training.building import trained_config
-
+@functools.cache
+def _saved_bytes(text: str, vocab_size: int, on_gpu: bool) -> counts.Saved:
+    config = RunConfig.model_validate_json(text)
     train, data = config.train, config.data
     device = torch.device("cuda" if on_gpu else "cpu")
     bf16 = train.precision == "bf16"
@@ -264,14 +259,6 @@ def _measured(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:
         parts=train.sequence_parallel,
         on_gpu=on_gpu,
     )
-
-
-def _activations(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
-    """Return the bytes of `saved_bytes`, of one layer alone where the others are computed again."""
-    saved = saved_bytes(config, vocab_size, on_gpu)
-    if config.train.activation_checkpointing:
-        return saved.rest + saved.streams + saved.largest
-    return saved.rest + saved.layers
 
 
 def _logits(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:

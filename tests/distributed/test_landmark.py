@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.data.opening import open_corpus
-from cat_lm.training import engine as engines
 from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine
@@ -77,24 +75,6 @@ def test_calibration_moves_landmarks_alone():
             close = {"rtol": 1e-4, "atol": 1e-6} if "fp32" in case else {"rtol": 0.05, "atol": 1e-3}
             torch.testing.assert_close((loss, auxiliary), (wanted, own), **close)
             assert 0 < norm < 1
-
-
-def copied(ranks, cases: tuple) -> list[bool]:
-    """Tell whether an engine that calibrates copies the weights beforehand."""
-    found = []
-    for stage, precision in cases:
-        config = make_config(stage, 2, precision, MODEL | LANDMARK)
-        train = config.train.model_copy(update={"landmark_loss": "calibrate"})
-        config = config.model_copy(update={"train": train})
-        with mock.patch.object(engines, "_weights_of", wraps=engines._weights_of) as copy:
-            Engine(build_model(config, VOCAB), config, ranks)
-        found.append(copy.called)
-    return found
-
-
-def test_calibration_copies_weights_only_where_they_are_rounded():
-    cases = ((0, "fp32"), (0, "bf16"), (3, "fp32"), (1, "bf16"))
-    assert run_on_ranks(copied, 1, cases) == [[False, False, False, True]]
 
 
 def taught(data: str, folder: str, name: str, way: str) -> dict:

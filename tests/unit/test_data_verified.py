@@ -16,7 +16,7 @@ from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.verified import NOTE, Notes, shard_digests
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import data
+from cat_lm.training.preflight.data import verify
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
 
@@ -166,7 +166,7 @@ def test_another_tokenizer_in_the_folder_is_refused(tiny_corpus, tmp_path, name,
     with pytest.raises(UserError, match=message):
         open_verified(data, "train")
     ranks = Together(1)
-    (found,) = ranks.run(lambda rank: data.verify(config(data), ranks, print))
+    (found,) = ranks.run(lambda rank: verify(config(data), ranks, print))
     assert message in str(found)
 
 
@@ -244,19 +244,19 @@ def config(folder):
 
 def test_ranks_share_a_copy(folder, hashed):
     ranks, read = Together(3), [[], [], []]
-    lines = ranks.run(lambda rank: data.verify(config(folder), ranks, read[rank].append))
+    lines = ranks.run(lambda rank: verify(config(folder), ranks, read[rank].append))
     assert sorted(hashed) == names(folder)
     assert all(found for found in read), "every watchdog hears of it"
     assert lines[0] == lines[1] == lines[2] or all("verified" in line for (line,) in lines)
     assert f"verified {len(hashed)} files (0.00 GB) in " in lines[0][0]
-    assert ranks.run(lambda rank: data.verify(config(folder), ranks, print)) == [[], [], []]
+    assert ranks.run(lambda rank: verify(config(folder), ranks, print)) == [[], [], []]
 
 
 def test_ranks_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed):
     shutil.copytree(folder, tmp_path / "other")
     places = [folder, tmp_path / "other", folder]
     ranks = Together(3)
-    lines = ranks.run(lambda rank: data.verify(config(places[rank]), ranks, lambda what: None))
+    lines = ranks.run(lambda rank: verify(config(places[rank]), ranks, lambda what: None))
     assert sorted(hashed) == sorted([*names(folder), *names(folder)])
     assert f"verified {len(hashed)} files" in lines[1][0]
 
@@ -264,7 +264,7 @@ def test_ranks_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed)
 def test_what_one_rank_finds_all_ranks_say(folder):
     zeroed(folder / "train-00001.bin")
     ranks = Together(2)
-    found = ranks.run(lambda rank: data.verify(config(folder), ranks, lambda what: None))
+    found = ranks.run(lambda rank: verify(config(folder), ranks, lambda what: None))
     assert str(found[0]) == str(found[1])
     assert "train-00001.bin: its SHA-256 is" in str(found[0])
 

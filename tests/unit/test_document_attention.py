@@ -17,7 +17,7 @@ from cat_lm.model.attention.modules import landmark, varlen
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops import convolve, head_conv_qkv
 from cat_lm.ops.runtime.documents import document_borders, document_positions
-from cat_lm.training import engine as engine_module
+from cat_lm.training import building
 from cat_lm.training.building import documents_apart
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
@@ -233,7 +233,7 @@ def test_a_run_that_teaches_landmarks_gives_borders(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["varlen", "flash", "mask"])
 def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
     """Of each micro-batch's own rows, on the host's side, where attention takes borders."""
-    monkeypatch.setattr(engine_module, "document_attention", lambda *_: DocumentAttention(name, ""))
+    monkeypatch.setattr(building, "document_attention", lambda *_: DocumentAttention(name, ""))
     sizes = ["train.global_batch_size=2", "train.micro_batch_size=1"]
     config, without = (
         load_config(

@@ -43,7 +43,6 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             free_memory=80 * GIB,
             gpu_memory=80 * GIB,
             host_memory=500 * GIB,
-            matmul_seconds=1e-3,
             cores=tuple(range(8 * (rank % per_host), 8 * (rank % per_host) + 8)),
             data=DataFacts("f" * 64, "p", 257) if leads else None,
             free_disk=100 * GIB if leads else None,
@@ -216,15 +215,16 @@ def test_calibration_in_bf16_has_a_copy_of_the_weights(stage, precision, copies)
 
 def test_what_only_slows_is_a_warning():
     found = sound()
-    found[9] = replace(found[9], matmul_seconds=5e-3)
     found[10] = replace(found[10], device="A100")
     verdict = rules.judge(config(), found)
-    rules.judge_bandwidth(verdict, 2.03e6)
+    rules.judge_bandwidth(verdict, 19e9)
     lines = [line for line in verdict.lines() if "warning" in line]
-    assert not verdict.problems and len(lines) == 3
+    assert not verdict.problems and len(lines) == 2
     assert "n001 rank 10: the device is A100, but H100 on 4 other hosts" in lines[0]
-    assert "n001 rank 9: the device multiplies 5.0 times as slowly" in lines[1]
-    assert "all ranks: the all-reduce's 0.00203 GB/s are very little, 20 or more" in lines[2]
+    assert "all ranks: the all-reduce's 19 GB/s are very little, 20 or more" in lines[1]
+    verdict.warnings.clear()
+    rules.judge_bandwidth(verdict, 21e9)
+    assert not verdict.warnings
 
 
 def warnings(found: list[Facts]) -> list[str]:
@@ -322,23 +322,6 @@ def test_triton_s_cache_stays_where_it_is(temporary, job, own, expected, monkeyp
             monkeypatch.delenv(name)
     facts.keep_triton_cache_here()
     assert os.environ.get("TRITON_CACHE_DIR") == expected and not list(temporary.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("device", "nodes", "per_node", "least"),
-    [
-        ("NVIDIA H100 80GB HBM3", 1, 8, 112.5),
-        ("NVIDIA H100 80GB HBM3", 4, 8, 20),
-        ("NVIDIA H100 80GB HBM3", 4, 1, 2.5),
-        ("NVIDIA H100 PCIe", 1, 8, 16),
-        ("NVIDIA A100-PCIE-40GB", 1, 8, 16),  # the table's A100 has NVLink
-        ("NVIDIA L4", 2, 8, 8),  # its link is less than what the network gives
-        ("Some GPU", 4, 8, 1),
-        ("CPU", 1, 2, 0.01),
-    ],
-)
-def test_what_a_fast_network_reaches(device, nodes, per_node, least):
-    assert rules.least_bandwidth(device, nodes, per_node) == pytest.approx(least * 1e9)
 
 
 # The facts of this machine

@@ -54,7 +54,6 @@ class Facts:
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         gpu_memory: all bytes of its GPU; 0 on a CPU.
         host_memory: bytes that are free on its host, whatever the device.
-        matmul_seconds: of a small matrix product, to find a slow device.
         cores: the numbers of those that it may run on; ranks that are not bound share them.
         data: None where another rank of the host opened them, or where they cannot be opened.
         free_disk: bytes that are free in the run's folder; None as with the data.
@@ -71,7 +70,6 @@ class Facts:
     free_memory: int
     gpu_memory: int
     host_memory: int
-    matmul_seconds: float
     cores: tuple[int, ...]
     data: DataFacts | None = None
     free_disk: int | None = None
@@ -191,7 +189,6 @@ def collect(
         free_memory=free_memory(ranks.device),
         gpu_memory=torch.cuda.mem_get_info(ranks.device)[1] if on_gpu else 0,
         host_memory=free_memory(torch.device("cpu")),
-        matmul_seconds=matmul_seconds(ranks.device),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         data=data,
         free_disk=free_disk,
@@ -297,18 +294,3 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     known = available_memory()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if known is None else known
-
-
-def matmul_seconds(device: torch.device) -> float:
-    """Return the best time of several small matrix products, which shows a throttled device."""
-    on_gpu = device.type == "cuda"
-    size, dtype = (4096, torch.bfloat16) if on_gpu else (256, torch.float32)
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(6):
-        start = time.perf_counter()
-        _ = matrix @ matrix
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from cat_lm.config import RunConfig, changed_values
 from cat_lm.core.errors import SharedError, UserError, shared_error
 from cat_lm.core.host import GIB
 from cat_lm.training.building import model_config
-from cat_lm.training.devices import ASSUMED_INTERCONNECT, known_device
+from cat_lm.training.devices import ASSUMED_INTERCONNECT
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
@@ -27,16 +26,14 @@ from cat_lm.training.estimate import (
 )
 from cat_lm.training.preflight.facts import Facts
 
-# A rank's device that takes so many times as long as the median one holds all others up.
-SLOW_DEVICE = 2.0
 # A GPU's rank computes in two threads, reads ahead in a third, and NCCL has its own.
 FEWEST_CORES = 4
 HOSTS_NAMED = 8
 # Of the tensor whose all-reduce is timed.
 _BYTES = {"cuda": 2**28, "cpu": 2**23}
-# The fractions of what the hardware can send below which the fast network is taken for unused.
-# NCCL's own tests reach 0.7 to 0.9; the host's memory or TCP reach a few hundredths.
-_LEAST_OF_LINK, _LEAST_OF_NETWORK = 0.25, 0.1
+# GB/s below which an all-reduce within a node, and the part of what GPUs send to other nodes below
+# which one between nodes, shows that the fast network is unused.
+LEAST_IN_NODE, LEAST_OF_NETWORK = 8.0, 0.1
 
 
 @dataclass
@@ -286,16 +283,10 @@ def _devices(verdict: PreflightReport, config: RunConfig) -> None:
     facts = verdict.facts
     names = [fact.device for fact in facts]
     _compare(verdict, verdict.warnings, "the device", names, "the slowest one sets the pace")
-    typical = statistics.median(fact.matmul_seconds for fact in facts)
     of_host = defaultdict(list)
     for fact in facts:
         of_host[fact.host].append(fact)
     for fact in facts:
-        if len(facts) > 2 and fact.matmul_seconds > SLOW_DEVICE * typical:
-            verdict.warnings[
-                f"the device multiplies {fact.matmul_seconds / typical:.1f} times as slowly as "
-                "the median one; it may be throttled or shared, and all ranks will wait for it"
-            ].append(fact.rank)
         on_host = of_host[fact.host]
         together = len(set().union(*(other.cores for other in on_host)))
         own = min(len(fact.cores), together / len(on_host))
@@ -336,35 +327,20 @@ def time_all_reduce(verdict: PreflightReport, ranks: Ranks) -> None:
 
 
 def judge_bandwidth(verdict: PreflightReport, speed: float) -> None:
-    """Warn of an all-reduce of so many bytes a second on the bus where the hardware has more."""
-    per_host = Counter(fact.host for fact in verdict.facts)
-    least = least_bandwidth(verdict.facts[0].device, len(per_host), min(per_host.values()))
-    if speed < least:
-        verdict.warnings[
-            f"the all-reduce's {speed / 1e9:.3g} GB/s are very little, {least / 1e9:.3g} or more "
-            "are usual; is the fast network used (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME tell and "
-            "choose)?"
-        ] += range(len(verdict.facts))
+    """Warn of an all-reduce of so few bytes a second on the bus that the fast network is unused.
 
-
-def least_bandwidth(device: str, nodes: int, per_node: int) -> float:
-    """Return the bytes a second that an all-reduce reaches wherever the fast network is used.
-
-    Within a node a quarter of the GPU's link: 112 GB/s of an H100's 450. Between nodes a ring has
-    all of a node's ways out: a tenth of 25 GB/s for each GPU, 20 GB/s for nodes of eight.
-
-    Args:
-        device: its name, as CUDA gives it; "CPU".
-        nodes, per_node: how many, and the fewest ranks of one.
+    NCCL's own tests reach 0.7 to 0.9 of what the hardware sends; the ways around it, the host's
+    memory and TCP, reach a few hundredths. Between nodes a ring has all of a node's ways out.
     """
-    if (found := known_device(device)) is None:
-        return 1e7 if device == "CPU" else 1e9
-    # PCIe 5 has sixteen lanes, whatever link others of the name have.
-    link = min(found.link, 64.0) if "PCIE" in device.upper() else found.link
-    least = _LEAST_OF_LINK * link
-    if nodes > 1:
-        least = min(least, _LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * per_node)
-    return least * 1e9
+    per_host = Counter(fact.host for fact in verdict.facts)
+    least = LEAST_IN_NODE
+    if len(per_host) > 1:
+        least = LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * min(per_host.values())
+    if verdict.facts[0].on_gpu and speed < least * 1e9:
+        verdict.warnings[
+            f"the all-reduce's {speed / 1e9:.3g} GB/s are very little, {least:.3g} or more are "
+            "usual; is the fast network used (NCCL_DEBUG=INFO tells)?"
+        ] += range(len(verdict.facts))
 
 
 def size(bytes_: float) -> str:
