@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options
 from cat_lm.core.parameters import start
 from cat_lm.core.registry import mishap
+from cat_lm.mixers import CAPABILITIES
 from cat_lm.mixers.parts.base import Mixer, MixerKind, Setting
 from cat_lm.model import CatModel, attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
@@ -97,62 +98,23 @@ def _run(named: str, check: Callable[[], None]) -> None:
             raise AssertionError(said) from error
 
 
-# Mixers
-
-
 def _check_mixer(mixer: Mixer, setting: Setting) -> None:
     kind, options = mixer.kind, mixer.options
     module = kind.build(options, setting).eval()
     module.apply(start)
     stir(module)
     _check_buffers(module)
-    x = torch.randn(ROWS, TIME, setting.d_model)
-    y = module(x, Context())
-    _check_output(y, tuple(x.shape), "[B, T, C]")
-    _check_same(module(x[:, :CUT], Context()), y[:, :CUT], "reads later tokens")
-    _check_same(module(x[1:], Context()), y[1:], "reads other rows")
-    if "documents" in kind.supports:
-        alone = torch.cat([module(part, Context()) for part in x.split(CUT, dim=1)], dim=1)
-        packed = module(x, Context(documents=_documents()))
-        _check_same(packed, alone, "supports documents, and reads other documents")
-    if "padding" in kind.supports:
-        real = _padded()
-        found = module(x, Context(padding=real))
-        _check_output(found, tuple(x.shape), "[B, T, C], at padding too")
-        for row in range(ROWS):
-            alone = module(x[row : row + 1, real[row]], Context())[0]
-            _check_same(found[row, real[row]], alone, "supports padding, and reads it")
-    if "state" in kind.supports:
-        _check_state(module, kind.cache_layer(options), x, y)
-        if "padding" in kind.supports:
-            # A pattern of attention may refuse tokens after padding, in an error of its own.
-            with contextlib.suppress(ValueError):
-                _check_state_after_padding(module, kind.cache_layer(options), x)
 
+    def compute(x: Tensor, **context: Any) -> Tensor:
+        y = module(x, Context(**context))
+        _check_output(y, tuple(x.shape), "[B, T, C]")
+        if (state := context.get("state")) is not None:
+            for name, held in (state.inputs | state.recurrent).items():
+                if not isinstance(held, Tensor) or held.dim() == 0 or len(held) != len(x):
+                    raise _Wrong(f"its module holds {name!r} that is no tensor with rows first")
+        return y
 
-def _check_state(module: nn.Module, layer: type, x: Tensor, y: Tensor) -> None:
-    context = Context(state=layer())
-    parts = [module(part, context) for part in x.split([1, CUT, TIME - CUT - 1], dim=1)]
-    said = "supports state, and gives other outputs in parts than of the whole"
-    _check_same(torch.cat(parts, dim=1), y, said)
-    for name, held in (context.state.inputs | context.state.recurrent).items():
-        if not isinstance(held, Tensor) or held.dim() == 0 or len(held) != ROWS:
-            raise _Wrong(
-                f"its module supports state, and holds {name!r} that is no tensor with rows first"
-            )
-
-
-def _check_state_after_padding(module: nn.Module, layer: type, x: Tensor) -> None:
-    state, real = layer(), _padded()
-    module(x, Context(padding=real, state=state))
-    found = module(x, Context(state=state))
-    for row in range(ROWS):
-        whole = torch.cat([x[row, real[row]], x[row]])[None]
-        said = "supports padding and state, and goes on otherwise after padding"
-        _check_same(found[row], module(whole, Context())[0, -TIME:], said)
-
-
-# Attention
+    _check_reading(compute, setting.d_model, kind.supports, kind.cache_layer(options))
 
 
 def _check_attention(entry: Entry, kind: type[Entry], family: type[nn.Module], config: Any) -> None:
@@ -165,45 +127,78 @@ def _check_attention(entry: Entry, kind: type[Entry], family: type[nn.Module], c
         _check_score(layer.score_transform, entry.form, config.num_attention_heads)
     elif kind is ValueTransform:
         layer.value_transform.register_forward_hook(_check_values)
+
+    def compute(
+        x: Tensor,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> Tensor:
+        how: dict[str, Any] = {} if documents is None else {"document_ids": documents}
+        if state is not None:
+            padding = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else padding
+            padding = state["real"] = torch.cat([state.get("real", padding[:, :0]), padding], dim=1)
+            how |= {"use_cache": True, "past_key_values": state.get("cache")}
+        if padding is not None and not padding.all():
+            how["attention_mask"] = padding.long()
+        y = attend(x, **how)
+        if state is not None:
+            state["cache"] = attend.cache
+        return y
+
+    # A module may refuse documents, padding or a cache, in an error of its own.
+    refusals = (ValueError, NotImplementedError, UserError)
+    _check_reading(compute, width, CAPABILITIES, dict, refusals)
+
+
+def _check_reading(
+    compute: Callable[..., Tensor],
+    width: int,
+    supports: Iterable[str],
+    new_state: Callable[[], Any],
+    refusals: tuple[type[Exception], ...] = (),
+) -> None:
+    """Check that outputs [B, T, ...] are of what they may read alone.
+
+    Args:
+        compute: takes inputs [B, T, C], and `documents`, `padding` (True for tokens) and `state`.
+        supports: what of these it is asked for.
+        refusals: what it may raise for these.
+    """
     x = torch.randn(ROWS, TIME, width)
-    y = attend(x)
-    _check_same(attend(x[:, :CUT]), y[:, :CUT], "reads later tokens")
-    _check_same(attend(x[1:]), y[1:], "reads other rows")
-    for check in (_check_documents, _check_padding, _check_cache, _check_cache_after_padding):
-        # A module may refuse documents, padding or a cache, in an error of its own.
-        with contextlib.suppress(ValueError, NotImplementedError, UserError):
-            check(attend, x, y)
-
-
-def _check_documents(attend: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    alone = torch.cat([attend(part) for part in x.split(CUT, dim=1)], dim=1)
-    _check_same(attend(x, document_ids=_documents()), alone, "reads other documents")
-
-
-def _check_padding(attend: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    real = _padded()
-    found = attend(x, attention_mask=real.long())
-    for row in range(ROWS):
-        alone = attend(x[row : row + 1, real[row]])[0]
-        _check_same(found[row, real[row]], alone, "reads padding")
-
-
-def _check_cache(attend: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    parts, how = [], {"use_cache": True}
-    for part in x.split([1, CUT, TIME - CUT - 1], dim=1):
-        parts.append(attend(part, **how))
-        how["past_key_values"] = attend.cache
-    said = "gives other outputs in parts, with a cache, than of the whole row"
-    _check_same(torch.cat(parts, dim=1), y, said)
-
-
-def _check_cache_after_padding(attend: Callable[..., Tensor], x: Tensor, y: Tensor) -> None:
-    mask = torch.ones(ROWS, TIME, dtype=torch.long)
-    mask[0, :2] = 0
-    attend(x[:, :CUT], attention_mask=mask[:, :CUT], use_cache=True)
-    found = attend(x[:, CUT:], attention_mask=mask, past_key_values=attend.cache)
-    alone = attend(x[:1, 2:])
-    _check_same(found[:1], alone[:, CUT - 2 :], "reads padding in a cache")
+    y = compute(x)
+    _check_same(compute(x[:, :CUT]), y[:, :CUT], "reads later tokens")
+    _check_same(compute(x[1:]), y[1:], "reads other rows")
+    before, after = torch.ones(2, ROWS, TIME, dtype=torch.bool)  # padding stands so to tokens
+    before[0, :2] = after[1, 2:CUT] = False
+    ended = before.clone()
+    ended[1, CUT + 1 :] = False
+    if "documents" in supports:
+        with contextlib.suppress(*refusals):
+            documents = (torch.arange(TIME) >= CUT).long().expand(ROWS, -1)
+            alone = torch.cat([compute(part) for part in x.split(CUT, dim=1)], dim=1)
+            _check_same(compute(x, documents=documents), alone, "reads other documents")
+    if "padding" in supports:
+        with contextlib.suppress(*refusals):
+            found = compute(x, padding=ended)
+            for row, real in enumerate(ended):
+                alone = compute(x[row : row + 1, real])[0]
+                _check_same(found[row, real], alone, "reads padding")
+    if "state" in supports:
+        with contextlib.suppress(*refusals):
+            state = new_state()
+            parts = [compute(part, state=state) for part in x.split([1, CUT, TIME - CUT - 1], 1)]
+            said = "gives other outputs in parts, with a state, than of the whole"
+            _check_same(torch.cat(parts, dim=1), y, said)
+    for real in (before, after) if {"padding", "state"} <= set(supports) else ():
+        # A pattern of attention may refuse tokens after padding, in an error of its own.
+        with contextlib.suppress(ValueError, *refusals):
+            state = new_state()
+            compute(x[:, :CUT], padding=real[:, :CUT], state=state)
+            found = compute(x[:, CUT:], state=state)
+            for row in range(ROWS):
+                whole = compute(x[row : row + 1, real[row]])[0]
+                _check_same(found[row], whole[CUT - TIME :], "goes on otherwise after padding")
 
 
 def _check_core(core: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -220,22 +215,10 @@ def _check_values(module: nn.Module, given: tuple[Any, ...], output: Any) -> Non
     _check_output(output, tuple(given[0].shape), "values as it gets them")
 
 
-def _check_score(module: nn.Module, form: str, heads: int) -> None:
+def _check_score(module: ScoreModule, form: str, heads: int) -> None:
     """Check that scores are made of logits as the transform's form says."""
-    if not isinstance(module, ScoreModule):
-        raise _Wrong("its module is no ScoreModule")
-    needed = ("factors", "separated") if form == "separable" else ("score",)
-    if not any(map(partial(_defines, module), needed)):
-        raise _Wrong(f"its module defines no {needed[0]}, by which form={form!r} is computed")
-    if _defines(module, "score"):
-        _check_form(module, form, heads)
-
-
-def _defines(module: ScoreModule, name: str) -> bool:
-    return getattr(type(module), name) is not getattr(ScoreModule, name)
-
-
-def _check_form(module: ScoreModule, form: str, heads: int) -> None:
+    if form == "separable" and type(module).score is ScoreModule.score:
+        return  # It is computed by its factors alone.
     logits = torch.randn(ROWS, heads, TIME, TIME)
     head, time = module.heads_of(logits)[:, None, None], torch.arange(TIME)
     where = time[None, None, :, None], time[None, None, None], head
@@ -253,9 +236,6 @@ def _check_form(module: ScoreModule, form: str, heads: int) -> None:
     _check_same(
         score.tril(), wanted.tril(), f"makes other scores of logits than form={form!r} says"
     )
-
-
-# What all entries share
 
 
 def _check_buffers(module: nn.Module) -> None:
@@ -279,15 +259,3 @@ def _check_output(found: object, shape: tuple[int, ...], of: str) -> None:
         raise _Wrong(f"its module gives {list(found.shape)}; must give {of}, here {list(shape)}")
     if not found.isfinite().all():
         raise _Wrong("its module gives numbers that are not finite")
-
-
-def _documents() -> Tensor:
-    """Number the documents of rows that are packed, [B, T]."""
-    return (torch.arange(TIME) >= CUT).long().expand(ROWS, -1)
-
-
-def _padded() -> Tensor:
-    """Mark the real tokens of rows of which one begins and one ends in padding, [B, T] bool."""
-    real = torch.ones(ROWS, TIME, dtype=torch.bool)
-    real[0, : TIME - CUT - 1] = real[1, CUT + 1 :] = False
-    return real

@@ -123,11 +123,11 @@ WRONG_MIXERS = {
     Short: "its module gives [2, 6, 16]; must give [B, T, C], here [2, 7, 16]",
     Pair: "its module gives a tuple; must give a tensor [B, T, C]",
     OtherRows: "its module reads other rows",
-    Packed: "its module supports documents, and reads other documents",
-    Padding: "its module supports padding, and reads it",
-    Lost: "its module supports state, and gives other outputs in parts than of the whole",
-    Columns: "its module supports state, and holds 'sum' that is no tensor with rows first",
-    AfterPadding: "its module supports padding and state, and goes on otherwise after padding",
+    Packed: "its module reads other documents",
+    Padding: "its module reads padding",
+    Lost: "its module gives other outputs in parts, with a state, than of the whole",
+    Columns: "its module holds 'sum' that is no tensor with rows first",
+    AfterPadding: "its module goes on otherwise after padding",
     Broken: "cannot compute 7 tokens: RuntimeError: shape '[3, 5]' is invalid for input of size "
     "224 (test_mixers.py",
 }
