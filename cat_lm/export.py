@@ -14,22 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
+from cat_lm import architectures
 from cat_lm.core.cli import Parser, number, output_path, path_name
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import SCALING_FACTOR
-from cat_lm.core.readers import (
-    Record,
-    check_shape,
-    read_json_lines,
-    resolve,
-    short,
-)
-from cat_lm.pretrained.card import model_card
-from cat_lm.pretrained.files import refuse_non_finite
 from cat_lm.pretrained.library_model import library_model
 from cat_lm.pretrained.loading import (
     DTYPES,
@@ -39,6 +29,7 @@ from cat_lm.pretrained.loading import (
     model_config,
     model_label,
     quiet_transformers,
+    refuse_non_finite,
 )
 from cat_lm.pretrained.record import (
     CARD,
@@ -46,21 +37,16 @@ from cat_lm.pretrained.record import (
     RECORD,
     WEIGHTS,
     changed_files,
-    describe_files,
+    describe_file,
     listing,
     read_record,
 )
-from cat_lm.training.checkpoint import find_checkpoint
-from cat_lm.training.checkpoint.files import STEP_FOLDER, read_run_config, read_run_state
+from cat_lm.pretrained.scaled import scaled_config, scaled_fields
+from cat_lm.training.checkpoint import find_checkpoint, read_run_config, read_run_state
+from cat_lm.training.metrics import read_records
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import (
-        GenerationConfig,
-        PreTrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-    )
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def export_checkpoint(
@@ -73,7 +59,7 @@ def export_checkpoint(
     temperature_scope: str = "logits",
     library: bool = False,
 ) -> Path:
-    """Writes the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
+    """Write the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
     With a `method` of `cat_lm.pretrained.scaled`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
@@ -83,35 +69,24 @@ def export_checkpoint(
     lacks its tokenizer, where `out` holds something else, where the export read back differs, or
     where the method does not exist for the model; or the library has no class of it.
     """
-
-    out = _checked_place(out)
+    out = _check_replaceable(out)
     step_folder = find_checkpoint(checkpoint)
-    refuse_checkpoints(out, step_folder)
     facts = training_facts(step_folder)
     config = None
     if method != "none":
         config = model_config(step_folder / "model")
-        facts.setdefault("context_length", config.max_position_embeddings)
-        trained = facts["context_length"]
-        config = _scaled_config(config, method, factor, trained, temperature_scope)
+        try:
+            trained = facts["context_length"]
+            fields = scaled_fields(config, method, factor, trained, temperature_scope)
+            config = scaled_config(config, fields)
+        except ValueError as error:
+            raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
         facts |= {"context_method": method, "context_factor": factor}
     model = load_model(step_folder / "model", device="cpu", config=config)
     if library:
         model = library_model(model)
     tokenizer = load_tokenizer(step_folder / "tokenizer")
     return export_model(model, tokenizer, out, dtype=dtype, facts=facts)
-
-
-def _scaled_config(
-    config: PreTrainedConfig, method: str, factor: float, training_length: int, scope: str
-) -> PreTrainedConfig:
-    from cat_lm.pretrained.scaled import scaled_config, scaled_fields
-
-    try:
-        fields = scaled_fields(config, method, factor, training_length, scope)
-        return scaled_config(config, fields)
-    except ValueError as error:
-        raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
 
 
 def export_model(
@@ -122,7 +97,7 @@ def export_model(
     dtype: str = "float32",
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `model` and `tokenizer` as the transformers folder `out`, verified and all at once.
+    """Write `model` and `tokenizer` as the transformers folder `out`, verified and all at once.
 
     Args:
         model: its parameters are cast to `dtype` in place.
@@ -134,9 +109,9 @@ def export_model(
             not have exactly the model's tensors.
     """
     import torch
+    from transformers import GenerationConfig
 
-    out = _checked_place(out)
-    refuse_checkpoints(out)
+    out = _check_replaceable(out)
     check_vocabulary(tokenizer, model.config)
     # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
     for parameter in model.parameters():
@@ -146,24 +121,28 @@ def export_model(
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
-    model.generation_config = _generation_config(model, tokenizer)
-    facts = dict(facts or {})
+    # Generation ends at the end of a document, whatever the configuration's default.
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(
+        bos_token_id=end, eos_token_id=end, pad_token_id=end if pad is None else pad
+    )
+    model.config.bos_token_id = model.config.eos_token_id = end
     with atomic_folder(out, listing) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
-        files = describe_files(folder)
-        # The weights are finite, or were refused above; `_verify` found the same bits in the files.
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {str(path.relative_to(folder)): describe_file(path) for path in paths}
         record = {
             "format": 1,
             "program": PROGRAM,
-            **facts,
+            **(facts or {}),
             "dtype": dtype,
             "parameters": model.num_parameters(),
             "sha256": files[WEIGHTS]["sha256"],
         }
         write_text(folder / CARD, model_card(model.config, record, model_label(out)))
-        files |= describe_files(folder, [CARD])
+        files[CARD] = describe_file(folder / CARD)
         write_json(folder / RECORD, record | {"files": files})
     return out
 
@@ -182,155 +161,121 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
         "context_length": config.data.context_length,
         "precision": config.train.precision,  # a run's own file holds what auto came to
     }
-    facts |= _last_validation(step_folder.parent.parent / "metrics.jsonl", state.step)
-    return {key: value for key, value in facts.items() if value is not None}
-
-
-class _Metrics(Record):
-    """Hold what is used of a line of `metrics.jsonl`."""
-
-    step: int = Field(ge=0)
-    val_loss: float | None = None
-
-
-def _last_validation(metrics: Path, step: int) -> dict[str, float]:
-    """The newest validation at or before `step`; empty where there was none."""
-    found: dict[str, float] = {}
-    if not metrics.is_file():
-        return found
-
-    def check(line: dict[str, Any], place: str) -> None:
-        check_shape(line, _Metrics, place)
-        for key, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if key.startswith("val_") and value is not None and not is_number:
-                raise UserError(f"{place}: {key} is {short(value)}: must be a number")
-
-    for line in read_json_lines(metrics, check, cut_tail=True):
-        if "val_loss" in line and line["step"] <= step:
-            found = {k: v for k, v in line.items() if k.startswith("val_")}
-    return found
-
-
-def _generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> GenerationConfig:
-    """Generation ends at the tokenizer's end-of-document token, whatever the config's default."""
-    from transformers import GenerationConfig
-
-    end = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
-    config = GenerationConfig(
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end if pad is None else pad,
-    )
-    model.config.bos_token_id = config.bos_token_id
-    model.config.eos_token_id = config.eos_token_id
-    return config
+    metrics, validation = step_folder.parent.parent / "metrics.jsonl", {}
+    for line in read_records(metrics) if metrics.is_file() else ():
+        if "val_loss" in line and line["step"] <= state.step:
+            validation = {k: v for k, v in line.items() if k.startswith("val_")}
+    return {key: value for key, value in (facts | validation).items() if value is not None}
 
 
 def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Reads the folder as a user would and compares every tensor bit by bit.
+    """Read the folder as a user would and compare every tensor.
 
     As a rule from the page cache: what the disk loses later, the checksums find.
     """
     import torch
 
     # load_model raises for missing and unexpected keys.
-    read = _tensors(load_model(folder, dtype=dtype, device="cpu"))
-    written = _tensors(model)
-    if read.keys() != written.keys():
-        names = sorted(read.keys() ^ written.keys())
-        raise UserError(f"export {folder}: tensors differ from the checkpoint's: {names[:3]}")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in written.items():
-        if name not in parameters:  # a buffer is stored as it is, and cast by whoever loads it
-            tensor = tensor.to(read[name].dtype)
-        if tensor.dtype != read[name].dtype or not torch.equal(
-            _bits(tensor.cpu()), _bits(read[name])
-        ):
+    read = load_model(folder, dtype=dtype, device="cpu").state_dict()
+    for name, tensor in model.state_dict().items():
+        # A buffer is stored as it is, and cast by whoever loads it.
+        if not torch.equal(tensor.cpu().to(read[name].dtype), read[name]):
             raise UserError(f"export {folder}: tensor {name} read back is not the one written")
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, those outside the state dict (RoPE's frequencies) included."""
-    return dict(model.state_dict()) | dict(model.named_buffers())
+def check_new(out: Path | str) -> Path:
+    """Check, before any work, that `out` can be a folder and holds nothing. Raises UserError."""
+    check_output(out, "OUT")
+    out = Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"OUT {out}: exists already and is not empty; give a new folder")
+    return out
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, because NaN is not equal to itself and -0.0 is equal to 0.0."""
-    import torch
-
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _checked_place(out: Path | str) -> Path:
-    """Refuse, before any work, to replace what is not an earlier export as it was written.
+def _check_replaceable(out: Path | str) -> Path:
+    """Check, before any work, that `out` is free, or an earlier export as it was written.
 
     Raises:
-        UserError: `out` cannot be a folder, is not empty and lists no files of an export, or has
-            listed files that were changed since.
+        UserError: it cannot be a folder, or holds what would be lost.
     """
-    # Of a link, the folder that it points to is made.
-    check_output(resolve(out) if os.path.islink(out) else out, "OUT")
     out = Path(out)
-    if not out.is_dir() or not any(out.iterdir()):
-        return out
-    if not os.path.lexists(out / RECORD):
-        raise UserError(f"OUT {out}: is not empty and no earlier export (it has no {RECORD})")
-    if read_record(out) is None:
+    # Of a link, the folder that it points to is made.
+    check_output(os.path.realpath(out) if out.is_symlink() else out, "OUT")
+    if out.is_dir() and any(out.iterdir()) and read_record(out) is None:
+        raise UserError(f"OUT {out}: is not empty and no earlier export (by its {RECORD})")
+    for path, said in changed_files(out, lambda name: (out / name).is_file()):
         raise UserError(
-            f"OUT {out}: its {RECORD} does not list what an export wrote; move the folder away or "
-            "give another one"
-        )
-    changed = changed_files(out)
-    if changed:
-        raise UserError(
-            f"OUT {out}: {changed[0]} was changed since it was exported and would be lost; move it "
-            "away or give another folder"
+            f"OUT {out}: {path.name} was changed since it was exported ({said}) and would be "
+            "lost; move the folder away or give another one"
         )
     return out
 
 
-def refuse_checkpoints(out: Path, source: Path | None = None) -> None:
-    """Refuse an OUT where train.py keeps checkpoints, whose folders it tidies, or above them.
+# The model card
 
-    Args:
-        source: the step folder whose weights go to `out`, wherever it stands.
-
-    Raises:
-        UserError: `out`, links followed, is or lies in a folder of checkpoints, or holds `source`.
-    """
-    place = resolve(out)
-
-    def is_taken(folder: Path) -> bool:
-        return _holds_checkpoints(folder) or bool(source and folder == resolve(source).parent)
-
-    for folder in (place, *place.parents):
-        if is_taken(folder):
-            above = next(parent for parent in folder.parents if not is_taken(parent))
-            where = "is" if folder == place else f"lies in {folder},"
-            raise UserError(
-                f"OUT {out}: {where} where train.py keeps checkpoints; give another folder, such "
-                f"as {above / 'model'}"
-            )
-    if (source and resolve(source).is_relative_to(place)) or _holds_checkpoints(
-        place / "checkpoints"
-    ):
-        raise UserError(
-            f"OUT {out}: holds the checkpoints themselves; give a folder beside them, such as "
-            f"{out / 'model'}"
-        )
+_LABELS = {
+    "tokens": "training tokens",
+    "step": "training steps",
+    "context_length": "training context length",
+    "context_method": "read beyond it by",
+    "context_factor": "by a factor of",
+}
 
 
-def _holds_checkpoints(folder: Path) -> bool:
-    if STEP_FOLDER.fullmatch(folder.name):
-        return True
-    if folder.name != "checkpoints" or not folder.is_dir():
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return bool(names & {".lock", "latest"}) or any(map(STEP_FOLDER.fullmatch, names))
+def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -> str:
+    """Write the README.md of an export: what it is, how it was trained, how to load it."""
+    family = architectures.of_config(config)
+    sizes = family.sizes(family.section(config)) | {"vocabulary": config.vocab_size}
+    rows = {
+        "parameters": f"{record['parameters']:,}",
+        "shape": ", ".join(f"{name} {size:,}" for name, size in sizes.items()),
+        "weights": f"{record['dtype']}, sha256 `{record['sha256'][:16]}…`",
+    }
+    held_out = {k: f"held-out {k[4:].replace('_', ' ')}" for k in record if k[:4] == "val_"}
+    for key, label in (_LABELS | held_out).items():
+        if key in record:
+            value = record[key]
+            form = {int: ",", float: ".4f"}.get(type(value), "")
+            rows[label] = f"{value:{form}}"
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    is_own = config.model_type == family.model_type
+    package = "cat_lm" if is_own else family.library_import
+    registers = f"import {package}  # registers the architecture with transformers\n"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{", ".join([*(["cat"] if is_own else []), family.name])}]
+---
+
+# {name}
+
+A {describe_model(config)}, trained with cat_lm.
+
+| | |
+|---|---|
+{table}
+
+Held-out values are those of the last validation before the export (loss in nats per token).
+
+## Use
+
+```python
+{registers if package else ""}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+`config.json` holds the whole configuration, `{RECORD}` where the weights came from.
+"""
+
+
+def describe_model(config: PreTrainedConfig) -> str:
+    """Describe a model, as in "GPT-NeoX language model (no convolution; RoPE)"."""
+    family = architectures.of_config(config)
+    return family.describe(family.section(config))
 
 
 @command
@@ -366,24 +311,17 @@ def main() -> None:
         help="as transformers' own class of the family, which needs no "
         "cat_lm; for models without convolutions",
     )
-    arguments = parser.parse_args()
-    if (arguments.method == "none") != (arguments.factor == 1):
+    options = vars(parser.parse_args())
+    method, scope = options["method"], options["temperature_scope"]
+    if (method == "none") != (options["factor"] == 1):
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
-    if arguments.temperature_scope != "logits" and arguments.method in ("none", "pi"):
+    if scope != "logits" and method in ("none", "pi"):
         raise UserError(
-            f"--temperature-scope {arguments.temperature_scope}: does nothing with --method "
-            f"{arguments.method}, which has no temperature"
+            f"--temperature-scope {scope}: does nothing with --method {method}, which has no "
+            "temperature"
         )
     quiet_transformers()
-    out = export_checkpoint(
-        arguments.checkpoint,
-        arguments.out,
-        arguments.dtype,
-        method=arguments.method,
-        factor=arguments.factor,
-        temperature_scope=arguments.temperature_scope,
-        library=arguments.library,
-    )
+    out = export_checkpoint(**options)
     record = read_record(out)
     print(f"{out}: {record.parameters:,} parameters in {record.dtype}, read back and equal")
 

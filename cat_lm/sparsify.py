@@ -17,14 +17,13 @@ from cat_lm import architectures
 from cat_lm.architectures.transformer import PATTERNS_OWN
 from cat_lm.core.cli import Parser, add_skip_checksums, output_path, whole
 from cat_lm.core.errors import UserError, command
-from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.folders import atomic_folder
 from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
-from cat_lm.export import refuse_checkpoints
+from cat_lm.export import check_new, describe_model
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained.card import describe_model
-from cat_lm.pretrained.library_model import TOLERANCE, checked_ids, difference_of_logits
+from cat_lm.pretrained.library_model import compare_logits, logits_of, model_with
 from cat_lm.pretrained.loading import (
     choose_device,
     load_model,
@@ -33,7 +32,7 @@ from cat_lm.pretrained.loading import (
     quiet_transformers,
 )
 from cat_lm.pretrained.record import comparing_files
-from cat_lm.upcycle import copy_tokenizer, refuse_used
+from cat_lm.upcycle import copy_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,34 +70,37 @@ def sparsify(
         UserError: `out` is not empty; `folder` holds no such model; options that are wrong, or
             filters that come from nowhere; data that do not serve; or the logits differ.
     """
-    check_output(out, "OUT")
-    out = Path(out)
-    refuse_checkpoints(out)
-    refuse_used(out)
+    out = check_new(out)
     folder = model_folder(folder)
     source = model_config(folder)
     dense = _with_attention(folder, source, "softmax", None)
     target = _with_attention(folder, source, "landmark", options)
-    _check_filters(folder, source, options, calibration)
-    dtype = str(source.dtype or "float32").removeprefix("torch.")
-    weights = load_model(folder, dtype=dtype, device="cpu").state_dict()
-    if not ENTRY.keeps_parameters(_options_of(source), options):
+    keeps_filters = ENTRY.keeps_parameters(_options_of(source), options)
+    name = options.get("filter", "box")
+    if calibration is not None and not _learns(options):
+        raise UserError(
+            f"--calibrate {calibration.data}: says nothing with --filter {name}; give --filter "
+            f"learned, or {' or '.join(filters.names())} with --state N"
+        )
+    if calibration is None and _learns(options) and not keeps_filters:
+        raise UserError(
+            f"--filter {name}: model {folder} has no learned filters of {options['block']} "
+            "tokens; give --calibrate DATA to learn them"
+        )
+    weights = load_model(folder, dtype="auto", device="cpu").state_dict()
+    if not keeps_filters:
         # Numbers of another filter, which may be as many.
         weights = {name: x for name, x in weights.items() if PATTERNS_OWN not in name}
     losses = None
     if calibration is not None:
         losses = _calibrate(target, weights, calibration)
-    every = _with_attention(
-        folder, source, "landmark", options | {"top_k": source.max_position_embeddings}
-    )
-    difference = difference_of_logits(_logits(every, weights), _logits(dense, weights))
-    if not difference <= TOLERANCE:  # also where it is NaN
-        raise UserError(
-            f"model {folder}: with all blocks chosen, its logits differ from those of all keys by "
-            f"{difference:.1e} of the largest, more than {TOLERANCE:.0e}; {out} was not written"
-        )
+    all_blocks = options | {"top_k": source.max_position_embeddings}
+    every = _with_attention(folder, source, "landmark", all_blocks)
+    what = f"model {folder}: its logits and those with all blocks chosen"
+    found, expected = (logits_of(model_with(config, weights).float()) for config in (every, dense))
+    difference = compare_logits(found, expected, what, f"{out} was not written")
     with atomic_folder(out) as new:
-        _model(target, weights).save_pretrained(new)
+        model_with(target, weights).save_pretrained(new)
         copy_tokenizer(folder, new)
     return out, difference, losses
 
@@ -115,7 +117,7 @@ def dense_model(folder: Path | str) -> PreTrainedModel:
     source = model_config(folder)
     _with_attention(folder, source, "landmark", None)
     weights = load_model(folder, device="cpu").state_dict()
-    return _model(_with_attention(folder, source, "softmax", None), weights)
+    return model_with(_with_attention(folder, source, "softmax", None), weights)
 
 
 def _calibrate(
@@ -126,7 +128,7 @@ def _calibrate(
     from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 
     dtype = next(iter(weights.values())).dtype
-    model = _model(target, weights).float().to(choose_device())
+    model = model_with(target, weights).float().to(choose_device())
     train_landmarks(model, "guided", QUERIES)
     cores = [module.train() for module in model.modules() if isinstance(module, LandmarkCore)]
     learned = [parameter for core in cores for parameter in core.parameters()]
@@ -137,28 +139,6 @@ def _calibrate(
     return ends_of(losses)
 
 
-def _check_filters(
-    folder: Path,
-    source: PreTrainedConfig,
-    options: dict[str, Any],
-    calibration: Calibration | None,
-) -> None:
-    """Refuse filters that are learned from nothing, and data from which nothing is learned."""
-    name = options.get("filter", "box")
-    if not _learns(options):
-        if calibration is not None:
-            raise UserError(
-                f"--calibrate {calibration.data}: says nothing with --filter {name}; give --filter "
-                f"learned, or {' or '.join(filters.names())} with --state N"
-            )
-        return
-    if calibration is None and not ENTRY.keeps_parameters(_options_of(source), options):
-        raise UserError(
-            f"--filter {name}: model {folder} has no learned filters of {options['block']} "
-            "tokens; give --calibrate DATA to learn them"
-        )
-
-
 def _options_of(source: PreTrainedConfig) -> dict[str, Any]:
     return getattr(source, "attention_options", None) or {}
 
@@ -167,47 +147,18 @@ def _learns(options: dict[str, Any]) -> bool:
     return options.get("filter") == "learned" or options.get("filter_state", 0) > 0
 
 
-def _model(config: PreTrainedConfig, weights: dict[str, Tensor]) -> PreTrainedModel:
-    """A model with these weights; its landmarks' parameters, if it has any, as they start."""
-    import torch
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), torch.random.fork_rng(devices=[]):
-        model = architectures.of_config(config).classes_of(config).causal_lm(config).eval()
-    dtype = next(iter(weights.values())).dtype
-    shared = {name: x for name, x in weights.items() if PATTERNS_OWN not in name}
-    for name, module in model.named_modules():
-        for key, values in getattr(module, "initial_values", dict)().items():
-            shared[f"{name}.{key}"] = weights.get(f"{name}.{key}", values.to(dtype))
-    model.load_state_dict(shared, assign=True)
-    model.tie_weights()
-    return model
-
-
-def _logits(config: PreTrainedConfig, weights: dict[str, Tensor]) -> Tensor:
-    import torch
-
-    with torch.inference_mode():
-        ids = checked_ids(config.vocab_size, config.max_position_embeddings)
-        return _model(config, weights).float()(ids, use_cache=False).logits
-
-
 def _with_attention(
     folder: Path, source: PreTrainedConfig, pattern: str, options: dict[str, Any] | None
 ) -> PreTrainedConfig:
-    """The configuration of a model with another pattern of attention, of which nothing is lost."""
+    """Return a model's configuration with another pattern of attention; all else stays.
+
+    Raises:
+        UserError: attention of this model cannot be made sparse; or options that are wrong.
+    """
     architecture = architectures.find(source)
     if architecture is None or "attention_options" not in architecture.Section.model_fields:
-        able = [
-            kind
-            for name in architectures.names()
-            if "attention_options" in architectures.get(name).Section.model_fields
-            for kind in architectures.get(name).model_types
-        ]
-        raise UserError(
-            f"model {folder}: model_type is {source.model_type!r}; only models of "
-            f"{', '.join(able)} have attention that can be made sparse"
-        )
+        said = f"model_type is {source.model_type!r}, whose attention cannot be made sparse"
+        raise UserError(f"model {folder}: {said}")
     # The library's models have no convolutions; our configurations have them by default.
     is_plain = source.model_type != architecture.model_type
     unchanged = {"conv_type": "none"} if is_plain else {}

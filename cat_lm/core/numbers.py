@@ -162,7 +162,6 @@ RESTARTS = Range(1, 10**6)
 BANDWIDTH = Range(1e-6, 1e6)
 # Text and evaluations
 NEW_TOKENS = Range(1, 2**20)
-EXTRAPOLATION = Range(1, 64)  # tokens read or written, over those of a training sequence
 ROWS = Range(1, 10**9)
 SAMPLES = Range(1, 10**4)
 BEAMS = Range(1, 2**10)

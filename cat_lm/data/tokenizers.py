@@ -38,7 +38,7 @@ from cat_lm.data.sentencepiece_models import (
     SentencePieceModel,
     train_model,
 )
-from cat_lm.pretrained.files import reason
+from cat_lm.pretrained.loading import reason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

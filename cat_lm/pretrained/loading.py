@@ -1,50 +1,54 @@
-"""Opening a transformers model folder, so that what is evaluated is what was trained.
+"""Open a transformers model folder, so that what is evaluated is what was trained.
 
-transformers only warns when a weight is missing and goes on with a random one; here that is an
-error. torch and transformers are imported inside the functions, so that commands can parse their
-arguments first.
+A folder comes from others. Its code is never run, what its files name lies in the folder, and what
+they ask for is bounded. transformers only warns when a weight is missing and goes on with a random
+one; here that is an error. torch and transformers are imported inside the functions, so that
+commands can parse their arguments first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from cat_lm import architectures
-from cat_lm.core.errors import UserError
-from cat_lm.core.readers import read_json, read_object, short
-from cat_lm.pretrained.files import (
-    WEIGHTS,
-    Naming,
-    TokenizerSettings,
-    asks_for_code,
-    check_fit,
-    read_headers,
-    read_settings,
-    read_tensors,
-    reason,
-    refuse_non_finite,
-    weight_files,
+from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.files import os_error
+from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
+from cat_lm.core.readers import (
+    MAX_YAML_BYTES,
+    InsideName,
+    Record,
+    read_json,
+    read_object,
+    short,
 )
-from cat_lm.pretrained.record import CARD, finite_as_listed, verify, verifying
+from cat_lm.pretrained.record import CARD, verify
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
 SETTINGS = ("config.json", "generation_config.json")
 # No folder runs its code here, and none is looked for on the Hub.
 _AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
-# Buffers of positions, in GPT-J and CTRL; and positions before the first token's, 2 in OPT.
-_POSITION_TABLES, _SPARE_POSITIONS = ("embed_positions", "pos_encoding"), 8
+# In the order in which transformers looks for them.
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def model_folder(path: Path | str) -> Path:
-    """The transformers folder at `path`: the folder itself, or `path/model` of a run folder.
+    """Return the transformers folder at `path`: itself, or `path/model` of a run folder.
 
     Raises UserError where there is none.
     """
@@ -75,7 +79,7 @@ def model_label(folder: Path) -> str:
 
 
 def quiet_transformers() -> None:
-    """Keeps transformers' own notes and progress bars out of a command's output.
+    """Keep transformers' own notes and progress bars out of a command's output.
 
     DeepSpeed's too: where it is installed, saving a model imports it (accelerate looks whether the
     model is its engine), and without a GPU it warns that it has found none.
@@ -90,7 +94,7 @@ def quiet_transformers() -> None:
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """`auto` is the GPU where there is one, else the CPU.
+    """Choose a device by its name; `auto` is the GPU where there is one, else the CPU.
 
     Raises UserError for a device that is absent, or that does not compute ("meta").
     """
@@ -108,65 +112,133 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
+# What its files say
+
+
+class WeightIndex(Record):
+    """The file of each tensor, for weights in several files."""
+
+    weight_map: dict[str, InsideName] = Field(min_length=1)
+
+
+class GenerationSettings(Record):
+    """Hold what is used of `generation_config.json` before transformers checks the rest."""
+
+    num_beams: int | None = Field(None, le=BEAMS.high)
+    num_return_sequences: int | None = Field(None, le=BEAMS.high)
+    encoder_no_repeat_ngram_size: int | None = Field(None, le=NEW_TOKENS.high)
+    prefill_chunk_size: int | None = Field(None, ge=1)
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Find the files that transformers reads the weights from, in name order; none without any.
+
+    Raises:
+        UserError: the index is damaged, or names a file outside of the folder or one that is
+            absent.
+    """
+    first = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if first is None or first.suffix != ".json":
+        return [] if first is None else [first]
+    names = sorted(set(read_json(first, WeightIndex).weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise UserError(f"{first}: weight_map names {name}, which is not in the folder")
+    return [folder / name for name in names]
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read `config.json`, and refuse what a model folder may not ask for.
+
+    Raises:
+        UserError: the file is damaged; or the model is an adapter to another one, asks for code
+            from the Hub, or for more than can be meant.
+    """
+    path = folder / "config.json"
+    settings = read_object(path, limit=MAX_YAML_BYTES)
+    _check_counts(settings, path)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"model {folder}: holds an adapter (adapter_config.json), which is not read; merge it "
+            "into the weights or move it away"
+        )
+    for key in ("attn_implementation", "_attn_implementation"):
+        value = settings.get(key)
+        if value is not None and not (isinstance(value, str) and value.isidentifier()):
+            raise UserError(
+                f"{path}: {key} is {short(value)}: must be a name such as sdpa or eager; code from "
+                "elsewhere is not run"
+            )
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        read_json(generation, GenerationSettings)
+    return settings
+
+
+def _check_counts(settings: dict[str, Any], path: Path) -> None:
+    """Refuse more layers or labels than can be meant: transformers makes an entry for each.
+
+    The limits are those of our own models; the names are those of any model's parts.
+    """
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_counts(value, path)
+        kind = key.rpartition("_")[2].removesuffix("s")
+        allowed = {"layer": LAYERS, "label": LABELS}.get(kind)
+        if allowed and isinstance(value, int | float) and value > allowed.high:
+            raise UserError(f"{path}: {key}={value}: {allowed.problem(value)}")
+
+
+def asks_for_code(settings: dict[str, Any]) -> str:
+    """Return, for an error, that settings ask for the model's own code; "" where they do not."""
+    if "auto_map" not in settings:
+        return ""
+    return (
+        f"it asks for code of its own (auto_map {short(settings['auto_map'])}); its code is not run"
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Return what another library says as one line of at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = 2 if len(lines) > 1 and lines[0].endswith(":") else 1
+    text = " ".join(lines[:count]) or type(error).__name__
+    text = f"missing {text}" if isinstance(error, KeyError) else text
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def model_config(path: Path | str) -> PreTrainedConfig:
-    """The configuration at `path` (see `model_folder`). Raises UserError where it is none."""
+    """Read the configuration at `path` (see `model_folder`). Raises UserError where it is none."""
     from transformers import AutoConfig
+    from transformers.activations import ACT2CLS
 
     folder = model_folder(path)
     verify(folder, SETTINGS.__contains__)
     settings = read_settings(folder)
-    architecture = architectures.find(settings)
     try:
-        if architecture is not None:
-            architecture.check_settings(settings)
-        kind = AutoConfig if architecture is None else _config_class(architecture, settings)
-        if kind is None:  # transformers may not know it, and who does may need a GPU
-            config = architecture.own_config(settings)
-        else:
-            config = kind.from_pretrained(folder, **_AS_IT_IS)
-        if architecture is not None and hasattr(config, "hidden_act"):
-            _check_activation(config.hidden_act)
+        family = architectures.find(settings)
+        if family is None:
+            return AutoConfig.from_pretrained(folder, **_AS_IT_IS)
+        family.check_settings(settings)
+        # Not by transformers' registry of types: importing flash-linear-attention, whose operators
+        # may compute a run's recurrences, gives the types of Mamba to other classes there.
+        if settings["model_type"] == family.model_type:
+            config = family.config_class().from_pretrained(folder, **_AS_IT_IS)
+        elif family.has_stock:
+            config = family.library_classes().config.from_pretrained(folder, **_AS_IT_IS)
+        else:  # transformers may not know it, and who does may need a GPU
+            config = family.own_config(settings)
+        activation = getattr(config, "hidden_act", "gelu")
+        if activation not in ACT2CLS:
+            known = ", ".join(sorted(ACT2CLS))
+            raise ValueError(f"hidden_act={activation!r}: is not supported; choose one of {known}")
+        return config
     except Exception as error:
-        said = asks_for_code(settings) or _unknown_type(settings) or reason(error)
+        said = asks_for_code(settings) or reason(error)
         raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
-    return config
-
-
-def _config_class(
-    architecture: architectures.Architecture, settings: dict[str, Any]
-) -> type[PreTrainedConfig] | None:
-    """Return the class that reads a known family's config.json; None where none here does.
-
-    Not by transformers' registry of types: importing flash-linear-attention, whose operators may
-    compute a run's recurrences, gives the types of Mamba to other classes there. Models are found
-    by the class of their configuration, which stays transformers' own.
-    """
-    if settings["model_type"] == architecture.model_type:
-        return architecture.config_class()
-    return architecture.library_classes().config if architecture.has_stock else None
-
-
-def _unknown_type(settings: dict[str, Any]) -> str:
-    """Return, for an error, that a model's type is unknown here; "" where it is known."""
-    from transformers import CONFIG_MAPPING
-
-    kind = settings.get("model_type")
-    if not isinstance(kind, str) or kind in CONFIG_MAPPING or architectures.find(settings):
-        return ""
-    families = map(architectures.get, architectures.names())
-    own = ", ".join(family.model_type for family in families)
-    return (
-        f"model_type={short(kind)} is none of transformers' and none of {own}; install the package "
-        "that brings it"
-    )
-
-
-def _check_activation(name: str) -> None:
-    from transformers.activations import ACT2CLS
-
-    if name not in ACT2CLS:
-        known = ", ".join(sorted(ACT2CLS))
-        raise ValueError(f"hidden_act={name!r}: is not supported; choose one of {known}")
 
 
 def load_model(
@@ -176,60 +248,55 @@ def load_model(
     device: str = "auto",
     config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """The causal language model at `path` (see `model_folder`), in evaluation mode on `device`.
+    """Load the causal language model at `path` (see `model_folder`), in evaluation mode.
 
-    With `config`, the folder's weights are read into a model of that configuration. The files of an
-    export of ours are compared with its record, unless `comparing_files` says otherwise.
+    The files of an export of ours are compared with its record, unless `comparing_files` says
+    otherwise.
 
-    Raises UserError where the folder is no model, where transformers cannot read it, where its
-    weights are not exactly those that the configuration asks for or are not finite, or where files
-    are no longer what was exported.
+    Args:
+        dtype: of the weights; a name of `DTYPES`, or auto for that of the files.
+        device: as in `choose_device`.
+        config: of the model that the weights are read into; by default the folder's own.
+
+    Raises:
+        UserError: the folder is no model, or transformers cannot read it; its weights are not
+            exactly those that the configuration asks for, or not finite; or files are no longer
+            what was exported.
     """
     folder = model_folder(path)
     target = choose_device(device)
     own, files = model_config(folder), weight_files(folder)
-    with verifying(folder, _are_read(files)):
-        _check_headers(folder, config or own)
-        model = _load(folder, config or own, dtype).to(target).eval()
-        if not _stays_finite(finite_as_listed(folder, files), dtype):
-            refuse_non_finite(f"model {folder}", dict(model.state_dict()))
+    # Listed weights that are gone, too, in whose place others would be read.
+    verify(folder, {*(file.name for file in files), *WEIGHTS}.__contains__)
+    if dtype == "auto":
+        own.dtype = None  # which transformers would take instead of the files'
+    model = _load(folder, files, config or own, dtype).to(target).eval()
+    refuse_non_finite(f"model {folder}", dict(model.state_dict()))
     return model
 
 
-def _stays_finite(stored: str | None, dtype: str) -> bool:
-    """Return True if weights that are finite in the dtype `stored` are so in `dtype`."""
-    import torch
-
-    if stored not in DTYPES:
-        return False
-    largest, needed = (torch.finfo(getattr(torch, name)).max for name in (dtype, stored))
-    return largest >= needed
-
-
-def _are_read(files: Iterable[Path]) -> Callable[[str], bool]:
-    """Return which listed files are compared: those read, and those that would be instead."""
-    names = {*(file.name for file in files), *WEIGHTS}
-    return names.__contains__
-
-
-def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    import torch
+def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=getattr(torch, dtype),
+            dtype=dtype,
             output_loading_info=True,
             # Reported below, with both shapes.
             ignore_mismatched_sizes=True,
             weights_only=True,
             **_AS_IT_IS,
         )
-    except Exception as error:
-        # Whatever a damaged folder makes transformers raise, the user needs the folder's name.
+    except Exception as error:  # of several libraries, for whatever they cannot open or parse
+        causes = [cause for file in files if (cause := os_error(error, file)) is not None]
+        if causes:
+            said = describe_os_error(causes[0])
+            raise file_error(f"model {folder}: cannot be loaded: {said}", causes[0]) from error
         said = asks_for_code(read_settings(folder)) or reason(error)
+        if isinstance(error, pickle.UnpicklingError):
+            said = "its files are damaged or hold more than tensors, such as code, which is not run"
         raise UserError(f"model {folder}: cannot be loaded: {said}") from error
     wrong = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
     if wrong:
@@ -241,61 +308,27 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel
     return model
 
 
-def load_weights(
-    folder: Path, config: PreTrainedConfig, names: Collection[str] | None = None
-) -> dict[str, torch.Tensor]:
-    """The weights of a folder of a known architecture as they are stored, all or those of `names`.
-
-    Raises UserError as `load_model` does.
-    """
-    files = weight_files(folder)
-    with verifying(folder, _are_read(files)):
-        _check_headers(folder, config)
-        tensors = read_tensors(files, names, _naming(config))
-        if finite_as_listed(folder, files) is None:
-            refuse_non_finite(f"model {folder}", tensors)
-    return tensors
-
-
-def _check_headers(folder: Path, config: PreTrainedConfig) -> None:
-    """Compare names and shapes before anything of their size is made."""
-    stored = read_headers(weight_files(folder), _naming(config))
-    architecture = architectures.find(config)
-    if architecture is None:
-        return
-    last = architecture.layer_weight.format(layer=config.num_hidden_layers - 1)
-    # A model of a thousand layers that are not there would take long to build.
-    expected = skeleton(folder, config).state_dict() if last in stored else {last: None}
-    tied = {"lm_head.weight": architecture.embedding} if config.tie_word_embeddings else {}
-    check_fit(folder, stored, expected, tied)
-
-
-def _naming(config: PreTrainedConfig) -> Naming:
-    architecture = architectures.find(config)
-    return str if architecture is None else partial(architecture.own_name, config)
-
-
-def skeleton(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration of a known architecture without memory for its weights.
-
-    Raises UserError, which names `folder`, where it cannot be built.
-    """
+def refuse_non_finite(what: str, tensors: dict[str, Tensor]) -> None:
+    """Raise UserError, which `what` begins, where a weight is NaN or infinite."""
     import torch
-    from transformers.initialization import no_init_weights
 
-    try:
-        # Without weights there is nothing to draw, and drawing would take half of the time.
-        with torch.device("meta"), no_init_weights():
-            return architectures.of_config(config).classes_of(config).causal_lm(config)
-    except Exception as error:
-        raise UserError(f"model {folder}: cannot be built: {reason(error)}") from error
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() > 0}
+    # NaN goes through minimum and maximum, which take no memory beside the tensor.
+    bounds = {name: torch.stack(tensor.detach().aminmax()) for name, tensor in floats.items()}
+    wrong = [name for name, pair in bounds.items() if not pair.isfinite().all()]
+    if wrong:
+        are, more = ("are", ", …") if len(wrong) > 1 else ("is", "")
+        raise UserError(
+            f"{what}: {len(wrong)} of {len(tensors)} tensors {are} not finite ({wrong[0]}{more}): "
+            "NaN or infinite numbers make no model to use; take an earlier checkpoint"
+        )
 
 
 def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) -> None:
     """Refuse a length for which a model has no positions, as it looks them up in a table.
 
     What is beyond a table is a traceback on a CPU, and on a GPU the end of the process. Families of
-    ours compute positions at every length.
+    ours, and those of transformers that rotate queries and keys, compute positions at every length.
 
     Args:
         config: of a model of any type.
@@ -306,58 +339,32 @@ def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) ->
         UserError: there is such a table, and it is too short.
     """
     longest = getattr(config, "max_position_embeddings", None)
-    if not isinstance(longest, int) or length <= longest or architectures.find(config) is not None:
-        return
-    if _has_position_table(config, longest):
+    is_computed = architectures.find(config) is not None or hasattr(config, "rope_parameters")
+    if isinstance(longest, int) and length > longest and not is_computed:
         raise UserError(
             f"{what}: model type {config.model_type} has positions for {longest:,} tokens and none "
             "beyond; give less"
         )
 
 
-def _has_position_table(config: PreTrainedConfig, longest: int) -> bool:
-    """Return True if a model has an embedding of positions (GPT-2, OPT), or a table (GPT-J)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception:  # whoever loads it says why
-        return False
-    words = model.get_input_embeddings()
-    embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-    rows = [module.num_embeddings for module in embeddings if module is not words]
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in _POSITION_TABLES:
-            rows.append(len(buffer))
-    return any(longest <= number <= longest + _SPARE_POSITIONS for number in rows)
-
-
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in the transformers folder at `path`.
+    """Load the tokenizer saved in the transformers folder at `path`, or in `path/model`.
 
-    Raises UserError where there is none; a tokenizer is never guessed from the model's type.
+    A tokenizer is never guessed from the model's type.
+
+    Raises:
+        UserError: there is none, or it cannot be loaded.
     """
+    from transformers import AutoTokenizer
+
     folder = Path(path)
     if (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
         folder = folder / "model"
-    names = ("tokenizer.json", "tokenizer_config.json")
-    found = [name for name in names if (folder / name).is_file()]
-    if not found:
-        raise UserError(f"tokenizer {folder}: missing (no {', no '.join(names)})")
-    settings = {}
-    if names[1] in found:
-        settings = read_object(folder / names[1])
-        read_json(folder / names[1], TokenizerSettings)
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if not any(file.is_file() for file in files):
+        raise UserError(f"tokenizer {folder}: missing (no tokenizer.json, no {files[1].name})")
+    settings = read_object(files[1]) if files[1].is_file() else {}
     verify(folder, is_of_tokenizer)
-    return _tokenizer(folder, settings)
-
-
-def _tokenizer(folder: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     try:
         return AutoTokenizer.from_pretrained(folder, **_AS_IT_IS)
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -1,4 +1,4 @@
-"""What a forward pass takes, and what is free, so that it can be asked before the pass is made.
+"""Estimate what a forward pass takes and what is free, to be asked before the pass is made.
 
 On a CPU, Linux ends a process that takes too much without a word, so that waiting for an error is
 not enough.
@@ -18,7 +18,7 @@ LOGIT_ELEMENTS = 2**23  # fp32 logits alive at once: 32 MiB, which fits a CPU's 
 
 
 def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """An estimate, rather low than high, of what a forward pass takes beside the weights.
+    """Estimate, rather low than high, what a forward pass takes beside the weights, in bytes.
 
     The eager attention, unlike the others, also holds its maps.
     """
@@ -30,25 +30,18 @@ def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 
 def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_tokens: int) -> int:
-    """An estimate, as `forward_bytes`, of what the prompt's pass and the decoding state take."""
+    """Estimate, as `forward_bytes`, what the prompt's pass and the decoding state take."""
     from cat_lm import architectures
     from cat_lm.counts import meta_model, state_bytes
 
-    length = prompt_tokens + new_tokens
-    if architectures.find(model.config) is None:
-        state = _key_value_bytes(model, length)
-    else:
-        state = state_bytes(meta_model(model.config), length, model.dtype)
+    config, length, state = model.config, prompt_tokens + new_tokens, 0.0
+    if architectures.find(config) is not None:
+        state = state_bytes(meta_model(config), length, model.dtype)
+    elif heads := getattr(config, "num_attention_heads", 0):
+        # Keys and values of a model that no family knows.
+        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) / heads
+        state = 2 * config.num_hidden_layers * width * model.dtype.itemsize * length
     return forward_bytes(model, rows, prompt_tokens) + round(rows * state)
-
-
-def _key_value_bytes(model: PreTrainedModel, length: int) -> int:
-    """Count keys and values of a model that no family knows, or nothing where it has no heads."""
-    config = model.config
-    heads = getattr(config, "num_attention_heads", 0)
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    width *= getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * width * model.dtype.itemsize * length
 
 
 def _channels(model: PreTrainedModel) -> int:
@@ -69,13 +62,11 @@ def _channels(model: PreTrainedModel) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on the device, in bytes; None where that is not known."""
+    """Return the bytes that can still be taken on the device; None where that is not known."""
     import torch
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + kept
-    if device.type != "cpu":
-        return None
-    return available_memory()
+    return available_memory() if device.type == "cpu" else None

@@ -34,18 +34,10 @@ def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
     architectures, and models that are scaled already (another scaling on top would be neither's
     method), have only `none`: the model as it is.
     """
-    if not _scales_positions(config) or is_scaled(config):
+    family = architectures.find(config)
+    if family is None or not family.scales_positions or is_scaled(config):
         return ("none",)
     return ROPE_METHODS if has_rope(config) else NOPE_METHODS
-
-
-def scaling_kind(config: PreTrainedConfig) -> str:
-    """Describe in words what decides which methods a model has."""
-    if not _scales_positions(config):
-        return f"model type {config.model_type}"
-    if is_scaled(config):
-        return "a model that is scaled already"
-    return "a model with rotary positions" if has_rope(config) else "a model without positions"
 
 
 def scaled_fields(
@@ -72,9 +64,7 @@ def scaled_fields(
     """
     if method not in methods_for(config):
         known = ", ".join(methods_for(config))
-        raise ValueError(
-            f"method {method!r} does not exist for {scaling_kind(config)}; it has {known}"
-        )
+        raise ValueError(f"method {method!r} does not exist for the model; it has {known}")
     refuse(scope_problems(temperature_scope, has_rope(config)))
     if problem := numbers.SCALING_FACTOR.problem(factor):
         raise ValueError(f"factor {factor}: {problem}")
@@ -113,8 +103,3 @@ def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTra
     family = architectures.of_config(config)
     plain = {} if config.model_type == family.model_type else {"conv_type": "none"}
     return family.own_config(config, **plain | dict(fields))
-
-
-def _scales_positions(config: PreTrainedConfig) -> bool:
-    family = architectures.find(config)
-    return family is not None and family.scales_positions

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from safetensors import safe_open
 
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters as long_filters
-from cat_lm.pretrained.loading import load_weights, model_config, skeleton, weight_files
+from cat_lm.pretrained.loading import model_config, weight_files
+from cat_lm.pretrained.record import verify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,16 +54,21 @@ def read_filters(model: Path) -> Filters | None:
     config = model_config(model)
     if not getattr(config, "convolved_streams", ""):
         return None
-    names = skeleton(model, config).state_dict()
-    places = {name: match for name in names if (match := _FILTER_NAME.search(name))}
-    tensors = load_weights(model, config, places.keys())
+    files = weight_files(model)
+    verify(model, {file.name for file in files}.__contains__)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            names = filter(_FILTER_NAME.search, stored.keys())
+            tensors |= {name: stored.get_tensor(name) for name in names}
     if config.has_long_filters:
         tensors = {name: _first_taps(config, numbers) for name, numbers in tensors.items()}
     elif getattr(config, "conv_norm", "none") == "l1":  # filters are shown as they are used
         kind = kinds.get(config.conv_type)
         tensors = {name: kind.normalized(taps.float()) for name, taps in tensors.items()}
     layers: dict[str, dict[int, np.ndarray]] = {}
-    for name, match in places.items():
+    for name in tensors:
+        match = _FILTER_NAME.search(name)
         layers.setdefault(match[2], {})[int(match[1])] = tensors[name].float().numpy()
     streams = {
         stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.pretrained import loading
-from cat_lm.pretrained.record import recorded_precision
+from cat_lm.pretrained.record import read_record
 
 if TYPE_CHECKING:
     import torch
@@ -64,5 +64,6 @@ def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
         return asked
     if chosen.type != "cuda" or torch.cuda.get_device_capability(chosen) < (8, 0):
         return "float32"
-    trained = {recorded_precision(loading.model_folder(folder)) for folder in folders}
+    records = (read_record(loading.model_folder(folder)) for folder in folders)
+    trained = {getattr(record, "precision", None) for record in records}
     return "bfloat16" if trained == {"bf16"} else "float32"

@@ -20,7 +20,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import choose_device, load_model
-from cat_lm.pretrained.record import recorded_context_length
+from cat_lm.pretrained.record import read_record
 from eval.common.cell_store import CellStore, key_hash
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
     Raises UserError for a method that does not exist for it, naming those that do.
     """
     from cat_lm.model.rope_scaling import METHODS
-    from cat_lm.pretrained.scaled import methods_for, scaling_kind
+    from cat_lm.pretrained.scaled import methods_for
 
     known = methods_for(config)
     if asked == ("all",):
@@ -309,8 +309,8 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
             raise UserError(f"--methods {method}: unknown; known: {every} (the last two alone)")
         if method not in known:
             raise UserError(
-                f"--methods {method}: does not exist for model {name}, {scaling_kind(config)}: "
-                f"it has {', '.join(known)}; 'all' takes what exists for each model"
+                f"--methods {method}: does not exist for model {name}: it has {', '.join(known)}; "
+                "'all' takes what exists for each model"
             )
     return tuple(dict.fromkeys(asked))
 
@@ -350,7 +350,7 @@ def refuse_idle_options(protocol: Protocol, methods: Collection[str]) -> None:
 
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
     """The context length of the training: what the export knows of it, else the configuration's."""
-    length = recorded_context_length(folder)
+    length = getattr(read_record(folder), "context_length", None)
     return length if length is not None else getattr(config, "max_position_embeddings", None)
 
 

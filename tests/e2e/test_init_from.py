@@ -11,7 +11,7 @@ import pytest
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
-from cat_lm.pretrained.record import PROGRAM, describe_files
+from cat_lm.pretrained.record import PROGRAM, describe_file
 from tests.commands import python
 from tests.runs import records, run_values, write_config
 
@@ -180,7 +180,7 @@ def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
 
 def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):
     source = shutil.copytree(pythia, tmp_path / "model")
-    files = describe_files(source)
+    files = {path.name: describe_file(path) for path in Path(source).iterdir()}
     record = {"format": 1, "program": PROGRAM, "files": files, "dtype": "float32", "parameters": 1}
     record["sha256"] = files["model.safetensors"]["sha256"]
     (source / "export.json").write_text(json.dumps(record))

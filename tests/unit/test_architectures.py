@@ -22,7 +22,7 @@ from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.ops.convolution import kinds
-from cat_lm.pretrained.loading import load_model, load_weights
+from cat_lm.pretrained.loading import load_model
 from cat_lm.training.checkpoint.files import RUN_CONFIG, read_run_config
 from cat_lm.training.estimate import meta_model
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
@@ -346,15 +346,15 @@ def test_family_reads_its_library_names(variant, tmp_path, monkeypatch):
     kind = type(model.config)
     monkeypatch.setattr(kind, "library_names", {r"^old_head\.": "lm_head."})
     model.save_pretrained(tmp_path)
-    expected = load_weights(tmp_path, model.config)
+    expected = load_model(tmp_path).state_dict()
     assert expected.keys() == model.state_dict().keys()
     renamed_in(tmp_path, "^lm_head", "old_head")
-    for found in (load_weights(tmp_path, model.config), load_model(tmp_path).state_dict()):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found = load_model(tmp_path).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
     renamed_in(tmp_path, "^old_head", "older.head")
     with pytest.raises(UserError, match=r"missing keys lm_head\.weight"):
-        load_weights(tmp_path, model.config)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("library", [True, False])
@@ -364,12 +364,11 @@ def test_constants_that_old_files_of_llama_hold_are_left_out(library, tmp_path):
     model.save_pretrained(tmp_path)
     constant = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     renamed_in(tmp_path, "^$", "", **constant)
-    assert load_weights(tmp_path, model.config).keys() == model.state_dict().keys()
     ids = random_ids(1, 9)
     assert torch.equal(load_model(tmp_path)(ids).logits, model.eval()(ids).logits)
     renamed_in(tmp_path, "^$", "", **{"model.layers.0.self_attn.rotary_emb.odd": torch.ones(4)})
     with pytest.raises(UserError, match=r"unexpected keys .*rotary_emb\.odd"):
-        load_weights(tmp_path, model.config)
+        load_model(tmp_path)
 
 
 # Packages that bring their own

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from cat_lm.core import folders
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import causes_told, os_error
-from cat_lm.pretrained.files import read_headers
+from cat_lm.pretrained.loading import load_model
+from tests.unit.tiny_models import cat_model
 
 STALE = "Error while serializing: I/O error: Stale file handle (os error 116)"
 # As safetensors 0.8, torch 2.13 and Python 3.11 say it; the number, or None where there is none.
@@ -89,15 +90,18 @@ def test_the_libraries_still_say_it_so(tmp_path):
 
 
 def test_weights_that_cannot_be_opened_for_a_while_are_no_damage(tmp_path):
-    path = tmp_path / "model.safetensors"
-    save_file({"x": torch.zeros(3)}, path)
-    wrong = FileNotFoundError(f"No such file or directory: {path}")
-    with mock.patch("safetensors.safe_open", side_effect=wrong), pytest.raises(UserError) as caught:
-        read_headers([path], str)
-    assert is_temporary(caught.value) and str(path) in str(caught.value)
-    path.write_bytes(b"\xff" * 20)
-    with pytest.raises(UserError, match="is damaged") as caught:
-        read_headers([path], str)
+    folder = tmp_path / "model"
+    cat_model().save_pretrained(folder)
+    wrong = FileNotFoundError(f"No such file or directory: {folder / 'model.safetensors'}")
+    with (
+        mock.patch("transformers.modeling_utils.safe_open", side_effect=wrong),
+        pytest.raises(UserError) as caught,
+    ):
+        load_model(folder)
+    assert is_temporary(caught.value) and str(folder) in str(caught.value)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        load_model(folder)
     assert not is_temporary(caught.value)
 
 

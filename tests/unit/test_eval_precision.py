@@ -10,7 +10,7 @@ import torch
 from cat_lm.export import export_model
 from cat_lm.pretrained import loading
 from cat_lm.pretrained.loading import load_tokenizer
-from cat_lm.pretrained.record import recorded_precision
+from cat_lm.pretrained.record import read_record
 from eval.common import precision
 from eval.length_sweep import perplexity
 from eval.length_sweep import sweep as length_sweep
@@ -58,8 +58,8 @@ def test_auto_on_a_gpu_is_what_all_were_trained_in(models, gpu, monkeypatch):
 
 
 def test_precision_that_nobody_gave_is_not_recorded(models):
-    assert recorded_precision(models["bf16"]) == "bf16"
-    assert recorded_precision(models["unknown"]) is None
+    assert read_record(models["bf16"]).precision == "bf16"
+    assert read_record(models["unknown"]).precision is None
     assert "precision" not in json.loads((models["unknown"] / "export.json").read_text())
 
 

@@ -178,18 +178,6 @@ def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_two_exports_into_one_folder_exclude_each_other(tmp_path, tokenizer_folder, monkeypatch):
-    def load(folder, **options):
-        with pytest.raises(UserError, match="another command is writing"):
-            export(tiny_model(257, seed=2), tokenizer_folder, tmp_path / "out")
-        return load_model(folder, **options)
-
-    monkeypatch.setattr("cat_lm.export.load_model", load)
-    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    stored, expected = load_file(out / "model.safetensors"), tiny_model(257, seed=1).state_dict()
-    assert all(torch.equal(stored[name], expected[name]) for name in stored)
-
-
 def test_a_link_stays_and_its_folder_is_replaced(tmp_path, tokenizer_folder):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "model")
@@ -327,7 +315,7 @@ def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypa
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["original_max_position_embeddings"] == 32
     assert "| read beyond it by | yarn |" in (scaled / "README.md").read_text()
-    with pytest.raises(UserError, match="a model that is scaled already: it has none;"):
+    with pytest.raises(UserError, match="does not exist for model scaled: it has none;"):
         length_sweep.sweep([scaled], [128], tmp_path / "b", text=text, methods=["pi"])
     with pytest.raises(UserError, match=r"--method temperature --factor 4: .* it has none, pi"):
         export_checkpoint(tmp_path / "run", tmp_path / "no", method="temperature", factor=4)

@@ -79,7 +79,7 @@ def test_upcycled_there_and_back(family, tmp_path):
     changed.save_pretrained(tmp_path / "changed")
     with pytest.raises(UserError, match=r"layers\.1\.canon\.C\.canon_filter is no longer the iden"):
         upcycle(tmp_path / "changed", tmp_path / "out", Convolution("none"))
-    for wrong, message in ((("ABCD", 4), 'canon="ABCD": must'), (("A", 129), "--canon-window 129")):
+    for wrong, message in ((("ABCD", 4), 'canon="ABCD": must'), (("A", 129), "canon_window=129")):
         with pytest.raises(UserError, match=message):
             convolution = Convolution(canon=wrong[0], canon_window=wrong[1])
             upcycle(tmp_path / "plain", tmp_path / "out", convolution)

@@ -16,17 +16,15 @@ from safetensors.torch import load_file, save_file
 from cat_lm import generate
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
-from cat_lm.pretrained import loading, record
+from cat_lm.pretrained import record
 from cat_lm.pretrained.loading import (
     choose_device,
     load_model,
     load_tokenizer,
-    load_weights,
-    model_config,
 )
 from cat_lm.pretrained.record import comparing_files
 from cat_lm.upcycle import Convolution, upcycle
-from tests.finished_runs import CONTEXT, checkpoint, tiny_model
+from tests.finished_runs import checkpoint, tiny_model
 
 FILTER = "gpt_neox.layers.0.attention.convolution.q_filter"
 
@@ -145,9 +143,6 @@ class TestChecksums:
             ("[]", "must be an object"),
             (json.dumps(values | {"files": []}), "files is"),
             (json.dumps(values | {"files": {"../x": {}}}), "inside the file's own folder"),
-            (json.dumps(values | {"files": {}}), "has no config.json"),
-            (json.dumps(values | {"program": "cat_lm.expor"}), "program is"),
-            (json.dumps({k: v for k, v in values.items() if k != "program"}), "has no program"),
             (json.dumps({k: v for k, v in values.items() if k != "format"}), "another version of"),
         ):
             record.write_text(content)
@@ -160,8 +155,6 @@ class TestChecksums:
         weights.unlink()
         with pytest.raises(UserError, match=r"model\.safetensors: is missing, export\.json lists"):
             load_model(folder)
-        with pytest.raises(UserError, match=r"model\.safetensors: is missing, export\.json lists"):
-            load_weights(folder, model_config(folder))
 
     def test_a_folder_from_elsewhere_loads(self, foreign):
         load_model(foreign)
@@ -170,13 +163,13 @@ class TestChecksums:
 
     def test_a_file_is_hashed_once(self, folder, monkeypatch):
         hashed = []
-        checksums = record.checksums
+        checksum = record.checksum
 
-        def counted(paths, algorithm):
-            hashed.extend(paths)
-            return checksums(paths, algorithm)
+        def counted(path, algorithm):
+            hashed.append(path)
+            return checksum(path, algorithm)
 
-        monkeypatch.setattr(record, "checksums", counted)
+        monkeypatch.setattr(record, "checksum", counted)
         load_model(folder)
         load_model(folder)
         assert hashed.count(folder / "model.safetensors") == 1
@@ -200,18 +193,6 @@ class TestFinite:
         ):
             with pytest.raises(UserError, match=rf"1 of 34 tensors is not finite \({FILTER}\)"):
                 load()
-
-    def test_a_record_spares_the_look_at_the_same_bytes(self, folder, monkeypatch):
-        looked = []
-        monkeypatch.setattr(loading, "refuse_non_finite", lambda what, found: looked.append(1))
-        load_weights(folder, model_config(folder))
-        load_model(folder)
-        assert not looked
-        load_model(folder, dtype="bfloat16")  # in which a large number is infinite
-        with comparing_files(skip=True):
-            load_model(folder)
-            load_weights(folder, model_config(folder))
-        assert len(looked) == 3
 
     def test_a_checkpoint_that_is_not_finite_is_not_exported(self, tmp_path, tiny_corpus):
         model = tiny_model(257)
@@ -287,22 +268,9 @@ class TestCode:
         (foreign / "model.safetensors").unlink()
         torch.save({"lm_head.weight": Evil()}, foreign / "pytorch_model.bin")
         for load in (load_model, lambda path: upcycle(path, tmp_path / "out", Convolution())):
-            with pytest.raises(UserError, match=r"pytorch_model.bin: is damaged, or holds more"):
+            with pytest.raises(UserError, match=r"cannot be loaded: .*code, which is not run"):
                 load(foreign)
         assert not ran.exists()
-
-    @pytest.mark.parametrize(
-        ("value", "said"),
-        [
-            ([torch.zeros(1)], "holds a list, must hold tensors by name"),
-            ({"lm_head.weight": 3}, "a int, not a tensor"),
-        ],
-    )
-    def test_pickles_of_another_shape(self, foreign, value, said):
-        (foreign / "model.safetensors").unlink()
-        torch.save(value, foreign / "pytorch_model.bin")
-        with pytest.raises(UserError, match=said):
-            load_model(foreign)
 
     def test_plain_pickles_load(self, foreign):
         expected = load_model(foreign).state_dict()
@@ -310,12 +278,6 @@ class TestCode:
         (foreign / "model.safetensors").unlink()
         loaded = load_model(foreign).state_dict()
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-    @pytest.mark.parametrize("key", ["transformers_weights", "configuration_files"])
-    def test_settings_do_not_lead_elsewhere(self, foreign, key):
-        change_settings(foreign, **{key: "../other.safetensors"})
-        with pytest.raises(UserError, match=f"{key} is .*other files than the usual ones"):
-            load_model(foreign)
 
     def test_adapters_and_kernels_are_refused(self, foreign):
         change_settings(foreign, attn_implementation="someone/kernel:run")
@@ -332,12 +294,10 @@ class TestIndex:
         [
             ({"lm_head.weight": "../secret.safetensors"}, "must be a path inside"),
             ({"lm_head.weight": "/secret.safetensors"}, "must be a path inside"),
-            ({"lm_head.weight": "sub/part.safetensors"}, "a file in the same folder"),
             ({"lm_head.weight": 3}, "weight_map.lm_head.weight is 3"),
             ({"lm_head.weight": "absent.safetensors"}, "which is not in the folder"),
-            ({"lm_head.weight": "config.json"}, "another kind of file"),
             (["part.safetensors"], "weight_map is"),
-            ({}, "weight_map is empty"),
+            ({}, "weight_map is {}"),
             (None, "weight_map is null"),
         ],
     )
@@ -384,7 +344,7 @@ class TestSettings:
             ),
             ({"pad_token_id": 300}, "pad_token_id=300: must be below vocab_size=257"),
             ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
-            ({"model_type": 3}, "model_type is 3, must be a name"),
+            ({"model_type": 3}, "model type `3`"),
             ({"num_labels": 10**9}, "num_labels=1000000000: must be from 0 to 131,072"),
             ({"of_text": {"n_layer": 1e9}}, "n_layer=1000000000.0: must be from 1 to 1,024"),
             ({"id2label": {i: "x" * 500 for i in range(2**15)}}, "is larger than 16 MiB"),
@@ -434,11 +394,6 @@ class TestSettings:
         (foreign / name).write_text(content)
         assert_one_line(monkeypatch, capsys, str(foreign), foreign, "x")
 
-    def test_a_length_of_the_tokenizer_that_is_no_number(self, foreign, monkeypatch, capsys):
-        change_settings(foreign, "tokenizer_config.json", model_max_length="")
-        said = "tokenizer_config.json: model_max_length"
-        assert_one_line(monkeypatch, capsys, said, foreign, "the cat")
-
     @pytest.mark.parametrize("token", ["x", [1.5], 1.5, {"a": 1}])
     def test_tokens_of_the_generation(self, foreign, token):
         change_settings(foreign, "generation_config.json", eos_token_id=token)
@@ -448,26 +403,18 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("values", "said"),
         [
-            ({"hidden_size": 128}, r"is \[.*\] in the file, config.json asks for \[.*128"),
-            ({"vocab_size": 100, "pad_token_id": None}, r"\[257, 32\] in the file, .* \[100, 32\]"),
-            ({"conv_type": "depthwise"}, r"k_filter is \[2, 4\] in the file"),
-            ({"conv_window": 20}, r"k_filter is \[2, 4\] in the file, .* \[2, 20\]"),
+            ({"hidden_size": 128}, r"mismatched keys .*\[32\].*\[128\]"),
+            ({"vocab_size": 100, "pad_token_id": None}, r"\[257, 32\].*\[100, 32\]"),
+            ({"conv_type": "depthwise"}, r"mismatched keys .*k_filter.*\[2, 4\]"),
+            ({"conv_window": 20}, r"mismatched keys .*k_filter.*\[2, 4\].*\[2, 20\]"),
             ({"conv_type": "none"}, r"missing keys .*query_key_value\.bias"),
-            ({"num_hidden_layers": 1000}, "missing keys gpt_neox.layers.999.attention"),
+            ({"num_hidden_layers": 3}, "missing keys gpt_neox.layers.2.attention"),
             ({"num_hidden_layers": 1}, "unexpected keys gpt_neox.layers.1"),
         ],
     )
     def test_weights_of_another_shape(self, foreign, values, said):
         change_settings(foreign, **values)
         with pytest.raises(UserError, match=f"weights and config.json do not fit: .*{said}"):
-            load_model(foreign)
-
-    def test_weights_of_another_type(self, foreign):
-        def change(tensors):
-            tensors["lm_head.weight"] = tensors["lm_head.weight"].long()
-
-        change_weights(foreign, change)
-        with pytest.raises(UserError, match=r"lm_head.weight is of I64, must be of floating"):
             load_model(foreign)
 
     def test_a_device_without_numbers(self):
@@ -490,17 +437,6 @@ class TestGenerate:
         monkeypatch.setattr(generate, "model_config", None)
         assert_one_line(monkeypatch, capsys, f"{option}: ", "nowhere", "x", f"{option}={value}")
 
-    def test_a_prompt_beyond_any_memory(self, foreign, monkeypatch, capsys):
-        monkeypatch.setattr(generate, "load_model", None)
-        text = b"What a long text. " * 2**17
-        said = f"prompt: its {len(text):,} tokens and --max-new-tokens 100 are more than 64 times"
-        assert_one_line(monkeypatch, capsys, said, foreign, "-", stdin=text)
-
-    def test_new_tokens_far_beyond_the_training(self, foreign, monkeypatch, capsys):
-        monkeypatch.setattr(generate, "load_model", None)
-        said = f"they must be at most {64 * CONTEXT:,}"
-        assert_one_line(monkeypatch, capsys, said, foreign, "x", "--max-new-tokens", 64 * CONTEXT)
-
     def test_memory_is_asked_before(self, foreign, monkeypatch, capsys):
         monkeypatch.setattr(generate, "free_bytes", lambda device: 2**20)
         said = "do not fit into memory (about "
@@ -514,9 +450,7 @@ class TestGenerate:
     def test_prompts_that_are_no_text(self, monkeypatch, capsys):
         said = "prompt -: is not UTF-8 text (byte 1)"
         assert_one_line(monkeypatch, capsys, said, "nowhere", "-", stdin=b"a\xff\xfe")
-        assert_one_line(
-            monkeypatch, capsys, "argument 'a\\udcff': is not UTF-8 text", "nowhere", "a\udcff"
-        )
+        assert_one_line(monkeypatch, capsys, "is not UTF-8 text", "nowhere", "a\udcff")
 
     def test_ids_beyond_the_vocabulary(self, foreign, monkeypatch, capsys):
         def change(tensors):

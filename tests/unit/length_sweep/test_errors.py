@@ -54,11 +54,11 @@ class TestBadInput:
             ((cat, "--text", text, *base, "64", "--methods", "ntk"), "known: none, pi,"),
             (
                 (cat, nope, "--text", text, *base, "64", "--methods", "none,yarn"),
-                "model nope, a model without positions: it has none, temperature;",
+                "model nope: it has none, temperature;",
             ),
             (
                 (cat, "--text", text, *base, "64", "--methods", "temperature"),
-                "rotary positions: it has none, pi, pi+temperature, yarn;",
+                "it has none, pi, pi+temperature, yarn;",
             ),
             (
                 (nope, "--text", text, *base, "64", "--methods", "temperature", *rotary),
