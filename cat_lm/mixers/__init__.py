@@ -1,9 +1,10 @@
 """Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
 
 A mixer of this project is a file in `kinds/` with its module, its options, and an ENTRY that says
-what it is (see `MixerKind`); it is imported when the mixer is first asked for. A mixer of an
-installed package or of a script is given to `register`. Each is a name for `model.mixer` and for
-`eval.recall run --mixer` alike. This module imports no torch.
+what it is (see `MixerKind`); it is imported when the mixer is first asked for. Those that patterns
+of attention are stand in `kinds/cat.py`. A mixer of an installed package or of a script is given to
+`register`. Each is a name for `model.mixer` and for `eval.recall run --mixer` alike. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from cat_lm.core.errors import UserError
 from cat_lm.core.options import build_options, parse_specification
 from cat_lm.core.registry import Registry
+from cat_lm.mixers.kinds.cat import ATTENTION, pattern_mixers
 from cat_lm.mixers.parts.base import CAPABILITIES, Mixer, MixerKind, Setting
 
 __all__ = ["CAPABILITIES", "MIXERS", "Mixer", "MixerKind", "Setting"]
@@ -22,16 +24,17 @@ __all__ += ["get", "make", "make_mixer", "mixer_of", "mixer_problems", "names", 
 
 
 class MixerRegistry(Registry[MixerKind]):
-    """The mixers; patterns of attention that are none by a file of their own are among them."""
+    """The mixers, among them the patterns of attention that have no other name here."""
+
+    def own_names(self) -> tuple[str, ...]:
+        """List this project's mixers, but for patterns of attention by their own names."""
+        return tuple(sorted(super().own_names()))
 
     def names(self) -> tuple[str, ...]:
         """List all mixers, this project's first. Raises UserError for a broken plugin."""
-        from cat_lm.mixers.kinds.cat import pattern_mixers
-
-        known = super().names()
-        for mixer in pattern_mixers(known):
+        for mixer in pattern_mixers(super().names()):
             self.register(mixer)
-        return super().names()
+        return tuple(dict.fromkeys((*self.own_names(), *super().names())))
 
 
 def _check(kind: MixerKind) -> None:
@@ -51,6 +54,7 @@ MIXERS = MixerRegistry(
     separator="-",
     methods=("build",),
     check=_check,
+    entries=ATTENTION,
 )
 get, names, register = MIXERS.get, MIXERS.names, MIXERS.register
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from cat_lm.core.parameters import kept_parts, start
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.mixers.parts.streams import filters_as_lists
 from cat_lm.model.blocks.residual import Block
 from cat_lm.model.context import Context
 from cat_lm.model.streams.operations import LongFilter
 from cat_lm.model.streams.pipeline import StreamPipeline
+from cat_lm.ops.long_filter.chunks import taps_of
 
 SPREAD = 0.02
+_SHOWN = 64  # taps of a filter without an end
 
 
 DROPOUT = {"layer": 0.1, "rms": 0.0}  # of the embeddings, by the block that a mixer names
@@ -127,6 +128,21 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def _filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]]]:
+    """Return each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
+
+    Of filters as long as the row the first 64 taps.
+    """
+    found, own = {}, convolution.filter
+    for stream, filters in convolution.filters().items():
+        if isinstance(own, LongFilter):
+            taps = taps_of(own.kind.modes_of(filters.detach(), own.size), _SHOWN)
+        else:
+            taps = filters.detach().movedim(own.kind.window_axis, -1)
+        found[stream] = taps.reshape(-1, taps.shape[-1]).tolist()
+    return found
+
+
 def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
     """For each layer with filters, stream -> [N][W] of its N heads or pairs of heads, lag 0 first.
 
@@ -134,7 +150,7 @@ def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
     """
     layers = [m for m in model.modules() if isinstance(m, StreamPipeline)]
     return [
-        filters_as_lists(m)
+        _filters_as_lists(m)
         for m in layers
         if isinstance(m.filter, LongFilter) or "D" not in m.filter.kind.filter_axes
     ]

@@ -1,8 +1,10 @@
 """CAT: softmax attention over convolved queries, keys and values (Definition 1 of the paper).
 
 Without position embeddings by default. The rest is Zoology's attention layer: a projection with
-bias, dropout 0.1 on the attention map, an output projection with bias. Every other pattern of
-attention is a mixer by its name as well: CAT with this pattern.
+bias, dropout 0.1 on the attention map, an output projection with bias.
+
+Every pattern of attention is a mixer as well, CAT with this pattern by its name. Three have options
+of their own: softmax, as the mixer `attention`, landmark attention and multi-token attention.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from cat_lm.mixers.parts.options import (
     ConvolutionOptions,
     StreamSettings,
     check_choice,
+    check_counts,
     check_fraction,
     stream_settings,
 )
 from cat_lm.model import attention
 from cat_lm.model.attention import PATTERNS, Pattern
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution import multi_token_options as multi_token
+from cat_lm.ops.landmark import options as landmark
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,12 +146,167 @@ class PatternAttention(ConvolvedAttention):
         return super().attention_settings(options) | chosen | {"_attn_implementation": by}
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of attention.
+
+    Attributes:
+        position: learned (a table added to the embeddings), rope or none.
+        heads: H.
+        bias: of the projections.
+        dropout: of the attention map.
+    """
+
+    position: str = "learned"
+    heads: int = 1
+    bias: bool = True
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads")
+        check_fraction(self, "dropout")
+        check_choice(self, "position", POSITIONS)
+
+    @property
+    def plain(self) -> Options:
+        """The same layer as CAT without filters."""
+        return Options(streams=None, **dataclasses.asdict(self))
+
+
+class SoftmaxAttention(ConvolvedAttention):
+    """CAT without filters, with learned, rotary or no positions: Zoology's layer, one head."""
+
+    name = "attention"
+    Options = AttentionOptions
+    layers = 2
+
+
+@dataclass(frozen=True)
+class LandmarkOptions(Options):
+    """Options of Landmark CAT, beside CAT's.
+
+    Attributes:
+        block: b, the keys of a block.
+        top_k: the blocks that a query chooses.
+        local: the blocks near the query that it always reads, its own being one.
+        sink: whether the first block is always read too.
+        landmark_filter: box, exponential or learned.
+        share: who chooses: each head, or the whole layer.
+        training: guided, all keys and a loss for the landmarks; dense, all keys; hard, chosen
+            blocks, as afterwards.
+    """
+
+    block: int = 16
+    top_k: int = 4
+    local: int = 2
+    sink: bool = False
+    landmark_filter: str = "box"
+    share: str = "head"
+    training: str = "guided"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "training", landmark.WAYS)
+        check_counts(self, "block", "top_k", "local")
+        for problem in landmark.value_problems(self.of_landmarks):
+            raise ValueError(problem.replace("filter=", "landmark_filter=", 1))
+        if self.mixes_maps:
+            raise ValueError("conv_mixing=maps: cannot be combined with landmark attention")
+        if landmark.is_sharp(self.landmark_filter) and self.training != "guided":
+            raise ValueError(
+                f"training={self.training}: gives the landmarks' parameters no gradient; choose "
+                "guided"
+            )
+
+    @property
+    def of_landmarks(self) -> dict[str, Any]:
+        """The options that the pattern of attention has too, by its names."""
+        names = ("block", "top_k", "local", "sink", "share")
+        return {name: getattr(self, name) for name in names} | {"filter": self.landmark_filter}
+
+
+class LandmarkAttention(ConvolvedAttention):
+    """Attention over convolved streams to the blocks of keys that landmarks find.
+
+    `cat_lm.model.attention.modules.landmark` has the equations.
+    """
+
+    name = "landmark"
+    Options = LandmarkOptions
+    own_loss = "landmark_loss"
+
+    def attention_settings(self, options: LandmarkOptions) -> dict[str, Any]:
+        chosen = {"attention": "landmark", "attention_options": options.of_landmarks}
+        return super().attention_settings(options) | chosen
+
+    def build(self, options: LandmarkOptions, setting: Setting) -> nn.Module:
+        layer = super().build(options, setting)
+        layer.core.training_by, layer.core.rows = options.training, landmark.USUAL_ROWS
+        return layer
+
+
+@dataclass(frozen=True)
+class MultiTokenOptions:
+    """Options of multi-token attention.
+
+    Attributes:
+        heads: H.
+        bias: of the projections.
+        dropout: of the attention map.
+        query_window, key_window: c_q and c_k, the second one odd.
+        head_mixing: where maps are mixed over heads: none, before the softmax, after it, both.
+    """
+
+    heads: int = 1
+    bias: bool = True
+    dropout: float = 0.1
+    query_window: int = multi_token.DEFAULTS["query_window"]
+    key_window: int = multi_token.DEFAULTS["key_window"]
+    head_mixing: str = multi_token.DEFAULTS["head_mixing"]
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heads")
+        check_fraction(self, "dropout")
+        if problems := multi_token.option_problems(**self.kernel):
+            raise ValueError(problems[0])
+
+    @property
+    def plain(self) -> Options:
+        """The layer around the scores, CAT's without filters."""
+        return Options(streams=None, heads=self.heads, bias=self.bias, dropout=self.dropout)
+
+    @property
+    def kernel(self) -> dict[str, Any]:
+        """The options of the kernel and of what mixes heads."""
+        return {name: getattr(self, name) for name in multi_token.DEFAULTS}
+
+
+class MultiTokenAttention(ConvolvedAttention):
+    """Softmax attention whose scores are convolved over queries and keys, and its maps over heads.
+
+    Exactly, for rows of at most 512 tokens (Golovneva et al., 2025), by the equations of
+    `cat_lm.ops.convolution.multi_token`. The rest is `attention`'s layer, without positions.
+    """
+
+    name = "multi-token"
+    Options = MultiTokenOptions
+    longest = multi_token.LONGEST
+
+    def attention_settings(self, options: MultiTokenOptions) -> dict[str, Any]:
+        chosen = {"attention": "multi_token", "attention_options": options.kernel}
+        return super().attention_settings(options) | chosen | {"_attn_implementation": "eager"}
+
+
+ENTRY = ConvolvedAttention()
+ATTENTION = (SoftmaxAttention(), LandmarkAttention(), MultiTokenAttention())
+
+
 def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
     """Make the mixers that patterns of attention are, but for `known` ones.
 
     A pattern whose options have names of CAT's, or defaults that no text can give, is none.
     """
-    # The mixer `attention` is softmax by another name, and mixed maps are an option of `cat`.
+    # Softmax is the mixer `attention`, and mixed maps are an option of `cat`.
     known, found = {*known, "softmax", "map-mixing"}, []
     for pattern in map(PATTERNS.get, PATTERNS.names()):
         is_plain = all(isinstance(value, int | float | str) for value in pattern.options.values())
@@ -154,6 +314,3 @@ def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
         if is_new and is_plain and not set(pattern.options) & set(Options.__dataclass_fields__):
             found.append(PatternAttention(pattern))
     return found
-
-
-ENTRY = ConvolvedAttention()

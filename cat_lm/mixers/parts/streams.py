@@ -12,12 +12,8 @@ from torch.nn import functional as F
 
 from cat_lm.mixers.parts.options import ConvolutionOptions, StreamSettings
 from cat_lm.model.context import Context
-from cat_lm.model.streams.operations import LongFilter
 from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.ops.convolution.kinds import STREAMS
-from cat_lm.ops.long_filter.chunks import taps_of
-
-_SHOWN = 64  # taps of a filter without an end
 
 
 def make_convolution(settings: StreamSettings, activates: bool = False) -> StreamPipeline | None:
@@ -65,18 +61,3 @@ class Streams(nn.Module):
         weights, bias = self.projection.weight.chunk(parts), self.projection.bias
         biases = [None] * parts if bias is None else bias.chunk(parts)
         return [F.linear(x, weights[i], biases[i]) for x, i in zip(inputs, of, strict=True)]
-
-
-def filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]]]:
-    """Return each stream's filters as [N][W], lag 0 first: N heads, or pairs, or channels.
-
-    Of filters as long as the row the first 64 taps.
-    """
-    found, own = {}, convolution.filter
-    for stream, filters in convolution.filters().items():
-        if isinstance(own, LongFilter):
-            taps = taps_of(own.kind.modes_of(filters.detach(), own.size), _SHOWN)
-        else:
-            taps = filters.detach().movedim(own.kind.window_axis, -1)
-        found[stream] = taps.reshape(-1, taps.shape[-1]).tolist()
-    return found
