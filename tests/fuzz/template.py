@@ -97,9 +97,9 @@ def _warm_up(family: str) -> None:
         from cat_lm.training.distributed import import_deepspeed
 
         import_deepspeed()
-    from cat_lm.ops.convolution.cpu.kernel import library
+    from cat_lm.ops.convolution.cpu.kernel import KERNEL
 
-    library()
+    KERNEL.library()
 
 
 def _run(request: dict[str, Any], scratch: Path) -> dict[str, Any]:

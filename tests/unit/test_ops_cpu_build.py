@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cat_lm.ops.convolution import cpu
 from cat_lm.ops.convolution.cpu import kernel
 from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
 from cat_lm.ops.runtime import compiler
@@ -61,27 +60,26 @@ def check_convolution_without_kernel(reason: str) -> None:
             ("depthwise", torch.ones(2, 4, 2)),
             ("multihead", torch.eye(2).expand(2, 2, 2)),
         ):
-            y = cpu.convolve(name, x, filters.double(), None, None)
+            y = kernel.convolve(name, x, filters.double(), None, None)
             torch.testing.assert_close(y[:, 1:], x[:, 1:] + x[:, :-1])
             y.sum().backward()
-    assert kernel.load_kernel() is None
-    assert reason in cpu.describe("head", torch.float32, 2)
-    assert "matrix products" in cpu.describe("head", torch.float32, 2)
-    assert "shifted sums" in cpu.describe("depthwise", torch.float32, 2)
+    assert not kernel.KERNEL.is_built
+    described = kernel.describe("head", torch.float32, 2)
+    assert reason in described and "plain torch, lag by lag" in described
 
 
 @needs_compiler
 def test_is_built_once_and_found_again(cache):
-    first = kernel.library()
+    first = kernel.KERNEL.library()
     assert first.handle is not None and "was built by" in first.reason
     (library,) = cache.iterdir()  # and nothing else is left behind
     assert stat.S_IMODE(cache.stat().st_mode) & 0o022 == 0
     built = library.stat().st_mtime_ns
     compiler._load_once.cache_clear()
-    again = kernel.library()
+    again = kernel.KERNEL.library()
     assert again.handle is not None and "was built before" in again.reason
     assert library.stat().st_mtime_ns == built
-    assert "C++ kernel" in cpu.describe("head", torch.float32, 2)
+    assert "C++ kernel" in kernel.describe("head", torch.float32, 2)
 
 
 @needs_compiler
@@ -105,19 +103,6 @@ def test_loops_of_exponentials_are_vectorised(tmp_path, trapping):
     command = [found, *flags, f"-I{folder}", str(source), "-o", str(tmp_path / "loop.so")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("loop.cpp:3:" in done.stderr) is not trapping
-
-
-@needs_compiler
-def test_removes_what_killed_builds_left(cache):
-    old, young = cache / "build-old", cache / "build-young"
-    for folder in (old, young):
-        folder.mkdir(parents=True)
-        (folder / "half.so").touch()
-    os.utime(old, (0, 0))
-    (cache / "build-file").touch()  # not ours, and no folder: it stays, and stops nothing
-    os.utime(cache / "build-file", (0, 0))
-    assert kernel.library().handle is not None
-    assert not old.exists() and young.exists()
 
 
 def test_no_compiler(cache, monkeypatch, tmp_path):
@@ -164,40 +149,19 @@ def test_cache_that_cannot_be_kept_is_a_temporary_folder(cache, monkeypatch, cau
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", "/proc/no-home")
-    kept = Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
-    with pytest.warns(UserWarning, match="as the cache cannot keep it"):
-        assert kernel.library().handle is not None
-    (library,) = kept.iterdir()
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
-    compiler._load_once.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kernel.library().reason == f"{library} was built before"
-
-
-@needs_compiler
-def test_temporary_folder_of_another_user_is_not_used(cache, tmp_path):
-    cache.touch()
-    (tmp_path / "mine").mkdir()
-    squatted = Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
-    squatted.symlink_to(tmp_path / "mine")
-    if os.geteuid() != 0:
-        pytest.skip("needs root to give links away")
-    os.chown(squatted, 65534, 65534, follow_symlinks=False)
-    with pytest.warns(UserWarning, match="as the cache cannot keep it"):
-        assert kernel.library().handle is not None
-    assert not list((tmp_path / "mine").iterdir())
+    library = kernel.KERNEL.library()
+    assert library.handle is not None and "as the cache cannot keep it" in library.reason
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 @needs_compiler
 def test_damaged_library_is_built_again(cache):
     cache.mkdir()
     found = next(filter(None, map(shutil.which, compiler.COMPILERS)))
-    library = (
-        cache / f"convolution-{compiler._fingerprint(kernel.SOURCES, found, compiler._flags())}.so"
-    )
+    name = compiler._fingerprint(kernel.KERNEL.sources, found, compiler._flags())
+    library = cache / f"convolution-{name}.so"
     library.write_bytes(b"\x7fELF cut short")
-    assert kernel.library().handle is not None
+    assert kernel.KERNEL.library().handle is not None
     assert library.stat().st_size > 10_000
 
 
@@ -214,7 +178,7 @@ def test_damaged_library_is_built_again(cache):
 def test_library_that_another_user_may_have_written_is_not_loaded(cache, tmp_path, whose):
     if "writable" not in whose and os.geteuid() != 0:
         pytest.skip("needs root to give files away")
-    assert kernel.library().handle is not None
+    assert kernel.KERNEL.library().handle is not None
     (library,) = cache.iterdir()
     source = tmp_path / "planted.cpp"
     source.write_text('#include <cstdio>\nstatic int ran = std::puts("planted");\n')
@@ -224,7 +188,7 @@ def test_library_that_another_user_may_have_written_is_not_loaded(cache, tmp_pat
     cache.chmod(0o777 if whose == "writable folder" else 0o755)
     if "writable" not in whose:
         os.chown(cache if whose == "folder" else library, 65534, 65534)
-    code = "from cat_lm.ops.convolution.cpu.kernel import library; print(library())"
+    code = "from cat_lm.ops.convolution.cpu.kernel import KERNEL; print(KERNEL.library())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "was built by" in done.stdout and "planted" not in done.stdout
 
@@ -233,8 +197,8 @@ def test_library_that_another_user_may_have_written_is_not_loaded(cache, tmp_pat
 @pytest.mark.long
 def test_processes_that_build_at_once(cache):
     code = (
-        "from cat_lm.ops.convolution.cpu.kernel import library as load\n"
-        "library = load()\n"
+        "from cat_lm.ops.convolution.cpu.kernel import KERNEL\n"
+        "library = KERNEL.library()\n"
         "assert library.handle is not None, library.reason\n"
         "library.handle.convolution_run\n"
     )
@@ -265,9 +229,10 @@ def test_name_depends_on_sources_compiler_flags_and_processor(monkeypatch, tmp_p
     assert len(set(names)) == 5
 
 
-@pytest.mark.parametrize("sources", [kernel.SOURCES, _scan_cpu.SCAN], ids=lambda s: s.name)
-def test_sources_are_listed(sources):
+@pytest.mark.parametrize("kernel", [kernel.KERNEL, _scan_cpu.KERNEL], ids=lambda k: k.name)
+def test_sources_are_listed(kernel):
     """What a kernel includes is listed, so that a change of any part builds it anew."""
+    sources = kernel.sources
     listed = {path.name: path for path in sources.files}
     included, found = set(), [sources.files[0].name]
     while found:
@@ -281,8 +246,8 @@ def test_sources_are_listed(sources):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_one_openmp_runtime():
     """The kernel's threads are torch's: it loads no OpenMP runtime of its own."""
-    if kernel.load_kernel() is None:
-        pytest.skip(kernel.library().reason)
+    if not kernel.KERNEL.is_built:
+        pytest.skip(kernel.KERNEL.library().reason)
     # In a process of its own: other libraries, such as scikit-learn, bring their runtimes along.
     code = """
 from pathlib import Path
@@ -292,11 +257,11 @@ def runtimes():
     files = {line.split()[-1] for line in lines if "/" in line}
     return {path for path in files if "gomp" in path or "iomp" in path or "libomp" in path}
 before = runtimes()
-from cat_lm.ops.convolution import cpu
-from cat_lm.ops.runtime import threads
-cpu.kernel.load_kernel()
-cpu.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)
-assert threads.runtime() is None or runtimes() == before, runtimes()
+from cat_lm.ops.convolution.cpu import kernel
+from cat_lm.ops.runtime.native import openmp_runtime
+kernel.KERNEL.library()
+kernel.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)
+assert openmp_runtime() is None or runtimes() == before, runtimes()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -312,5 +277,5 @@ def test_the_call_is_laid_out_as_in_the_source():
             name = part.split()[-1].strip("*") if part.strip() else ""
             if name:
                 fields.append(name.split("[")[0])
-    assert fields == [name for name, _ in kernel._Call._fields_]
-    assert ctypes.sizeof(kernel._Call) == 8 * (len(fields) + 2 * 3)
+    assert fields == [name for name, _ in kernel.KERNEL.struct._fields_]
+    assert ctypes.sizeof(kernel.KERNEL.struct) == 8 * (len(fields) + 2 * 3)

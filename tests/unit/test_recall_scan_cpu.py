@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_serves_fp32_alone():
     single = torch.zeros(2)
-    assert _scan._kernels("auto", single, single) is _scan_cpu.load_kernel() is not None
+    assert _scan._kernels("auto", single, single) is _scan_cpu and _scan_cpu.KERNEL.is_built
     for other in (torch.float64, torch.bfloat16):
         assert _scan._kernels("auto", single, single.to(other)) is _scan_torch
     assert _scan._kernels("auto", single, torch.zeros(2, device="meta")) is _scan_torch
@@ -37,9 +37,9 @@ def test_serves_fp32_alone():
 def test_a_training_step_takes_the_kernel_both_ways(monkeypatch):
     calls = []
     for name in ("forward", "backward"):
-        whole = getattr(_scan_cpu.Kernel, name)
+        whole = getattr(_scan_cpu, name)
         counted = lambda *inputs, n=name, f=whole: calls.append(n) or f(*inputs)  # noqa: E731
-        monkeypatch.setattr(_scan_cpu.Kernel, name, counted)
+        monkeypatch.setattr(_scan_cpu, name, counted)
     leaves = [s[0].requires_grad_() for s in inputs(*SHAPES["gla's"], 5)]
     decaying_scan(*leaves).sum().backward()
     assert calls == ["forward", "backward"]
@@ -52,11 +52,11 @@ def test_a_forked_child_keeps_out_of_its_parents_threads(kernel):
     code = f"""
 import os, signal, torch
 from cat_lm.ops import depthwise_conv
-from cat_lm.ops.convolution.cpu.kernel import load_kernel
+from cat_lm.ops.convolution.cpu.kernel import KERNEL
 from cat_lm.ops.recurrence import decaying_scan_cpu as _scan_cpu
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 torch.set_num_threads(2)
-load_kernel(), _scan_cpu.load_kernel()
+KERNEL.library(), _scan_cpu.KERNEL.library()
 q, x = torch.randn(4, 256, 2, 16), torch.randn(4, 4096, 2, 16)
 x.exp()
 if os.fork() == 0:
@@ -75,8 +75,8 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 def test_threads_change_nothing():
     torch.manual_seed(0)
     given = with_state(inputs(*SHAPES["mamba's"], 1200))
-    assert given[0].numel() * 5 > _scan_cpu.SMALL
-    grads, kernel = [torch.randn(2, 3, 1200, 2, 5), state_of(given)], _scan_cpu.load_kernel()
+    assert given[0].numel() * 5 > _scan_cpu.KERNEL.small
+    grads, kernel = [torch.randn(2, 3, 1200, 2, 5), state_of(given)], _scan_cpu
     before, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):
@@ -96,7 +96,7 @@ def decays(exponents: Tensor, keys: bool) -> Tensor:
     rate[0, 0, 1, 0] = exponents.view(state)
     v, one = torch.ones(1, 1, 3, 1, state[1]), torch.ones(1, 1, 1, 1)
     state = torch.zeros(1, 1, 1, *state)
-    kept = _scan_cpu.load_kernel().forward(1, k, k, v, rate, one, state)[2]  # before each step
+    kept = _scan_cpu.forward(1, k, k, v, rate, one, state)[2]  # before each step
     return kept[0, 0, 2, 0].flatten()
 
 
@@ -121,26 +121,23 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch, tmp_path):
     wanted = torch.autograd.grad(with_kernel.square().sum(), (q, k, v, rate, a))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    for cached in (compiler._load_once, _scan_cpu.load_kernel):
-        cached.cache_clear()
+    compiler._load_once.cache_clear()
     try:
-        assert _scan_cpu.load_kernel() is None
-        assert "no C++ compiler" in compiler.load_library(_scan_cpu.SCAN).reason
+        assert "no C++ compiler" in _scan_cpu.KERNEL.library().reason
         without = decaying_scan(q, k, v, rate, a)
         found = torch.autograd.grad(without.square().sum(), (q, k, v, rate, a))
     finally:
-        for cached in (compiler._load_once, _scan_cpu.load_kernel):
-            cached.cache_clear()
+        compiler._load_once.cache_clear()
     for one, other in zip((without, *found), (with_kernel, *wanted), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_the_call_is_laid_out_as_in_the_source():
     """Every field of the C++ struct, in order, each 8 bytes wide."""
-    source = _scan_cpu.SCAN.files[0].read_text()
+    source = _scan_cpu.KERNEL.sources.files[0].read_text()
     body = source.split("struct ScanCall {")[1].split("};")[0]
     lines = (line.split("//")[0] for line in body.splitlines())
     kinds = r"\b(?:const|int64_t|float|void)\b"
     fields = re.findall(r"\w+", re.sub(kinds, "", " ".join(lines)))
-    assert fields == [name for name, _ in _scan_cpu._Call._fields_]
-    assert ctypes.sizeof(_scan_cpu._Call) == 8 * len(fields)
+    assert fields == [name for name, _ in _scan_cpu.KERNEL.struct._fields_]
+    assert ctypes.sizeof(_scan_cpu.KERNEL.struct) == 8 * len(fields)

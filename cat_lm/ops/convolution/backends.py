@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cat_lm.core.registry import Registry
-from cat_lm.ops.convolution import cpu, kinds, reference, triton
+from cat_lm.ops.convolution import kinds, reference, triton
+from cat_lm.ops.convolution.cpu import kernel as cpu
+from cat_lm.ops.runtime.backends import BackendChoice, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -59,16 +60,9 @@ BACKENDS: Registry[Backend] = Registry(
     entries=(
         Backend("reference", reference.convolve, reference.why_not, reference.describe),
         Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
-        Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KERNELS, True),
+        Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KINDS, True),
     ),
 )
-
-
-class BackendChoice(NamedTuple):
-    """The name of the backend that serves a convolution, and why this one."""
-
-    name: str
-    reason: str
 
 
 def choose_backend(
@@ -103,13 +97,9 @@ def choose_backend(
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise ValueError(f"inputs of {dtype} cannot be convolved; use one of {names}")
-    if backend != "auto":
-        obstacle = BACKENDS.get(backend).obstacle(conv_type, device, dtype)
-        if obstacle is not None:
-            raise ValueError(f"backend={backend!r} cannot serve this convolution: {obstacle}")
-        return BackendChoice(backend, "asked for by name")
+
+    def why_not(name: str) -> str | None:
+        return BACKENDS.get(name).obstacle(conv_type, device, dtype)
+
     fast = "cpu" if device.type == "cpu" else "triton"
-    obstacle = BACKENDS.get(fast).obstacle(conv_type, device, dtype)
-    if obstacle is None:
-        return BackendChoice(fast, f"the fast path of {device.type} tensors")
-    return BackendChoice("reference", f"{fast} cannot serve: {obstacle}")
+    return choose("this convolution", backend, device, why_not, (fast,), "reference")

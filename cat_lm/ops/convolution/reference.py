@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.runtime.precision import at_least_fp32
 
 
 def convolve(
@@ -50,14 +51,38 @@ def sum_of_lags(
     positions: Tensor | None = None,
 ) -> Tensor:
     """Compute `convolve` for a kind, which need not be registered."""
-    window = kind.window_of(filters)
-    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    window, sum_dtype = kind.window_of(filters), at_least_fp32(x)
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
     for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
         y = y + kind.add_lag(taps, lag, delayed)
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)
+
+
+def gradients(
+    conv_type: str, dy: Tensor, x: Tensor, filters: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, filters and bias of `convolve`, without a graph, by the same sums.
+
+        dx[s] = sum_j F_jᵀ dy[s+j],     dF_j = sum_t dy[t] x[t−j]
+
+    For kinds of the table, whose `add_lag` is symmetric but for the heads that it mixes.
+    """
+    kind = kinds.get(conv_type)
+    window, sum_dtype, time = kind.window_of(filters), at_least_fp32(x), x.shape[1]
+    taps, dy, inputs = (s.to(sum_dtype) for s in (filters, dy, x))
+    axes = "".join(axis for axis in kind.filter_axes if axis != "W").lower()
+    read = "btid" if kind.mixes_heads else "bthd"
+    dx, df = torch.zeros_like(inputs), torch.zeros_like(taps)
+    back = taps.mT if kind.mixes_heads else taps
+    for lag, delayed in _delayed_inputs(inputs, window, positions):
+        df.select(kind.window_axis, lag).copy_(torch.einsum(f"bthd,{read}->{axes}", dy, delayed))
+        seen = dy[:, lag:]
+        if positions is not None:
+            seen = torch.where((positions[:, lag:] >= lag)[:, :, None, None], seen, 0.0)
+        dx[:, : time - lag] += kind.add_lag(back, lag, seen)
+    return dx.to(x.dtype), df.to(filters.dtype), dy.sum(dim=(0, 1)).to(x.dtype)
 
 
 @functools.cache

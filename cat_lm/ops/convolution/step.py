@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution.backends import choose_backend
+from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.runtime.operators import is_differentiated
+from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of
 
 
 def can_step(conv_type: str, inputs: Tensor, window: int, backend: str = "auto") -> bool:
@@ -60,7 +62,38 @@ def convolve_step(
     Returns:
         q, k, v, each [B, 1, its heads, D].
     """
-    from cat_lm.ops.convolution.triton.decode import decode_step  # where Triton is installed
+    from cat_lm.ops.convolution.triton.decode import decode_kernel, decode_options
 
-    filters = [taps if taps is None else taps.to(inputs[0].dtype) for taps in filters]
-    return decode_step(conv_type, inputs, past, filters, biases, rotary, following, window, silu)
+    batch, _, query_heads, width = inputs[0].shape
+    heads = inputs[1].shape[2]
+    outputs = tuple(x.new_empty(x.shape) for x in inputs)
+    cos, sin = rotary if rotary is not None else (None, None)
+    turned = 0 if cos is None else cos.shape[-1]
+    held, room = (next(x for x in kept if x is not None) for kept in (past, following))
+    taps = [None if x is None else x.to(inputs[0].dtype).contiguous() for x in filters]
+    named = {"x_": inputs, "past_": past, "filter_": taps, "bias_": biases}
+    named |= {"": outputs, "next_": following}
+    pointers = {
+        f"{stream}_{kind}ptr": x
+        for kind, tensors in named.items()
+        for stream, x in zip("qkv", tensors, strict=True)
+    }
+    with on_device_of(inputs[0]):
+        decode_kernel[(batch * (query_heads + 2 * heads),)](
+            **pointers,
+            cos_ptr=contiguous(cos),
+            sin_ptr=contiguous(sin),
+            query_heads=query_heads,
+            heads=heads,
+            rows=held.shape[1],
+            next_rows=room.shape[1],
+            width=width,
+            x_step=inputs[0].stride(2),
+            past_step=held.stride(2),
+            cos_stride_b=0 if cos is None or cos.shape[0] == 1 else turned,
+            **decode_options(width, window, turned),
+            KIND=KERNEL_NUMBERS[conv_type],
+            SILU=silu,
+            num_warps=4,
+        )
+    return outputs

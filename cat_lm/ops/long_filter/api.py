@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution.api import head_conv, packed_positions
-from cat_lm.ops.convolution.backends import BackendChoice
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
-from cat_lm.ops.runtime import vmap_rules
+from cat_lm.ops.runtime.backends import BackendChoice, choose
 from cat_lm.ops.runtime.flops import flops
-from cat_lm.ops.runtime.operators import custom_op
+from cat_lm.ops.runtime.operators import custom_op, folded, in_turn
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
@@ -38,20 +37,15 @@ def choose_backend(
     """
     if backend not in ("auto", "reference", "cpu", "triton"):
         raise ValueError(f"backend={backend!r}: must be one of auto, reference, triton")
-    if backend == "reference":
-        return BackendChoice(backend, "asked for by name")
-    if backend == "cpu":
-        raise ValueError("backend='cpu' cannot serve long filters: they have reference and triton")
-    obstacle = _why_not_triton(torch.device(device), dtype, state)
-    if backend == "triton":
-        if obstacle is not None:
-            raise ValueError(f"backend='triton' cannot serve long filters: {obstacle}")
-        return BackendChoice(backend, "asked for by name")
-    if obstacle is None:
-        return BackendChoice("triton", "the fast path of cuda tensors")
-    if torch.device(device).type == "cpu":
-        return BackendChoice("reference", "matrix products, the fast path of cpu tensors")
-    return BackendChoice("reference", f"triton cannot serve: {obstacle}")
+    device = torch.device(device)
+
+    def why_not(name: str) -> str | None:
+        if name == "cpu":
+            return "they have reference and triton"
+        return _why_not_triton(device, dtype, state) if name == "triton" else None
+
+    fast = ("reference",) if device.type == "cpu" else ("triton",)
+    return choose("long filters", backend, device, why_not, fast, "reference")
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
@@ -306,7 +300,7 @@ def _(info, axes, *given):
     *tensors, backend = given
     size, *axes = info.batch_size, *axes[:-1]
     if axes[5] is not None:  # documents of their own
-        return vmap_rules.in_turn(size, tuple(axes), lambda *t: _forward(*t, backend), tensors)
+        return in_turn(size, tuple(axes), lambda *t: _forward(*t, backend), tensors)
     # The models' heads as one model's: of x axis 2, of the matrices 0, of the state 1.
     into = (2, 0, 0, 0, 0, 0, 1)
     found = _forward(*_folded(size, tensors, axes, into), backend)
@@ -318,7 +312,7 @@ def _(info, axes, *given):
     *tensors, backend = given
     size, *axes = info.batch_size, *axes[:-1]
     if axes[7] is not None:
-        return vmap_rules.in_turn(size, tuple(axes), lambda *t: _backward(*t, backend), tensors)
+        return in_turn(size, tuple(axes), lambda *t: _backward(*t, backend), tensors)
     into = (2, 1, 2, 0, 0, 0, 0, 0, 2)
     found = _backward(*_folded(size, tensors, axes, into), backend)
     return _split(size, found, (2, 0, 0, 0, 0, 1))
@@ -329,7 +323,7 @@ def _folded(size: int, tensors: Any, axes: Any, into: tuple[int, ...]) -> list[T
     return [
         tensor
         if tensor is None or tensor.dtype == torch.int32
-        else vmap_rules.folded(size, tensor, axis, place)
+        else folded(size, tensor, axis, place)
         for tensor, axis, place in zip(tensors, axes, into, strict=True)
     ]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from cat_lm.core.registry import one_of
-from cat_lm.ops.recurrence.decaying_scan_cpu import SCAN
-from cat_lm.ops.runtime import compiler
+from cat_lm.ops.recurrence import decaying_scan_cpu
+from cat_lm.ops.runtime.backends import BackendChoice, choose
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 NAMES = ("torch", "cpu", "triton", "fla")
@@ -35,16 +35,9 @@ DELTA_RULE = Recurrence("the delta rule", ("torch", "fla"))
 GATED_DELTA_RULE = Recurrence("the gated delta rule", ("torch", "fla"))
 
 
-class Choice(NamedTuple):
-    """The name of the backend that serves a recurrence, and why this one."""
-
-    name: str
-    reason: str
-
-
 def choose_backend(
     recurrence: Recurrence, device: torch.device | str, dtype: torch.dtype, backend: str = "auto"
-) -> Choice:
+) -> BackendChoice:
     """Choose what computes a recurrence.
 
     Args:
@@ -57,18 +50,11 @@ def choose_backend(
     device = torch.device(device)
     if backend not in (known := ("auto", *NAMES)):
         raise ValueError(f"backend={backend!r}: {one_of(backend, known)}")
-    if backend != "auto":
-        obstacle = _why_not(recurrence, backend, device, dtype)
-        if obstacle is not None:
-            raise ValueError(f"backend={backend!r} cannot serve {recurrence.title}: {obstacle}")
-        return Choice(backend, "asked for by name")
-    obstacles = []
-    for name in _FAST.get(device.type, ()):
-        obstacle = _why_not(recurrence, name, device, dtype)
-        if obstacle is None:
-            return Choice(name, "; ".join(obstacles) or f"the fast path of {device.type} tensors")
-        obstacles.append(f"{name} cannot serve: {obstacle}")
-    return Choice("torch", "; ".join(obstacles) or "it serves every device")
+
+    def why_not(name: str) -> str | None:
+        return _why_not(recurrence, name, device, dtype)
+
+    return choose(recurrence.title, backend, device, why_not, _FAST.get(device.type, ()), "torch")
 
 
 def describe_backend(
@@ -100,7 +86,7 @@ def _why_not(
     if dtype == torch.float64:
         return "it has no fp64"
     if backend == "cpu":
-        library = compiler.load_library(SCAN)
+        library = decaying_scan_cpu.KERNEL.library()
         return None if library.handle is not None else library.reason
     if backend == "triton":
         return None if INSTALLED else "triton is not installed"

@@ -25,7 +25,7 @@ struct ScanCall {
   const float *grad, *grad_last;                      // of out, null: forward; of last
   float *dq, *dk, *dv, *drate;                        // as q, k, v, rate
   float *da, *dinitial;                               // [N, H, a_keys, a_values], to be summed; as initial
-  float* workspace;                                   // `threads` times scan_workspace's numbers
+  float* workspace;                                   // as many bytes as scan_workspace says
   void* parallel;                                     // GOMP_parallel, or null
 };
 
@@ -171,13 +171,13 @@ template <bool RATE, bool A> void run(const ScanCall& c, int64_t scratch) {
 
 }  // namespace
 
-// Numbers that a thread needs.
+// Bytes that all threads need.
 extern "C" int64_t scan_workspace(const ScanCall* c) {
-  return c->keys * c->values * (c->grad ? 2 * c->every + 2 : 2);
+  return c->threads * c->keys * c->values * (c->grad ? 2 * c->every + 2 : 2) * sizeof(float);
 }
 
 extern "C" void scan_run(const ScanCall* c) {
-  const int64_t scratch = scan_workspace(c);
+  const int64_t scratch = scan_workspace(c) / (c->threads * sizeof(float));
   const bool rate = c->rate_values > 1, a = c->a_values > 1;
   if (rate && a) run<true, true>(*c, scratch);
   else if (rate) run<true, false>(*c, scratch);

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
+from cat_lm.ops.recurrence import EVERY, decaying_scan_cpu, decaying_scan_torch
 from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
-from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
 from cat_lm.ops.runtime.documents import check_document_ids, document_starts
 from cat_lm.ops.runtime.flops import flops
-from cat_lm.ops.runtime.operators import custom_op
+from cat_lm.ops.runtime.operators import custom_op, folded
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
@@ -89,7 +88,7 @@ def decaying_scan(
         check_document_ids(document_ids, *q.shape[:2])
         rate = _cut(rate, a, document_ids)  # after the cast: half precision has no TOTAL
     inputs = (q, k, values, rate, a, initial_state)
-    out, last, _ = _Scan.apply(backend, *(s[None] for s in inputs))
+    out, last, _ = _forward(backend, *(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)
     return (out, last.squeeze(0)) if return_state else out
 
@@ -127,7 +126,7 @@ def _kernels(backend: str, *tensors: Tensor) -> Any:
         return decaying_scan_triton  # in Triton's interpreter
     if not kinds and dtype == torch.float32:
         if device.type == "cpu":
-            return load_kernel() or decaying_scan_torch
+            return decaying_scan_cpu if decaying_scan_cpu.KERNEL.is_built else decaying_scan_torch
         if device.type == "cuda" and INSTALLED:
             return decaying_scan_triton
     return decaying_scan_torch
@@ -184,56 +183,30 @@ def _(backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(s.new_empty(s.shape) for s in (*tensors[:5], tensors[-1]))
 
 
-def _fold(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The mapped dimension joined with the first, the models."""
-    size = info.batch_size
-    moved = (
-        s.expand(size, *s.shape) if dim is None else s.movedim(dim, 0)
-        for s, dim in zip(tensors, in_dims, strict=True)
-    )
-    return [s.flatten(0, 1) for s in moved]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.mark_non_differentiable(output[2])
+    ctx.backend, *tensors = inputs
+    ctx.save_for_backward(*tensors[:5], output[2])
 
 
-def _unfold(info: Any, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    split = tuple(s.unflatten(0, (info.batch_size, -1)) for s in tensors)
-    return split, (0,) * len(split)
+def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return None, *_backward(ctx.backend, *ctx.saved_tensors, grad, grad_last)
 
 
-class _Scan(torch.autograd.Function):
-    """`_forward` with its gradients."""
-
-    @staticmethod
-    def forward(backend: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(backend, *inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.mark_non_differentiable(output[2])
-        ctx.backend = inputs[0]
-        ctx.save_for_backward(*inputs[1:6], output[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        # The function is for vmap; torch.compile takes none inside another.
-        run = _backward if torch.compiler.is_compiling() else _ScanBackward.apply
-        return None, *run(ctx.backend, *ctx.saved_tensors, grad, grad_last)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], backend: str, *tensors: Tensor) -> Any:
-        return _unfold(info, _Scan.apply(backend, *_fold(info, in_dims[1:], tensors)))
+_forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-class _ScanBackward(torch.autograd.Function):
-    """`_backward`; itself not differentiable."""
+def _stacked(operator: Any) -> Any:
+    """Return the rule of torch.vmap: its dimension is joined with the first, the models."""
 
-    @staticmethod
-    def forward(backend: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _backward(backend, *tensors)
+    def run(info: Any, axes: tuple[Any, ...], backend: str, *tensors: Tensor) -> Any:
+        size, pairs = info.batch_size, zip(tensors, axes[1:], strict=True)
+        joined = (folded(size, tensor, axis, 0) for tensor, axis in pairs)
+        found = operator(backend, *joined)
+        return tuple(s.unflatten(0, (size, -1)) for s in found), (0,) * len(found)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        pass
+    return run
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], backend: str, *tensors: Tensor) -> Any:
-        return _unfold(info, _ScanBackward.apply(backend, *_fold(info, in_dims[1:], tensors)))
+
+_forward.register_vmap(_stacked(_forward))
+_backward.register_vmap(_stacked(_backward))

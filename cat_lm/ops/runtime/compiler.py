@@ -4,7 +4,7 @@ A library's name is a hash of all that it depends on (sources, flags, compiler, 
 a cache can be shared by machines and releases. It is built beside its name and renamed: processes
 that build at once, or one that is killed, leave a whole library or none. A library or folder that
 another user owns or may write is not used: what is loaded runs as this user. Where the cache cannot
-keep a library, a folder of this user among the system's temporary ones does.
+keep a library, each process builds its own in a temporary folder.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 COMPILERS = ("g++", "clang++", "c++")
 SECONDS = 120  # a compiler that takes longer counts as failing
-_ABANDONED = 3600  # seconds after which the folder of a build belongs to a process that was killed
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -62,7 +59,7 @@ class BuildError(Exception):
 
 
 def load_library(sources: Sources) -> Library:
-    """The kernel of this machine, built if need be (2 to 5 seconds); never raises."""
+    """Return the kernel of this machine, built if need be (2 to 5 seconds); never raise."""
     with _lock:
         return _load_once(sources)
 
@@ -84,30 +81,19 @@ def _load(sources: Sources) -> Library:
         raise BuildError(f"no C++ compiler was found (looked for {', '.join(COMPILERS)})")
     flags = _flags()
     name = f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
-    with contextlib.ExitStack() as stack:
-        kept = cache_folder, _temporary_folder
-        for place in kept:
-            # It may be absent, damaged on disk or not this user's, and there may be no home.
-            with contextlib.suppress(OSError, RuntimeError):
-                path = place() / name
-                return Library(_load_own(path), f"{path} was built before")
-        passing = functools.partial(tempfile.TemporaryDirectory, prefix="cat_lm-")
-        failure = None
-        for place in (*kept, lambda: Path(stack.enter_context(passing()))):
-            try:
-                path = place() / name
-                _own_folder(path.parent)
-                build(sources, compiler, flags, path)
-                library, reason = _load_own(path), f"{path} was built by {compiler}"
-            except (OSError, RuntimeError) as error:
-                failure = failure or error
-                continue
-            if failure:
-                reason += f", as the cache cannot keep it ({failure})"
-                with contextlib.suppress(Warning):  # `python -W error`
-                    warnings.warn(reason, stacklevel=2)
-            return Library(library, reason)
-        raise failure
+    try:
+        path = cache_folder() / name
+        with contextlib.suppress(OSError):  # absent, damaged on disk or not this user's
+            return Library(_load_own(path), f"{path} was built before")
+        _own_folder(path.parent)
+        build(sources, compiler, flags, path)
+        return Library(_load_own(path), f"{path} was built by {compiler}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        with tempfile.TemporaryDirectory(prefix="cat_lm-") as folder:
+            path = Path(folder) / name
+            build(sources, compiler, flags, path)
+            reason = f"{path} was built by {compiler}, as the cache cannot keep it ({error})"
+            return Library(_load_own(path), reason)
 
 
 def _own_folder(folder: Path) -> None:
@@ -151,14 +137,8 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "cat_lm"
 
 
-def _temporary_folder() -> Path:
-    """Return where this user's libraries are kept if the cache cannot be written."""
-    return Path(tempfile.gettempdir()) / f"cat_lm-{os.geteuid()}"
-
-
 def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compiles the sources to `path`, which appears whole."""
-    _sweep(path.parent)
+    """Compile the sources to `path`, which appears whole."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         made = Path(folder) / path.name
         command = [compiler, *flags, *sources.includes, str(sources.files[0]), "-o", str(made)]
@@ -177,14 +157,6 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
         with contextlib.suppress(OSError):  # `_load_own` looks at what has become of it
             made.chmod(0o700)  # whatever the umask
         made.replace(path)
-
-
-def _sweep(cache: Path) -> None:
-    """Removes what builds that were killed have left."""
-    for folder in cache.glob("build-*"):
-        with contextlib.suppress(OSError):  # another process sweeps too
-            if time.time() - folder.stat().st_mtime > _ABANDONED:
-                shutil.rmtree(folder)
 
 
 def _flags() -> tuple[str, ...]:

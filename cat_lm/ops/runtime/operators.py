@@ -72,3 +72,30 @@ def refuse_second_derivative(name: str, advice: str = "") -> None:
     if torch.is_grad_enabled():
         end = f"; {advice}" if advice else ""
         raise NotImplementedError(f"{name} has no second derivative (create_graph=True){end}")
+
+
+def folded(size: int, tensor: Tensor | None, axis: int | None, into: int) -> Tensor | None:
+    """Join the axis of torch.vmap, which has S models, with axis `into`, the models outside."""
+    if tensor is None:
+        return None
+    if axis is None:
+        tensor = tensor.unsqueeze(into).expand(*tensor.shape[:into], size, *tensor.shape[into:])
+    else:
+        tensor = tensor.movedim(axis, into)
+    return tensor.flatten(into, into + 1)
+
+
+def in_turn(
+    size: int,
+    axes: tuple[int | None, ...],
+    apply: Callable[..., Any],
+    tensors: tuple[Tensor | None, ...],
+) -> tuple[Any, Any]:
+    """Run an operator once for each of S models: its results and their axes of torch.vmap."""
+    pairs = list(zip(tensors, axes, strict=True))
+    found = [
+        apply(*(t if axis is None else t.select(axis, i) for t, axis in pairs)) for i in range(size)
+    ]
+    if isinstance(found[0], Tensor):
+        return torch.stack(found), 0
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])

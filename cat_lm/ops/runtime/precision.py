@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def at_least_fp32(x: Tensor) -> torch.dtype:
+    """Return the dtype in which numbers of x are summed: its own, and no less than fp32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off where x lies: it would round the factors of a product to half precision."""
     device = x.device.type

@@ -1,137 +1,115 @@
-"""Calls of the C++ kernel (`kernel.cpp`): every convolution, forward and backward."""
+"""The backend for CPU tensors: a C++ kernel (`kernel.cpp`), compiled at first use.
+
+Where no C++ compiler is at hand, or it fails, plain torch computes the same, lag by lag. The choice
+is made inside of the operator, so nothing is built while torch.compile traces. Sums, also those of
+the gradients, are in fp32 (fp64 for fp64), in an order that does not depend on the number of
+threads.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution import kinds
-from cat_lm.ops.runtime.compiler import SHARED, Library, Sources, load_library
-from cat_lm.ops.runtime.threads import runtime
+from cat_lm.ops.convolution import kinds, reference
+from cat_lm.ops.convolution.operators import convolution_operator, empty_gradients
+from cat_lm.ops.runtime.compiler import SHARED, Sources
+from cat_lm.ops.runtime.native import Kernel
 
 _FILES = ("kernel.cpp", "block.h", "call.h", "pairs.h", "tiles.h")
-SOURCES = Sources("convolution", (*(Path(__file__).with_name(name) for name in _FILES), *SHARED))
 # By their numbers in kernel.cpp.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-
-# Products of x and filters below which one thread is faster than waking others.
-SMALL = 1 << 18
-
-_Strides = ctypes.c_int64 * 3
-_INTEGERS = ("dtype", "kind", "threads", "batch", "time", "heads", "width", "window")
-_POINTERS = (
-    *("x", "dy", "filters", "bias", "positions", "out"),
-    *("filter_gradient", "bias_gradient", "workspace", "parallel"),
+# `ConvolutionCall` of call.h; `work` is the products of x and filters.
+KERNEL = Kernel(
+    "convolution",
+    Sources("convolution", (*(Path(__file__).with_name(name) for name in _FILES), *SHARED)),
+    integers=("dtype", "kind", "threads", "batch", "time", "heads", "width", "window"),
+    strided=("x", "dy", "out"),
+    pointers=(
+        *("x", "dy", "filters", "bias", "positions", "out"),
+        *("filter_gradient", "bias_gradient", "workspace"),
+    ),
+    small=1 << 18,
 )
 
 
-class _Call(ctypes.Structure):
-    """`ConvolutionCall` of call.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _INTEGERS),
-        *((f"{name}_strides", _Strides) for name in ("x", "dy", "out")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-    ]
+def _empty_output(conv_type: str, x: Tensor) -> Tensor:
+    """Return room for y: [B, H, T, D] in memory, which attention reads, where heads stay apart."""
+    if kinds.get(conv_type).mixes_heads:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
-class Kernel:
-    """The loaded library."""
-
-    def __init__(self, library: ctypes.CDLL):
-        self._run = library.convolution_run
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
-        self._workspace = library.convolution_workspace
-        self._workspace.argtypes, self._workspace.restype = self._run.argtypes, ctypes.c_int64
-
-    def forward(
-        self,
-        conv_type: str,
-        x: Tensor,
-        filters: Tensor,
-        bias: Tensor | None,
-        positions: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Writes y to `out`. x and out [B, T, H, D], filters and bias as in `convolve`."""
-        self._call(conv_type, x, filters, positions, x=x, out=out, bias=bias)
-
-    def backward(
-        self,
-        conv_type: str,
-        dy: Tensor,
-        x: Tensor,
-        filters: Tensor,
-        positions: Tensor | None,
-        dx: Tensor | None,
-        filter_gradient: Tensor | None,
-        bias_gradient: Tensor | None,
-    ) -> None:
-        """Writes the gradients that are not None; the last two are contiguous."""
-        self._call(
-            conv_type,
-            x,
-            filters,
-            positions,
-            x=x,
-            dy=dy,
-            out=dx,
-            filter_gradient=filter_gradient,
-            bias_gradient=bias_gradient,
-        )
-
-    def _call(
-        self,
-        conv_type: str,
-        like: Tensor,
-        filters: Tensor,
-        positions: Tensor | None,
-        **tensors: Tensor | None,
-    ) -> None:
-        batch, time, heads, width = like.shape
-        window = kinds.get(conv_type).window_of(filters)
-        threads = 1 if like.numel() * window < SMALL else torch.get_num_threads()
-        kind = kinds.KERNEL_NUMBERS[conv_type]
-        call = _Call(DTYPES[like.dtype], kind, threads, batch, time, heads, width, window)
-        held = []  # copies must outlive the call
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if name in ("x", "dy"):
-                tensor = tensor if width == 1 or tensor.stride(3) == 1 else tensor.contiguous()
-            elif name == "bias":
-                tensor = tensor.contiguous()
-            if name in ("x", "dy", "out"):
-                setattr(call, f"{name}_strides", _Strides(*tensor.stride()[:3]))
-            setattr(call, name, tensor.data_ptr())
-            held.append(tensor)
-        filters = filters.contiguous()
-        call.filters = filters.data_ptr()
-        if positions is not None:
-            positions = positions.contiguous()
-            call.positions = positions.data_ptr()
-        call.parallel = runtime()
-        pointer = ctypes.byref(call)
-        workspace = torch.empty(self._workspace(pointer), dtype=torch.uint8)
-        call.workspace = workspace.data_ptr()
-        self._run(pointer)
+def _forward(
+    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, *_
+) -> Tensor:
+    out = _empty_output(conv_type, x)
+    if not KERNEL.is_built:
+        return out.copy_(reference.convolve(conv_type, x, filters, bias, positions))
+    _run(conv_type, filters, positions, x=x, out=out, bias=bias)
+    return out
 
 
-def library() -> Library:
-    """The compiled library, built if need be, or the reason why there is none; never raises."""
-    return load_library(SOURCES)
+def _backward(
+    conv_type: str, dy: Tensor, x: Tensor, filters: Tensor, positions: Tensor | None, *others
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = others[-1]
+    found = empty_gradients(x, filters, wanted)
+    if not KERNEL.is_built:
+        made = reference.gradients(conv_type, dy, x, filters, positions)
+        return tuple(g if want else g.new_empty(0) for g, want in zip(made, wanted, strict=True))
+    dx, df, db = (g if want else None for g, want in zip(found, wanted, strict=True))
+    given = {"x": x, "dy": dy, "out": dx, "filter_gradient": df, "bias_gradient": db}
+    _run(conv_type, filters, positions, **given)
+    return tuple(found)
 
 
-def load_kernel() -> Kernel | None:
-    """The kernel, or None where it cannot be built; `library().reason` says why."""
-    handle = library().handle
-    return None if handle is None else _kernel_of(handle)
+def _run(
+    conv_type: str, filters: Tensor, positions: Tensor | None, **tensors: Tensor | None
+) -> None:
+    x, window = tensors["x"], kinds.get(conv_type).window_of(filters)
+    numbers = dict(zip(("batch", "time", "heads", "width"), x.shape, strict=True))
+    numbers |= {"dtype": DTYPES[x.dtype], "kind": kinds.KERNEL_NUMBERS[conv_type]}
+    tensors |= {"filters": filters, "positions": positions}
+    KERNEL(tensors, work=x.numel() * window, window=window, **numbers)
 
 
-@functools.cache
-def _kernel_of(handle: ctypes.CDLL) -> Kernel:
-    return Kernel(handle)
+cpu_conv = convolution_operator("cpu_conv", _forward, _backward, _empty_output)
+
+
+def convolve(
+    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+) -> Tensor:
+    """Compute a causal convolution along time, differentiable in x, filters and bias.
+
+    Args:
+        conv_type: `head`, `depthwise` or `multihead`.
+        x: [B, T, H, D], with any strides.
+        filters: [H, W], [H, D, W] or [W, H, H], in the dtype of x; lag 0 first.
+        bias: [H, D] in the dtype of x, or None.
+        positions: None, or [B, T] int32: of each token in its document, 0 at its start and one
+            more at each step.
+
+    Returns:
+        y [B, T, H, D]; for head and depthwise [B, H, T, D] in memory, as attention reads it.
+    """
+    return cpu_conv(conv_type, x, filters, bias, positions, None, None)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why this backend cannot serve, as a clause, or None if it can."""
+    if device.type != "cpu":
+        return f"it is for CPU tensors, not {device.type}"
+    if dtype not in DTYPES:
+        return f"it has no arithmetic for {dtype}"
+    return None
+
+
+def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
+    """Return what runs and why. Builds the kernel if it was not yet."""
+    built = KERNEL.library()
+    if built.handle is not None:
+        return f"C++ kernel ({built.reason})"
+    return f"{reference.describe(conv_type, dtype, window)}, as {built.reason}"

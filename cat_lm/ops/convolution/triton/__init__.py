@@ -2,7 +2,7 @@
 
 Everything that depends on a device or a shape is inside operators that torch.compile does not look
 into. `launch.py` holds the tile sizes, `tiles.py` what kernels share, `convolution.py` (per head,
-per channel), `multihead.py` and `qkv.py` (packed and fused) the operators, `decode.py` one token.
+per channel, packed and fused) and `multihead.py` the launches, `decode.py` one token.
 
 Inputs may be fp32, bf16 or fp16; all sums are in fp32. Borders of documents are exact for finite
 inputs: what lies across a border is multiplied with an exact zero where matrix units are used
@@ -11,20 +11,31 @@ inputs: what lies across a border is multiplied with an exact zero where matrix 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
+# The kinds that have a kernel.
+KINDS: tuple[str, ...] = ()
 if INSTALLED:
-    from cat_lm.ops.convolution.triton import rotation
-    from cat_lm.ops.convolution.triton.convolution import conv
+    from cat_lm.ops.convolution.operators import convolution_operator
+    from cat_lm.ops.convolution.triton import convolution, multihead, rotation
     from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, turns_apart, uses_dot
-    from cat_lm.ops.convolution.triton.multihead import multihead_conv
-    from cat_lm.ops.convolution.triton.qkv import conv_qkv
+
+    KINDS = ("head", "depthwise", "multihead")
+
+    def _module(conv_type: str) -> ModuleType:
+        return multihead if conv_type == "multihead" else convolution
+
+    triton_conv = convolution_operator(
+        "triton_conv",
+        lambda conv_type, *given: _module(conv_type).forward(conv_type, *given),
+        lambda conv_type, *given: _module(conv_type).backward(conv_type, *given),
+        lambda conv_type, x: x.new_empty(x.shape),
+    )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,9 +48,10 @@ def convolve(
     positions: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The convolution of type `head`, `depthwise` or `multihead`, turned by rotary positions.
+    """Compute a convolution, rotated by the positions if angles are given.
 
     Args:
+        conv_type: `head`, `depthwise` or `multihead`.
         x: [B, T, H, D], with any strides.
         filters: [H, W], [H, D, W] or [W, H_out, H_in], lag 0 first, in x's dtype.
         bias: [H, D] in x's dtype.
@@ -51,7 +63,7 @@ def convolve(
         What is rotated is rounded once more where a kernel of its own does it (`turns_apart`).
     """
     cos, sin = (None, None) if rotary is None else rotary
-    return KERNELS[conv_type].operator(x, filters, bias, positions, cos, sin)
+    return triton_conv(conv_type, x, filters, bias, positions, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,7 +91,7 @@ def head_conv_qkv(
         dtype; in half precision with filters of more than 65 taps, after another.
     """
     cos, sin = (None, None) if rotary is None else rotary
-    return conv_qkv(qkv, *filters, bias, cos, sin, positions)
+    return convolution.conv_qkv(qkv, *filters, bias, cos, sin, positions)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -96,36 +108,13 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """Return how the kernels compute a convolution."""
     interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "
-    return interpreter + KERNELS[conv_type].describe(dtype, window)
-
-
-def _describe_head(dtype: torch.dtype, window: int) -> str:
+    if conv_type == "multihead":
+        precision = "fp32 products" if dtype == torch.float32 else "matrix units"
+        return f"{interpreter}block Toeplitz matrices over heads and time, {precision}"
+    if conv_type == "depthwise":
+        return f"{interpreter}sum over lags (filters per channel)"
     if uses_dot(dtype, window, False):
         turns = ", rotation by a kernel of its own" if turns_apart(dtype, window) else ""
-        return f"banded Toeplitz matrices on matrix units{turns}"
+        return f"{interpreter}banded Toeplitz matrices on matrix units{turns}"
     reason = "fp32 is exact so" if dtype == torch.float32 else f"W is above {WIDEST_DOT_WINDOW}"
-    return f"sum over lags ({reason})"
-
-
-def _describe_depthwise(dtype: torch.dtype, window: int) -> str:
-    return "sum over lags (filters per channel)"
-
-
-def _describe_multihead(dtype: torch.dtype, window: int) -> str:
-    precision = "fp32 products" if dtype == torch.float32 else "matrix units"
-    return f"block Toeplitz matrices over heads and time, {precision}"
-
-
-class Kernel(NamedTuple):
-    """The operator of a kind of convolution, and how to say what it does."""
-
-    operator: Callable[..., Tensor]
-    describe: Callable[[torch.dtype, int], str]
-
-
-# The kinds that have a kernel.
-KERNELS: dict[str, Kernel] = {}
-if INSTALLED:
-    KERNELS["head"] = Kernel(conv, _describe_head)
-    KERNELS["depthwise"] = Kernel(conv, _describe_depthwise)
-    KERNELS["multihead"] = Kernel(multihead_conv, _describe_multihead)
+    return f"{interpreter}sum over lags ({reason})"

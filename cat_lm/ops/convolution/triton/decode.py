@@ -7,15 +7,12 @@ inputs before the token, sums in fp32, and writes them on, moved by one, with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.convolution.triton.tiles import rotary_partners
-from cat_lm.ops.runtime.triton_launch import contiguous, next_power_of_2, on_device_of
+from cat_lm.ops.runtime.triton_launch import next_power_of_2
 
 MOST_LAGS = 32  # loaded at a time
 _HEAD = tl.constexpr(KERNEL_NUMBERS["head"])
@@ -225,69 +222,3 @@ def decode_options(width: int, window: int, rotary: int) -> dict[str, int]:
         "ROTARY": rotary,
         "ALIGNMENT": min(16, half & -half) if half else 1,
     }
-
-
-def decode_step(
-    conv_type: str,
-    inputs: Sequence[Tensor],
-    past: Sequence[Tensor | None],
-    filters: Sequence[Tensor | None],
-    biases: Sequence[Tensor | None],
-    rotary: tuple[Tensor, Tensor] | None,
-    following: Sequence[Tensor | None],
-    window: int,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolve, rotate and remember one token; see `cat_lm.ops.convolution.step`.
-
-    Args:
-        inputs: of q, k and v, [B, 1, its heads, D]: whole, or parts of one [B, 1, H, 3, D].
-        past: [B, n, its heads, D], n at most W−1, whole or parts of one [B, n, H, S, D]; None
-            where there is no filter.
-        filters: of their kind's shape and in the inputs' dtype, or None.
-        biases: [its heads, D], whole or parts as the inputs are, or None.
-        rotary: cosines and sines, [B or 1, 1, R].
-        following: room for what is `past` for the next token, its rows one more or W−1.
-
-    Returns:
-        q, k, v, each [B, 1, its heads, D].
-    """
-    batch, _, query_heads, width = inputs[0].shape
-    outputs = tuple(x.new_empty(x.shape) for x in inputs)
-    cos, sin = rotary if rotary is not None else (None, None)
-    turned = 0 if cos is None else cos.shape[-1]
-    cos_stride_b = 0 if cos is None or cos.shape[0] == 1 else turned
-    held = next(x for x in past if x is not None)
-    room = next(x for x in following if x is not None)
-    heads = inputs[1].shape[2]
-    named = {
-        f"{stream}_{kind}ptr": tensor
-        for kind, tensors in (
-            ("x_", inputs),
-            ("past_", past),
-            ("filter_", [contiguous(taps) for taps in filters]),
-            ("bias_", biases),
-            ("", outputs),
-            ("next_", following),
-        )
-        for stream, tensor in zip("qkv", tensors, strict=True)
-    }
-    with on_device_of(inputs[0]):
-        decode_kernel[(batch * (query_heads + 2 * heads),)](
-            **named,
-            cos_ptr=contiguous(cos),
-            sin_ptr=contiguous(sin),
-            query_heads=query_heads,
-            heads=heads,
-            rows=held.shape[1],
-            next_rows=room.shape[1],
-            width=width,
-            x_step=inputs[0].stride(2),
-            past_step=held.stride(2),
-            cos_stride_b=cos_stride_b,
-            **decode_options(width, window, turned),
-            KIND=KERNEL_NUMBERS[conv_type],
-            SILU=silu,
-            num_warps=4,
-        )
-    return outputs

@@ -1,15 +1,14 @@
-"""The multi-head convolution as an operator of torch: cat_lm::triton_multihead_conv."""
+"""The multi-head convolution by Triton kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from cat_lm.ops.convolution.operators import empty_gradients
 from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
-from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -93,8 +92,8 @@ def _mix(
     return y
 
 
-@custom_op("cat_lm::triton_multihead_conv")
-def multihead_conv(
+def forward(
+    conv_type: str,
     x: Tensor,
     filters: Tensor,
     bias: Tensor | None,
@@ -102,20 +101,10 @@ def multihead_conv(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> Tensor:
-    """y[b,t,i,:] = RoPE(bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:]).
+    """Compute y[b,t,i,:] = RoPE(bias[i,:] + sum_h sum_j F[j,i,h] x[b,t−j,h,:]), contiguous.
 
     The rotated channels, a quarter of GPT-NeoX's, are turned where they lie, by a kernel more. In
     the first one they would be columns of a product of their own, of which there are too few.
-
-    Args:
-        x: [B, T, H, D].
-        filters: [W, H, H] (lag, output head, input head), of x's dtype.
-        bias: [H, D], of x's dtype.
-        positions: int32 [B, T]; an input j steps back counts if j is at most the position.
-        cos, sin: [B or 1, T, R], without a gradient; the first R channels are turned by halves.
-
-    Returns:
-        [B, T, H, D], contiguous.
     """
     y = _mix(x, filters, bias, positions, reverse=False)
     if cos is not None:
@@ -123,15 +112,31 @@ def multihead_conv(
     return y
 
 
-@custom_op("cat_lm::triton_multihead_conv_dx")
-def multihead_conv_dx(dy: Tensor, filters: Tensor, positions: Tensor | None) -> Tensor:
-    """The gradient with respect to x, [B, T, H, D]."""
-    return _mix(dy, filters.transpose(1, 2), None, positions, reverse=True)
+def backward(
+    conv_type: str,
+    dy: Tensor,
+    x: Tensor,
+    filters: Tensor,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dx, df and dbias as far as wanted."""
+    dx, df, dbias = empty_gradients(x, filters, wanted)
+    if cos is not None:  # once, for three that read it
+        dy = rotate(dy, cos, sin, True)
+    if wanted[0]:
+        dx = _mix(dy, filters.transpose(1, 2), None, positions, reverse=True)
+    if wanted[1]:
+        df = _filter_gradient(dy, x, filters.shape[0], positions)
+    if wanted[2]:
+        dbias = dy.sum(dim=(0, 1), dtype=torch.float32).to(dy.dtype)
+    return dx, df, dbias
 
 
-@custom_op("cat_lm::triton_multihead_conv_df")
-def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
-    """The gradient with respect to the filters, [W, H, H], summed in fp32 in a fixed order."""
+def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
+    """Return the gradient of the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape
     constants, options = filter_options(x, window)
     steps, inner = constants["STEPS"], constants["INNER"]
@@ -158,65 +163,3 @@ def multihead_conv_df(dy: Tensor, x: Tensor, window: int, positions: Tensor | No
             **options,
         )
     return sums.sum(dim=(0, 1)).to(x.dtype)
-
-
-@multihead_conv.register_fake
-def _(x, filters, bias, positions, cos, sin):
-    return x.new_empty(x.shape)
-
-
-@multihead_conv_dx.register_fake
-def _(dy, filters, positions):
-    return dy.new_empty(dy.shape)
-
-
-@multihead_conv_df.register_fake
-def _(dy, x, window, positions):
-    return x.new_empty(window, x.shape[2], x.shape[2])
-
-
-def _setup_context(ctx, inputs, output):
-    x, filters, bias, *others = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, filters, *others)
-
-
-def _backward(ctx, dy):
-    x, filters, positions, cos, sin = ctx.saved_tensors
-    dx = df = dbias = None
-    if cos is not None:  # once, for three that read it
-        dy = rotate(dy, cos, sin, True)
-    if ctx.needs_input_grad[0]:
-        dx = multihead_conv_dx(dy, filters, positions)
-    if ctx.needs_input_grad[1]:
-        df = multihead_conv_df(dy, x, filters.shape[0], positions)
-    if ctx.has_bias and ctx.needs_input_grad[2]:
-        dbias = dy.sum(dim=(0, 1), dtype=torch.float32).to(dy.dtype)
-    return dx, df, dbias, None, None, None
-
-
-multihead_conv.register_autograd(_backward, setup_context=_setup_context)
-
-
-@multihead_conv.register_vmap
-def _(info, axes, *tensors):
-    if tensors[4] is not None:
-        return vmap_rules.in_turn(info.batch_size, axes, multihead_conv, tensors)
-
-    def apply(*tensors):
-        return multihead_conv(*tensors, None, None)
-
-    return vmap_rules.forward(info.batch_size, axes[:4], apply, *tensors[:4], mixes_heads=True)
-
-
-@multihead_conv_dx.register_vmap
-def _(info, axes, *tensors):
-    return vmap_rules.in_turn(info.batch_size, axes, multihead_conv_dx, tensors)
-
-
-@multihead_conv_df.register_vmap
-def _(info, axes, dy, x, window, positions):
-    def apply(dy, x, positions):
-        return multihead_conv_df(dy, x, window, positions)
-
-    return vmap_rules.in_turn(info.batch_size, (*axes[:2], axes[3]), apply, (dy, x, positions))

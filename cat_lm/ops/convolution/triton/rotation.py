@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.launch import angle_options
 from cat_lm.ops.convolution.triton.tiles import VARYING
-from cat_lm.ops.runtime import vmap_rules
-from cat_lm.ops.runtime.operators import custom_op
+from cat_lm.ops.runtime.operators import custom_op, in_turn
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     next_power_of_2,
@@ -153,4 +152,4 @@ def _(info, axes, x, cos, sin, back):
     def apply(*tensors):
         return rotate(*tensors, back)
 
-    return vmap_rules.in_turn(info.batch_size, axes[:3], apply, (x, cos, sin))
+    return in_turn(info.batch_size, axes[:3], apply, (x, cos, sin))
