@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.model.rules import key_heads
-from cat_lm.ops.landmark.dispatch import attend_blocks
+from cat_lm.ops.landmark.attend import attend_blocks
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, select_blocks
 from cat_lm.ops.landmark.teaching import guided_loss

@@ -182,9 +182,9 @@ def _measured(
     """What the products of queries with a choice say, by blocks of one size, [H, queries]."""
     import torch
 
+    from cat_lm.ops.landmark.attend import for_heads
     from cat_lm.ops.landmark.keys import block_weights, landmark_keys
     from cat_lm.ops.landmark.layout import sequence_blocks
-    from cat_lm.ops.landmark.reference import for_heads
     from cat_lm.ops.landmark.select import candidates_of, landmark_scores
     from cat_lm.ops.landmark.teaching import block_mass
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.rules import head_width, key_heads
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys, long_landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.long_keys import long_landmark_keys
 from cat_lm.ops.landmark.select import landmark_scores
 from cat_lm.ops.landmark.teaching import block_mass
 from cat_lm.ops.long_filter import filters

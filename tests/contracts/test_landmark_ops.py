@@ -43,7 +43,6 @@ BACKENDS = {
     "eager": lambda *given: op.attend_blocks("eager", *given, 0.0)[0],
     "sdpa": lambda *given: op.attend_by_masks(*given, 0.0, False)[0],
     "gather": op.attend_gathered,
-    "blocks": op.attend_block_major,
 } | ({"triton": op.attend_segments} if INTERPRETED else {})
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 # The interpreter is slow: each choice and each row once.
@@ -139,9 +138,6 @@ def test_decoding_equals_reference_after_any_cache(case, dtype):
             found = [op.decode(query[:, :, new], *seen, *call)]
             given = query[:, :, new], *seen, places, own, choice.local, SCALING
             found += [run(*given) for run in BACKENDS.values()]
-            if time == 1 and padding is None:
-                marked = marks[:, :, :-2], past, 0, BLOCK, choice, SCALING
-                found.append(op.attend_one(query[:, :, new], *seen, *marked))
             for y in found:
                 pair = (x.transpose(1, 2)[real] for x in (y, wanted[:, :, new]))
                 assert y.dtype == dtype
@@ -166,7 +162,6 @@ def test_equal_scores_go_to_the_earlier_block():
         query[:, :, -1:], key[:, :, read], value[:, :, read], scale=SCALING
     )
     assert_close([found], [wanted], 1e-5)
-    assert op.attend_one(*call, 0, BLOCK, choice, SCALING) is None
 
 
 @each_backend
@@ -269,7 +264,7 @@ def test_which_backend_computes_is_an_error_or_serves():
         ("sdpa", few, many, 0.0, True, "gather"),
         ("sdpa", few, few, 0.0, True, "triton"),
         ("sdpa", many, many, 0.1, True, "reference"),
-        ("sdpa", many, many, 0.0, False, "blocks"),
+        ("sdpa", many, many, 0.0, False, "reference"),
         ("sdpa", few, few, 0.0, False, "reference"),
     ):
         assert op.choose_backend(by, queries, keys, dropout, triton) == name

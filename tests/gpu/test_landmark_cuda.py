@@ -7,7 +7,7 @@ import torch
 
 from cat_lm.model.attention.modules import landmark
 from cat_lm.model.attention.modules.landmark import train_landmarks
-from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
+from cat_lm.ops.landmark.attend import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.landmark.segments import why_not

@@ -13,9 +13,8 @@ from cat_lm.core.errors import UserError
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.attention.modules.landmark_cache import LandmarkDynamicLayer
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys, long_landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
-from cat_lm.ops.landmark.long_keys import long_landmark_keys
 from cat_lm.ops.long_filter import filters
 from cat_lm.sparsify import Calibration, sparsify
 from cat_lm.training.estimate import saved_bytes

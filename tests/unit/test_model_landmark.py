@@ -10,7 +10,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.model.cache import CatCache
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.ops.landmark import decode, dispatch, select
+from cat_lm.ops.landmark import attend, decode, select
 from tests.unit.tiny_models import GROUPED, SIZES, VARIANTS, cat_model, random_ids
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -103,7 +103,7 @@ def test_a_token_copies_nothing_of_the_past(compiled, monkeypatch):
     """Beside what is done for each landmark, a step at 1,600 tokens does what it does at 400."""
 
     if not compiled:
-        monkeypatch.setattr(decode, "load", lambda: None)
+        monkeypatch.setattr(decode, "has_kernel", lambda *_: False)
 
     def step(model, tokens):
         ids = random_ids(1, tokens + 2)
@@ -123,13 +123,13 @@ def test_a_token_copies_nothing_of_the_past(compiled, monkeypatch):
 
 @torch.no_grad()
 @each_family
-def test_long_rows_are_read_by_blocks(family, monkeypatch):
+def test_long_rows_are_read_in_parts(family, monkeypatch):
     """By the same definition, padded and in a cache, in memory that grows with their length."""
     model, ids = landmark_model(family, max_position_embeddings=512), random_ids(2, 400)
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     expected = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=False).logits
-    monkeypatch.setattr(dispatch, "MANY_KEYS", 64)
+    monkeypatch.setattr(attend, "QUERY_CHUNK", 32)
     monkeypatch.setattr(select, "QUERY_CHUNK", 32)
     for use_cache in (False, True):
         found = model(ids[:, :90], attention_mask=mask[:, :90], use_cache=use_cache).logits

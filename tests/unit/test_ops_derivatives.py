@@ -12,7 +12,7 @@ from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import triton  # noqa: F401 - defines operators
 from cat_lm.ops.convolution.multi_token import _Convolution
 from cat_lm.ops.landmark.decode import can_decode
-from cat_lm.ops.landmark.segments import _Attention
+from cat_lm.ops.landmark.segments_triton import SegmentAttention
 from cat_lm.ops.long_filter import api  # noqa: F401 - defines operators
 from cat_lm.ops.loss.linear_cross_entropy import linear_cross_entropy
 from cat_lm.ops.recurrence import fla
@@ -96,7 +96,7 @@ def test_backward_passes_of_kernels_refuse_a_graph():
         chosen, saved_tensors = 0, ()
 
     with pytest.raises(NotImplementedError, match="second derivative"):
-        _Attention.backward(Ctx, torch.ones(1))
+        SegmentAttention.backward(Ctx, torch.ones(1))
 
     x = torch.ones(2, requires_grad=True)
     y = fla._run(lambda q, **_: (_Once.apply(q), None), {"q": x})

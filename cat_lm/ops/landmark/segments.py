@@ -1,28 +1,18 @@
-"""Attention to chosen and local blocks, each by itself, and their sum: by a Triton kernel.
+"""Which queries meet which block of keys in the Triton kernel: segments, put together in tiles.
 
 What a query sees is cut into segments: M = m + local runs of at most b keys, the first `length` of
-a block's. A tile of queries meets a segment's block of keys in one product, and what a query gets
-of each, o_s with the logarithm of its weight l_s, waits in a place of its own:
-
-    y = sum_s w_s o_s,     w = softmax(l),
-
-Backward, with δ_s = w_s dy·y and p the softmax within a segment:
-
-    dv = w p dy,     d(q·k) = p (w dy·v − δ),
-
-a block's keys by one program, in the order of the tiles: no atomics, the same bits every time.
+a block's. A tile of queries meets a segment's block of keys in one product.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.segment_tiles import Tiles, segments_of, sides, tile_segments
-from cat_lm.ops.runtime.operators import refuse_second_derivative
+from cat_lm.ops.runtime.fake import is_fake
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 # Keys of a block times channels of a head, both as powers of 2, that fit into shared memory.
@@ -46,64 +36,97 @@ def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) ->
     )
 
 
-@torch.compiler.disable
-def attend_segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    selected: Tensor,
-    layout: BlockLayout,
-    local: int,
-    scaling: float,
-) -> Tensor:
-    """Attend as `attend_gathered`, where `why_not` says nothing."""
-    from cat_lm.ops.landmark import segments_triton as kernels
+@dataclass(frozen=True)
+class Tiles:
+    """Hold which queries meet which block of keys.
 
-    firsts, lengths = segments_of(selected, layout, local)
-    tile = kernels.options(layout.block, query.shape[3], query.dtype, False)["TILE"]
-    tiles = tile_segments(firsts, lengths, key.shape[2], tile)
-    return _Attention.apply(query, key, value, tiles, layout.block, scaling)
+    Attributes:
+        pairs: [tiles, TILE], numbers within [B, G, T, M]; −1 for none.
+        lengths: [B, G, T, M], keys of the segment that the query sees; 0 where there is none.
+        codes: [tiles], (row G + group) S + the block's first slot; equal ones follow each other.
+        firsts, counts: [runs], of tiles with the same code.
+        extents: [runs], the longest of their segments.
+    """
+
+    pairs: Tensor
+    lengths: Tensor
+    codes: Tensor
+    firsts: Tensor
+    counts: Tensor
+    extents: Tensor
 
 
-class _Attention(torch.autograd.Function):
-    """Attention by segments; gradients of queries, keys and values."""
+def sides(*sizes: int) -> list[int]:
+    """Return the sides of matrices that hold these sizes: powers of 2, of a product at least 16."""
+    return [max(16, 1 << (size - 1).bit_length()) for size in sizes]
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tiles: Tiles,
-        block: int,
-        scaling: float,
-    ) -> Tensor:
-        from cat_lm.ops.landmark import segments_triton as kernels
 
-        parts, logs = kernels.forward(query, key, value, tiles, block, scaling)
-        weights = logs.softmax(dim=3)
-        output = (weights.to(parts.dtype)[..., None, :] @ parts).squeeze(3)
-        ctx.save_for_backward(query, key, value, weights, logs, output, *vars(tiles).values())
-        ctx.block, ctx.scaling = block, scaling
-        return output
+def segments_of(selected: Tensor, layout: BlockLayout, local: int) -> tuple[Tensor, Tensor]:
+    """Return each query's segments, the chosen ones first, the query's own block last.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        from cat_lm.ops.landmark import segments_triton as kernels
+    Args:
+        selected: places of blocks [B, G, T, m].
 
-        refuse_second_derivative("landmark attention by its Triton kernel")
-        query, key, value, weights, logs, output, *tiles = ctx.saved_tensors
-        deltas = weights * (gradient.float() * output.float()).sum(dim=3, keepdim=True)
-        found = kernels.backward(
-            gradient,
-            query,
-            key,
-            value,
-            weights,
-            logs,
-            deltas,
-            Tiles(*tiles),
-            ctx.block,
-            ctx.scaling,
-        )
-        return *found, None, None, None
+    Returns:
+        Their first slots and lengths, both [B, G, T, m + local]; a length of 0 is none.
+    """
+    block, shape = layout.block, selected.shape[:3]
+    starts = layout.starts[:, None, None].expand(*shape, -1)
+    far = starts.gather(3, selected.clamp(min=0).long())
+    back = torch.arange(local - 1, -1, -1, device=selected.device)
+    positions = layout.positions[..., None]  # [R, T, 1]
+    behind = positions % block + back * block  # of the segment's first key, behind the query
+    lengths = torch.where(behind <= positions, behind + 1, 0).clamp(max=block)
+    # A padding token sees itself.
+    is_own = (back == 0).expand_as(behind)
+    behind = torch.where(positions < 0, 0, behind)
+    lengths = torch.where(positions < 0, is_own.long(), lengths)
+    near = torch.where(lengths > 0, layout.slots[:, None] - behind, 0)
+    near, lengths = (x[:, None].expand(*shape, -1) for x in (near, lengths))
+    return (
+        torch.cat([far, near], dim=3),
+        torch.cat([torch.where(selected < 0, 0, block), lengths], dim=3),
+    )
+
+
+def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tiles:
+    """Put together the queries of every block, by segments [B, G, T, M]."""
+    groups = firsts.shape[0] * firsts.shape[1]
+    group = torch.arange(groups, device=firsts.device).view(*firsts.shape[:2], 1, 1)
+    code = torch.where(lengths > 0, group * keys + firsts, -1).flatten()
+    pairs, codes = tiles_of(code, groups * keys, tile)
+    pairs = torch.where(pairs == code.shape[0], -1, pairs)
+    if is_fake(codes):  # of each tile another block
+        return Tiles(pairs, lengths.contiguous(), codes, codes, codes, codes)
+    _, run, counts = codes.unique_consecutive(return_inverse=True, return_counts=True)
+    longest = torch.where(pairs < 0, 0, lengths.flatten()[pairs.clamp(min=0)]).amax(dim=1)
+    extents = longest.new_zeros(counts.shape[0]).scatter_reduce(0, run, longest, "amax")
+    return Tiles(pairs, lengths.contiguous(), codes, counts.cumsum(0) - counts, counts, extents)
+
+
+def tiles_of(chosen: Tensor, blocks: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Put together the queries that chose a block.
+
+    Args:
+        chosen: [N] places of blocks, −1 for none.
+        tile: the most queries together.
+
+    Returns:
+        Numbers within `chosen` [tiles, tile], N for none, and the tiles' blocks [tiles], ascending.
+    """
+    count = chosen.shape[0]
+    if is_fake(chosen):  # as many as there are if the last tile of each block is half empty
+        tiles = -(-count // tile) + blocks // 2
+        return chosen.new_empty(tiles, tile), chosen.new_empty(tiles)
+    order = torch.where(chosen < 0, blocks, chosen).argsort(stable=True)
+    sizes = torch.bincount(chosen[chosen >= 0], minlength=blocks)
+    order = order[: int(sizes.sum())]
+    tiles = (sizes + tile - 1) // tile
+    of_block = torch.arange(blocks, device=chosen.device).repeat_interleave(tiles)
+    place = torch.arange(order.shape[0], device=chosen.device)
+    of_pair = chosen[order]
+    within = place - (sizes.cumsum(0) - sizes)[of_pair]
+    first = (tiles.cumsum(0) - tiles)[of_pair]
+    table = chosen.new_full((of_block.shape[0] * tile,), count)
+    table[first * tile + within] = order
+    return table.view(-1, tile), of_block

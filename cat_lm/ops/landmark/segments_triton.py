@@ -1,6 +1,20 @@
-"""The Triton kernels of `cat_lm.ops.landmark.segments`."""
+"""Attention to chosen and local blocks, each by itself, and their sum: Triton kernels.
+
+What a query gets of each of its segments (see `segments`), o_s with the logarithm of its weight
+l_s, waits in a place of its own:
+
+    y = sum_s w_s o_s,     w = softmax(l),
+
+Backward, with δ_s = w_s dy·y and p the softmax within a segment:
+
+    dv = w p dy,     d(q·k) = p (w dy·v − δ),
+
+a block's keys by one program, in the order of the tiles: no atomics, the same bits every time.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,8 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import UPCAST
-from cat_lm.ops.landmark.segment_tiles import Tiles, sides
+from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.landmark.segments import Tiles, segments_of, sides, tile_segments
 from cat_lm.ops.runtime.fake import is_fake
+from cat_lm.ops.runtime.operators import refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
 
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
@@ -245,3 +261,43 @@ def _sizes(query: Tensor, key: Tensor, tiles: Tiles) -> dict[str, int]:
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
     return {k: s for name, x in tensors.items() for k, s in strides(name, x, "bht").items()}
+
+
+@torch.compiler.disable
+def attend_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selected: Tensor,
+    layout: BlockLayout,
+    local: int,
+    scaling: float,
+) -> Tensor:
+    """Attend as `cat_lm.ops.landmark.attend.attend_gathered`, where `why_not` returns None."""
+    firsts, lengths = segments_of(selected, layout, local)
+    tile = options(layout.block, query.shape[3], query.dtype, False)["TILE"]
+    tiles = tile_segments(firsts, lengths, key.shape[2], tile)
+    return SegmentAttention.apply(query, key, value, tiles, layout.block, scaling)
+
+
+class SegmentAttention(torch.autograd.Function):
+    """Attention by segments; gradients of queries, keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, tiles, block, scaling = given
+        parts, logs = forward(*given)
+        weights = logs.softmax(dim=3)
+        output = (weights.to(parts.dtype)[..., None, :] @ parts).squeeze(3)
+        ctx.save_for_backward(query, key, value, weights, logs, output, *vars(tiles).values())
+        ctx.block, ctx.scaling = block, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("landmark attention by its Triton kernel")
+        query, key, value, weights, logs, output, *tiles = ctx.saved_tensors
+        deltas = weights * (gradient.float() * output.float()).sum(dim=3, keepdim=True)
+        given = gradient, query, key, value, weights, logs, deltas
+        found = backward(*given, Tiles(*tiles), ctx.block, ctx.scaling)
+        return *found, None, None, None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.runtime.precision import without_autocast
+from cat_lm.ops.runtime.precision import at_least_fp32, without_autocast
 
 # Queries whose scores are held at a time.
 QUERY_CHUNK = 256
@@ -33,7 +33,7 @@ class Choice:
 
 def landmark_scores(query: Tensor, landmarks: Tensor) -> Tensor:
     """q·K̄ in at least fp32: query [B, H, T, D], landmarks [B, H or fewer, n, D] to [B, H, T, n]."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = at_least_fp32(query)
     time = query.shape[2]
     grouped = query.unflatten(1, (landmarks.shape[1], -1)).flatten(2, 3).to(dtype)
     with without_autocast(query):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.ops.landmark.attend import for_heads, local_keys
 from cat_lm.ops.landmark.layout import BlockLayout, take_slots
-from cat_lm.ops.landmark.reference import for_heads, local_keys, precise
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
-from cat_lm.ops.runtime.precision import without_autocast
+from cat_lm.ops.runtime.precision import at_least_fp32, without_autocast
 
 # Of a row in documents, up to which a product of [B, T, n] sums faster than copies by block do; of
 # more, it would cost the square of the row's length.
@@ -69,7 +69,7 @@ def block_mass(
     time = key.shape[2]
     logits = (query * scaling).to(key.dtype) @ for_heads(key, query.shape[1]).mT
     logits = logits.masked_fill_(~local_keys(layout, time, time), -torch.inf)
-    weights = logits.softmax(dim=-1, dtype=precise(logits))
+    weights = logits.softmax(dim=-1, dtype=at_least_fp32(logits))
     return _sums_by_block(weights, layout) * candidates_of(layout, local)
 
 

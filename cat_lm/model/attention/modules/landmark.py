@@ -28,19 +28,19 @@ from cat_lm.model.attention.modules.varlen import (
     why_no_kernel,
 )
 from cat_lm.model.sequence import SequenceGroup, own_heads
+from cat_lm.ops.landmark.attend import attend_blocks, choose_backend
 from cat_lm.ops.landmark.decode import can_decode, decode
-from cat_lm.ops.landmark.dispatch import attend_blocks, choose_backend
 from cat_lm.ops.landmark.keys import (
     block_weights,
     initial_parameters,
     landmark_keys,
+    long_landmark_keys,
     next_landmarks,
+    next_long_landmarks,
 )
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
-from cat_lm.ops.landmark.long_keys import long_landmark_keys, next_long_landmarks
 from cat_lm.ops.landmark.options import CALIBRATE, DENSE, TAUGHT, is_sharp
 from cat_lm.ops.landmark.select import Choice, choose_blocks
-from cat_lm.ops.landmark.step import attend_one
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
@@ -191,15 +191,6 @@ class LandmarkCore(NothingDecays):
                 query, key, value, landmarks, past, padding, self.block, self.choice, call.scaling
             )
             return output, None
-        if name == "gather" and time == 1 and len(padding) == 1:
-            begins = int(padding[0])
-            if begins <= past:
-                output = attend_one(
-                    query, key, value, landmarks, past, begins, self.block, self.choice,
-                    call.scaling,
-                )  # fmt: skip
-                if output is not None:
-                    return output, None
         # The cache has no landmarks of blocks that no row has.
         least = 0 if is_fake(key) else int(padding.min())
         layout = cached_blocks(past, time, self.block, padding.to(key.device), least)

@@ -162,7 +162,7 @@ class Landmark(Pattern):
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         """Name what computes whole rows and decoding."""
-        from cat_lm.ops.landmark.dispatch import MEANINGS, choose_backend, choose_decoder
+        from cat_lm.ops.landmark.attend import MEANINGS, choose_backend, choose_decoder
         from cat_lm.ops.landmark.segments import why_not
 
         length, by = config.max_position_embeddings, config._attn_implementation or "sdpa"
