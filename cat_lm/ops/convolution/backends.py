@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from cat_lm.core.registry import Registry
-from cat_lm.ops.convolution import kinds, reference, triton
+from cat_lm.ops.convolution import kinds, triton
 from cat_lm.ops.convolution.cpu import kernel as cpu
+from cat_lm.ops.convolution.kinds import reference
 from cat_lm.ops.runtime.backends import BackendChoice, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

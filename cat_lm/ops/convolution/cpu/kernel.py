@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution import kinds, reference
-from cat_lm.ops.convolution.operators import convolution_operator, empty_gradients
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.kinds import reference
+from cat_lm.ops.convolution.kinds.operators import convolution_operator, empty_gradients
 from cat_lm.ops.runtime.compiler import SHARED, Sources
 from cat_lm.ops.runtime.native import Kernel
 

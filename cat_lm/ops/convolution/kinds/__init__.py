@@ -103,7 +103,7 @@ DEPTHWISE = Kind("depthwise", ("H", "D", "W"), _per_channel, "one filter for eac
 
 
 def _check(kind: Kind) -> None:
-    """Check what a kind says of itself; `check_kind` of reference.py sees the rest."""
+    """Check what a kind says of itself; `check_kind` of reference.py checks the rest."""
     axes = kind.filter_axes
     named = isinstance(axes, tuple) and set(axes) <= set("WHID")
     if not named or len(set(axes)) < len(axes) or "W" not in axes:

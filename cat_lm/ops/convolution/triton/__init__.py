@@ -21,7 +21,7 @@ from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 # The kinds that have a kernel.
 KINDS: tuple[str, ...] = ()
 if INSTALLED:
-    from cat_lm.ops.convolution.operators import convolution_operator
+    from cat_lm.ops.convolution.kinds.operators import convolution_operator
     from cat_lm.ops.convolution.triton import convolution, multihead, rotation
     from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, turns_apart, uses_dot
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.operators import empty_gradients
+from cat_lm.ops.convolution.kinds.operators import empty_gradients
 from cat_lm.ops.convolution.triton.backward import backward_kernel
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_kernel, forward_qkv_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.operators import empty_gradients
+from cat_lm.ops.convolution.kinds.operators import empty_gradients
 from cat_lm.ops.convolution.triton import launch
 from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
