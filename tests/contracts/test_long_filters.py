@@ -1,4 +1,4 @@
-"""Contracts of long filters, for each filter of the registry, each form and each backend."""
+"""Contracts of long filters, for each filter of the registry, chunks and each backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.model import CatConfig, CatForCausalLM
+from cat_lm.ops.long_filter import LENGTH
 from tests.contracts.operators import (
     INSTALLED,
     assert_close,
@@ -28,8 +29,8 @@ BACKENDS = serving(
     lambda name: long_filter_api.choose_backend("cpu", torch.float32, 6, name),
     ["reference", "triton"],
 )
-FORMS = [(form, "reference") for form in long_filter_api.FORMS]
-FORMS += [("chunked", name) for name in BACKENDS if name != "reference"]
+# The chunked form by each backend, and the recurrence, in chunks of one token.
+FORMS = [("chunked", name) for name in BACKENDS] + [("recurrent", "reference")]
 each_filter = pytest.mark.parametrize("name", STATES)
 each_form = pytest.mark.parametrize(("form", "backend"), FORMS)
 
@@ -72,7 +73,7 @@ def test_form_equals_reference_with_gradients(name, form, backend, time, packed)
     ids = ids_of(time) if packed else None
     y = long_conv(
         leaves[0].mT.contiguous().mT, modes(name, leaves[1]), leaves[2], document_ids=ids,
-        form=form, length=4 if time < 21 else 16, backend=backend,
+        length=1 if form == "recurrent" else 4 if time < 21 else 16, backend=backend,
     )  # fmt: skip
     same = exact(leaves)
     wanted = with_gradients([defined(name, same, ids)], same)
@@ -83,17 +84,12 @@ def test_form_equals_reference_with_gradients(name, form, backend, time, packed)
 @each_form
 @each_filter
 def test_chunks_with_state_equal_whole_forwards_and_backwards(name, form, backend, cuts):
-    if form == "materialised":
-        leaves = inputs(name, 3, torch.float64)
-        with pytest.raises(ValueError, match="has no state"):
-            long_conv(leaves[0], modes(name, leaves[1]), form=form, return_state=True)
-        return
     dtype = torch.float32 if backend == "triton" else torch.float64
     leaves, state, outputs = inputs(name, 11, dtype), None, []
     for part in leaves[0].split(cuts, dim=1):
         y, state = long_conv(
             part, modes(name, leaves[1]), leaves[2], initial_state=state, return_state=True,
-            form=form, length=4, backend=backend,
+            length=1 if form == "recurrent" else 4, backend=backend,
         )  # fmt: skip
         outputs.append(y)
     assert state.shape == (2, 2, STATES[name], 3)
@@ -147,10 +143,11 @@ def test_future_and_other_row_change_no_bit(form, backend, dtype):
     changed = x.clone()
     changed[0, 45] *= 1e3
     changed[0, 60:] = 7e4
-    before, after = (long_conv(s, filters, form=form, backend=backend) for s in (x, changed))
+    how = {"length": 1 if form == "recurrent" else LENGTH, "backend": backend}
+    before, after = (long_conv(s, filters, **how) for s in (x, changed))
     assert torch.equal(before[0, :45], after[0, :45]) and torch.equal(before[1], after[1])
     assert not torch.equal(before, after)
-    assert torch.equal(before, long_conv(x, filters, form=form, backend=backend))
+    assert torch.equal(before, long_conv(x, filters, **how))
 
 
 @each_form
@@ -159,17 +156,16 @@ def test_half_precision_has_states_and_sums_in_fp32(name, form, backend):
     x, numbers, _ = inputs(name, 40, torch.bfloat16)
     filters = modes(name, numbers)
     assert filters.rate.dtype == torch.float32
-    y = long_conv(x, filters, form=form, backend=backend)
+    how = {"length": 1 if form == "recurrent" else LENGTH, "backend": backend}
+    y = long_conv(x, filters, **how)
     same = exact([x, numbers])
     wanted = defined(name, [*same, torch.zeros(2, 3).double()])
     assert y.dtype == torch.bfloat16
     assert_close([y], [wanted], 8e-3)
-    if form != "materialised":
-        assert long_conv(x, filters, return_state=True, backend=backend)[1].dtype == torch.float32
+    assert long_conv(x, filters, return_state=True, **how)[1].dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        inside = long_conv(x.float(), filters, form=form, backend=backend)
-    if form != "materialised":
-        assert torch.equal(inside, long_conv(x.float(), filters, form=form, backend=backend))
+        inside = long_conv(x.float(), filters, **how)
+    assert torch.equal(inside, long_conv(x.float(), filters, **how))
 
 
 @each_filter
@@ -260,7 +256,6 @@ def test_refuses_what_does_not_fit_and_names_what_serves():
     filters, ids = modes("ssm", numbers), torch.zeros(2, 5, dtype=torch.long)
     for message, how in {
         "documents cannot be used together with a state": {"document_ids": ids, "return_state": 1},
-        "form='fft': choose one of": {"form": "fft"},
         r"initial_state must be \[2, 2, 6, 3\]": {"initial_state": torch.zeros(2, 2, 5, 3)},
         "backend='cpu' cannot serve long filters": {"backend": "cpu"},
         "backend='triton' cannot serve long filters": {"backend": "triton"},

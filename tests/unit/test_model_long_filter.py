@@ -51,7 +51,7 @@ def test_words_count_the_state(fields):
     assert said in family.words(section) and "W=21" not in family.words(section)
     assert family.sizes(section)["filter state"] == section.conv_state
     said = describe_backend(model.config, "cpu", torch.float32)
-    assert said.startswith(f"{section.conv_filter} filters of ") and "reference, matrix" in said
+    assert said.startswith(f"{section.conv_filter} filters of ") and "reference, the fast" in said
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])

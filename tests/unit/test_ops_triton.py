@@ -41,7 +41,9 @@ def test_attention_s_output_needs_no_copy(function):
     """transformers transposes and makes it contiguous; its layout is that of the queries."""
     on_meta = {"dtype": torch.bfloat16, "device": "meta"}
     filters = [torch.empty(4, 21, **on_meta) for _ in range(3)]
-    streams = backend.conv_qkv(torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4)
+    streams = backend.convolution.conv_qkv(
+        torch.empty(2, 64, 4, 3, 16, **on_meta), *filters, *[None] * 4
+    )
     assert all(x.shape == (2, 64, 4, 16) and x.is_contiguous() for x in streams)
     x = torch.empty(2, 64, 4, 3, 16, **on_meta)[:, :, :, 0]
     for kind, shape in (("head", (4, 21)), ("depthwise", (4, 16, 4)), ("multihead", (21, 4, 4))):

@@ -51,7 +51,7 @@ def head_conv_qkv(
     initial_state: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolves, biases and rotates queries, keys and values.
+    """Convolve, bias and rotate queries, keys and values.
 
     Args:
         qkv: [B, T, H, 3, D], the projection without its bias.
@@ -148,10 +148,8 @@ def _check(
     window = windows.pop()
     if bias is not None and tuple(bias.shape) != (heads, 3, width):
         raise ValueError(f"bias must be {[heads, 3, width]}, not {list(bias.shape)}")
-    state_shape = (batch, window - 1, heads, len(given), width)
-    if initial_state is not None and tuple(initial_state.shape) != state_shape:
-        raise ValueError(
-            f"initial_state must be {list(state_shape)}, not {list(initial_state.shape)}"
-        )
+    state = (batch, window - 1, heads, len(given), width)
+    if initial_state is not None and tuple(initial_state.shape) != state:
+        raise ValueError(f"initial_state must be {list(state)}, not {list(initial_state.shape)}")
     check_rotary(rotary, batch, time, width)
     return window

@@ -23,6 +23,9 @@ from cat_lm.ops.long_filter.chunks import powers
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime.precision import without_autocast
 
+# States to what is left of them after so many blocks.
+Fade = Callable[[Tensor, int], Tensor]
+
 
 def block_weights(name: str, block: int) -> Tensor:
     """Return F of `box` or `exponential`, [1, b], lag 0 first, in double precision."""
@@ -81,11 +84,17 @@ def next_landmarks(
     sums = weighted_sums(blocks, weights)
     if not carries:
         return sums, None
-    before = sums[:, :, :0] if previous is None else previous[:, :, None]
-    sums = torch.cat([before, sums], dim=2)
-    numbers = torch.arange(sums.shape[2], device=sums.device)[None]
-    landmarks = carried(sums, numbers)[:, :, before.shape[2] :]
+    landmarks = _continued(sums, previous)
     return landmarks, landmarks[:, :, -1]
+
+
+def _continued(sums: Tensor, before: Tensor | None, fade: Fade | None = None) -> Tensor:
+    """Carry the sums [B, H, n, D] of blocks that follow each other, after the state `before`."""
+    first = 0 if before is None else 1
+    if before is not None:
+        sums = torch.cat([before[:, :, None], sums], dim=2)
+    numbers = torch.arange(sums.shape[2], device=sums.device)[None]
+    return carried(sums, numbers, fade)[:, :, first:]
 
 
 def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
@@ -94,9 +103,7 @@ def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, None, None] @ blocks).squeeze(-2)
 
 
-def carried(
-    sums: Tensor, numbers: Tensor, fade: Callable[[Tensor, int], Tensor] | None = None
-) -> Tensor:
+def carried(sums: Tensor, numbers: Tensor, fade: Fade | None = None) -> Tensor:
     """K̄_j = S_j + fade(K̄_{j−1}, 1) within documents, of S [B, H, n, D] and block numbers [R, n].
 
     By doubling: after a pass a landmark holds twice as many blocks before it.
@@ -148,11 +155,7 @@ def next_long_landmarks(
     with without_autocast(blocks):
         blocks = blocks.to(modes.rate.dtype)
         sums = _own_states(blocks, modes).flatten(3)
-        first = 0 if before is None else 1
-        if before is not None:
-            sums = torch.cat([before[:, :, None], sums], dim=2)
-        numbers = torch.arange(sums.shape[2], device=sums.device)[None]
-        states = carried(sums, numbers, _fading(modes, blocks.shape[3]))[:, :, first:]
+        states = _continued(sums, before, _fading(modes, blocks.shape[3]))
         return _read(states, blocks, modes).to(dtype), states[:, :, -1]
 
 
@@ -164,7 +167,7 @@ def _own_states(blocks: Tensor, modes: Modes) -> Tensor:
     return torch.einsum("hkw,bhnwd->bhnkd", weights, blocks)
 
 
-def _fading(modes: Modes, block: int) -> Callable[[Tensor, int], Tensor]:
+def _fading(modes: Modes, block: int) -> Fade:
     """Make what is left of states [B, H, n, K·D] after so many blocks."""
 
     def fade(states: Tensor, blocks: int) -> Tensor:

@@ -26,7 +26,7 @@ from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.segments import Tiles, segments_of, sides, tile_segments
 from cat_lm.ops.runtime.fake import is_fake
 from cat_lm.ops.runtime.operators import refuse_second_derivative
-from cat_lm.ops.runtime.triton_launch import on_device_of, strides, unit_stride
+from cat_lm.ops.runtime.triton_launch import on_device_of, pointers, strides, unit_stride
 
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
 VARYING = ("time", "keys", "segments")
@@ -190,17 +190,9 @@ def forward(
         return parts, logs
     with on_device_of(query):
         forward_kernel[(tiles.codes.shape[0], heads // tiles.lengths.shape[1])](
-            q_ptr=query,
-            k_ptr=key,
-            v_ptr=value,
-            parts_ptr=parts,
-            logs_ptr=logs,
-            pairs_ptr=tiles.pairs,
-            lengths_ptr=tiles.lengths,
-            codes_ptr=tiles.codes,
+            **_given(query, key, value, tiles),
+            **pointers(parts=parts, logs=logs),
             scaling=scaling,
-            **_sizes(query, key, tiles),
-            **_strides(q=query, k=key, v=value),
             **options(block, width, query.dtype, False),
         )
     return parts, logs
@@ -228,39 +220,28 @@ def backward(
     of_keys, of_values = (torch.zeros(key.shape, device=key.device) for _ in range(2))
     with on_device_of(query):
         backward_kernel[(tiles.counts.shape[0], key.shape[1] // tiles.lengths.shape[1])](
-            dy_ptr=gradient,
-            q_ptr=query,
-            k_ptr=key,
-            v_ptr=value,
-            weights_ptr=weights.contiguous(),
-            logs_ptr=logs,
-            deltas_ptr=deltas.contiguous(),
-            dq_ptr=of_parts,
-            dk_ptr=of_keys,
-            dv_ptr=of_values,
-            pairs_ptr=tiles.pairs,
-            lengths_ptr=tiles.lengths,
-            codes_ptr=tiles.codes,
-            firsts_ptr=tiles.firsts,
-            counts_ptr=tiles.counts,
-            extents_ptr=tiles.extents,
+            **_given(query, key, value, tiles),
+            **pointers(firsts=tiles.firsts, counts=tiles.counts, extents=tiles.extents),
+            **pointers(weights=weights.contiguous(), logs=logs, deltas=deltas.contiguous()),
+            **pointers(dy=gradient, dq=of_parts, dk=of_keys, dv=of_values),
+            **strides("dy", gradient, "bht"),
             scaling=scaling,
-            **_sizes(query, key, tiles),
-            **_strides(dy=gradient, q=query, k=key, v=value),
             **options(block, query.shape[3], query.dtype, True),
         )
     found = (of_parts.sum(dim=3), of_keys, of_values)
     return tuple(x.to(query.dtype) for x in found)
 
 
-def _sizes(query: Tensor, key: Tensor, tiles: Tiles) -> dict[str, int]:
-    sizes = {"time": query.shape[2], "keys": key.shape[2], "segments": tiles.lengths.shape[3]}
-    sizes |= {"heads": query.shape[1], "shared": key.shape[1]}
-    return sizes | {"groups": tiles.lengths.shape[1], "width": query.shape[3]}
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    return {k: s for name, x in tensors.items() for k, s in strides(name, x, "bht").items()}
+def _given(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles) -> dict[str, Any]:
+    """Return what both kernels take."""
+    given = {"time": query.shape[2], "keys": key.shape[2], "segments": tiles.lengths.shape[3]}
+    given |= {"heads": query.shape[1], "shared": key.shape[1]}
+    given |= {"groups": tiles.lengths.shape[1], "width": query.shape[3]}
+    given |= pointers(pairs=tiles.pairs, lengths=tiles.lengths, codes=tiles.codes)
+    given |= pointers(q=query, k=key, v=value)
+    return (
+        given | strides("q", query, "bht") | strides("k", key, "bht") | strides("v", value, "bht")
+    )
 
 
 @torch.compiler.disable

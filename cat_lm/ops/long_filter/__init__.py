@@ -2,10 +2,9 @@
 
     y_t = sum_{j≤t} F_j x_{t−j},   F_j = d δ_j + Re sum_m c_m e^{−j (r_m − i φ_m)}
 
-Such a filter is a linear recurrence, so the one function has three exact forms: `materialised`, the
-taps F_0 … F_{T−1} through `head_conv`; `long_conv` in chunks of L tokens, a product of matrices
-within a chunk and a state between chunks; and the same with L = 1, a token at a time, as decoding
-does it. There is no Fourier transform: its rounding would carry the future into the past.
+Such a filter is a linear recurrence: `long_conv` computes it in chunks of L tokens, by a product of
+matrices within a chunk and a state between chunks, down to L = 1, a token at a time, as decoding
+does. There is no Fourier transform: its rounding would carry the future into the past.
 
 `filters` has the table of filters and imports no torch; `api` has the operators.
 """

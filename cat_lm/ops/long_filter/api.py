@@ -7,19 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.api import head_conv, packed_positions
+from cat_lm.ops.convolution.api import packed_positions
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime.backends import BackendChoice, choose
 from cat_lm.ops.runtime.flops import flops
-from cat_lm.ops.runtime.operators import custom_op, folded, in_turn
+from cat_lm.ops.runtime.operators import custom_op, in_turn
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
 if INSTALLED:
     from cat_lm.ops.long_filter import chunks_triton
-
-FORMS = ("chunked", "recurrent", "materialised")
 
 
 def choose_backend(
@@ -70,7 +68,6 @@ def long_conv(
     positions: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-    form: str = "chunked",
     length: int = LENGTH,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -89,8 +86,6 @@ def long_conv(
         document_ids: [B, T] integers; positions: [B, T] int32, what they say if it is known.
         initial_state: [B, H, K, D], what `return_state` gave for the tokens before x; none: zeros.
         return_state: also return the state after x.
-        form: chunked; recurrent, in chunks of one token; or materialised, with all T taps through
-            `head_conv`, which has no state.
         length: L, the tokens of a chunk.
         backend: auto, reference or triton, see `choose_backend`.
 
@@ -101,18 +96,10 @@ def long_conv(
         ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
             a state, which belongs to no document.
     """
-    _check(x, modes, initial_state, form)
+    _check(x, modes, initial_state)
     positions = packed_positions(x, document_ids, None, positions)
-    has_state = initial_state is not None or return_state
-    if positions is not None and has_state:
+    if positions is not None and (initial_state is not None or return_state):
         raise ValueError("packed documents cannot be used together with a state")
-    if form == "materialised":
-        if has_state:
-            raise ValueError("form='materialised': has no state; use chunked or recurrent")
-        return head_conv(
-            x, chunks.taps_of(modes, x.shape[1]), bias, document_ids=_ids_of(positions),
-            backend="reference",
-        )  # fmt: skip
     with without_autocast(x):
         state = state_size(modes)
         if initial_state is None:
@@ -120,7 +107,6 @@ def long_conv(
             initial_state = modes.rate.new_zeros(batch, heads, state, width)
         dtype = torch.promote_types(x.dtype, modes.rate.dtype)
         choice = choose_backend(x.device, dtype, state, backend).name
-        length = 1 if form == "recurrent" else length
         y, last = _in_whole_chunks(x, modes, positions, initial_state, return_state, length, choice)
         if bias is not None:
             y = y + bias.to(y.dtype)
@@ -163,27 +149,23 @@ def state_after(
     For rows that end in padding, whose state must not decay further.
     """
     with without_autocast(x):  # whose products would round the state
-        return _state_after(x, modes, lengths, initial_state)
-
-
-def _state_after(x: Tensor, modes: Modes, lengths: Tensor, initial_state: Tensor | None) -> Tensor:
-    steps = torch.arange(x.shape[1], device=x.device)
-    lags = lengths[:, None] - 1 - steps  # [B, T]
-    cosines, sines = chunks.powers(modes, lags.clamp(min=0).flatten())
-    parts = [part.unflatten(2, lags.shape) for part in (cosines, sines) if part is not None]
-    weights = torch.cat(parts, dim=1) * (lags >= 0)  # [H, K, B, T]
-    state = torch.einsum("hkbt,bthd->bhkd", weights, x.to(weights.dtype))
-    if initial_state is None:
-        return state
-    cosines, sines = chunks.powers(modes, lengths)
-    if sines is None:
-        return state + torch.einsum("hkb,bhkd->bhkd", cosines, initial_state)
-    real, imaginary = initial_state.chunk(2, dim=2)
-    turned = [
-        torch.einsum("hkb,bhkd->bhkd", a, real) + torch.einsum("hkb,bhkd->bhkd", b, imaginary)
-        for a, b in ((cosines, -sines), (sines, cosines))
-    ]
-    return state + torch.cat(turned, dim=2)
+        steps = torch.arange(x.shape[1], device=x.device)
+        lags = lengths[:, None] - 1 - steps  # [B, T]
+        cosines, sines = chunks.powers(modes, lags.clamp(min=0).flatten())
+        parts = [part.unflatten(2, lags.shape) for part in (cosines, sines) if part is not None]
+        weights = torch.cat(parts, dim=1) * (lags >= 0)  # [H, K, B, T]
+        state = torch.einsum("hkbt,bthd->bhkd", weights, x.to(weights.dtype))
+        if initial_state is None:
+            return state
+        cosines, sines = chunks.powers(modes, lengths)
+        if sines is None:
+            return state + torch.einsum("hkb,bhkd->bhkd", cosines, initial_state)
+        real, imaginary = initial_state.chunk(2, dim=2)
+        turned = [
+            torch.einsum("hkb,bhkd->bhkd", a, real) + torch.einsum("hkb,bhkd->bhkd", b, imaginary)
+            for a, b in ((cosines, -sines), (sines, cosines))
+        ]
+        return state + torch.cat(turned, dim=2)
 
 
 def _in_whole_chunks(
@@ -199,27 +181,16 @@ def _in_whole_chunks(
     time = x.shape[1]
     length = min(length, time)
     rest = time % length if return_state else 0
-    whole = _scan(x[:, : time - rest], chunks.chunk_of(modes, length), positions, initial, backend)
-    if not rest:
-        return whole
-    left = _scan(x[:, -rest:], chunks.chunk_of(modes, rest), positions, whole[1], backend)
-    return torch.cat([whole[0], left[0]], dim=1), left[1]
+    outputs, state = [], initial
+    for part, size in ((x[:, : time - rest], length), (x[:, time - rest :], rest)):
+        if size:
+            chunk = chunks.chunk_of(modes, size)
+            y, state, _ = _forward(part, *chunk, positions, state.to(chunk.taps.dtype), backend)
+            outputs.append(y)
+    return torch.cat(outputs, dim=1) if rest else outputs[0], state
 
 
-def _scan(
-    x: Tensor, chunk: chunks.Chunk, positions: Tensor | None, initial: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
-    y, last, _ = _forward(x, *chunk, positions, initial.to(chunk.taps.dtype), backend)
-    return y, last
-
-
-def _ids_of(positions: Tensor | None) -> Tensor | None:
-    return None if positions is None else (positions == 0).cumsum(1)
-
-
-def _check(x: Tensor, modes: Modes, initial_state: Tensor | None, form: str) -> None:
-    if form not in FORMS:
-        raise ValueError(f"form={form!r}: choose one of {', '.join(FORMS)}")
+def _check(x: Tensor, modes: Modes, initial_state: Tensor | None) -> None:
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
     if modes.rate.shape[0] != x.shape[2]:
@@ -295,38 +266,15 @@ def _gradients(ctx: Any, dy: Tensor, dlast: Tensor, _: Any) -> tuple[Tensor | No
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-@_forward.register_vmap
-def _(info, axes, *given):
-    *tensors, backend = given
-    size, *axes = info.batch_size, *axes[:-1]
-    if axes[5] is not None:  # documents of their own
-        return in_turn(size, tuple(axes), lambda *t: _forward(*t, backend), tensors)
-    # The models' heads as one model's: of x axis 2, of the matrices 0, of the state 1.
-    into = (2, 0, 0, 0, 0, 0, 1)
-    found = _forward(*_folded(size, tensors, axes, into), backend)
-    return _split(size, found, (2, 1, 2))
+def _in_turn(operator: Any) -> Any:
+    """Return the rule of torch.vmap: models one after another."""
+
+    def run(info: Any, axes: tuple[Any, ...], *given: Any) -> Any:
+        *tensors, backend = given
+        return in_turn(info.batch_size, axes[:-1], lambda *t: operator(*t, backend), tensors)
+
+    return run
 
 
-@_backward.register_vmap
-def _(info, axes, *given):
-    *tensors, backend = given
-    size, *axes = info.batch_size, *axes[:-1]
-    if axes[7] is not None:
-        return in_turn(size, tuple(axes), lambda *t: _backward(*t, backend), tensors)
-    into = (2, 1, 2, 0, 0, 0, 0, 0, 2)
-    found = _backward(*_folded(size, tensors, axes, into), backend)
-    return _split(size, found, (2, 0, 0, 0, 0, 1))
-
-
-def _folded(size: int, tensors: Any, axes: Any, into: tuple[int, ...]) -> list[Tensor | None]:
-    """Join the mapped axes with the heads'; positions, None or shared, as they are."""
-    return [
-        tensor
-        if tensor is None or tensor.dtype == torch.int32
-        else folded(size, tensor, axis, place)
-        for tensor, axis, place in zip(tensors, axes, into, strict=True)
-    ]
-
-
-def _split(size: int, found: Any, places: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    return tuple(t.unflatten(p, (size, -1)) for t, p in zip(found, places, strict=True)), places
+_forward.register_vmap(_in_turn(_forward))
+_backward.register_vmap(_in_turn(_backward))

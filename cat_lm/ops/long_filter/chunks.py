@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cat_lm.ops.long_filter.filters import Modes
 
@@ -64,25 +65,25 @@ def chunk_of(modes: Modes, length: int) -> Chunk:
     return Chunk(taps, read.mT, write, torch.cat(rows, dim=1))
 
 
-class Borders(NamedTuple):
-    """What of a chunk's matrices is within documents, as factors 0 and 1 in the dtype of sums.
+def borders(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
+    """Return what of a chunk's matrices is within documents, as factors 0 and 1; None for all.
 
     A token at place l of its chunk and p of its document reads lag j if j ≤ p, and so the state
     before the chunk if l < p; the state after it has what the last token may read.
+
+    Args:
+        positions: places in documents [B, T].
+
+    Returns:
+        [B, C, 1, L, L], [B, C, 1, L, 1], [B, C, 1, 1, L] and [B, C, 1, 1, 1].
     """
-
-    taps: Tensor  # [B, C, 1, L, L]
-    read: Tensor  # [B, C, 1, L, 1]
-    write: Tensor  # [B, C, 1, 1, L]
-    carry: Tensor  # [B, C, 1, 1, 1]
-
-
-def borders(positions: Tensor, length: int, dtype: torch.dtype) -> Borders:
-    """Make the factors from places in documents [B, C·L]."""
+    if positions is None:
+        return Chunk(None, None, None, None)
+    positions = F.pad(positions, (0, -positions.shape[1] % length))
     positions = positions.unflatten(1, (-1, length))[:, :, None]
     steps = torch.arange(length, device=positions.device)
     last = positions[..., -1:]
-    return Borders(
+    return Chunk(
         ((steps[:, None] - steps) <= positions[..., None]).to(dtype),
         (positions > steps).to(dtype)[..., None],
         ((length - 1 - steps) <= last).to(dtype)[..., None, :],
@@ -93,20 +94,13 @@ def borders(positions: Tensor, length: int, dtype: torch.dtype) -> Borders:
 def _in_chunks(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """[B, T, H, D] to [B, C, H, L, D], with zeros behind."""
     behind = -x.shape[1] % length
-    x = torch.nn.functional.pad(x.to(dtype), (0, 0, 0, 0, 0, behind))
+    x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, behind))
     return x.unflatten(1, (-1, length)).transpose(2, 3)
 
 
 def _joined(x: Tensor, like: Tensor) -> Tensor:
     """[B, C, H, L, D] to [B, T, H, D] in the dtype of `like`."""
     return x.transpose(2, 3).flatten(1, 2)[:, : like.shape[1]].to(like.dtype).contiguous()
-
-
-def _padded(positions: Tensor | None, length: int, dtype: torch.dtype) -> Borders | None:
-    if positions is None:
-        return None
-    behind = -positions.shape[1] % length
-    return borders(torch.nn.functional.pad(positions, (0, behind)), length, dtype)
 
 
 def _apply(matrix: Tensor, border: Tensor | None, x: Tensor) -> Tensor:
@@ -133,8 +127,8 @@ def forward(
         every chunk, [B, C, H, K, D]. Sums and states have the dtype of the matrices.
     """
     dtype, length = chunk.taps.dtype, chunk.taps.shape[1]
-    inputs, within = _in_chunks(x, length, dtype), _padded(positions, length, dtype)
-    taps, read, write, carry = (None,) * 4 if within is None else within
+    inputs = _in_chunks(x, length, dtype)
+    taps, read, write, carry = borders(positions, length, dtype)
     added = _apply(chunk.write, write, inputs)
     kept = added.new_empty(added.shape)  # an einsum's axes lie anyhow, and graphs count on these
     state = initial.to(dtype)
@@ -153,8 +147,7 @@ def backward(
     """Compute the gradients of x, of the matrices, and of the first state."""
     dtype, length = chunk.taps.dtype, chunk.taps.shape[1]
     inputs, grads = _in_chunks(x, length, dtype), _in_chunks(dy, length, dtype)
-    within = _padded(positions, length, dtype)
-    taps, read, write, carry = (None,) * 4 if within is None else within
+    taps, read, write, carry = borders(positions, length, dtype)
     transposed = [None if border is None else border.mT for border in (taps, read, write)]
     read_back = _apply(chunk.read.mT, transposed[1], grads)
     flows = torch.empty_like(kept)  # of the states after every chunk

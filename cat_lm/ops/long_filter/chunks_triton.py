@@ -7,6 +7,8 @@ Sums over rows and channels are made afterwards, in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from cat_lm.ops.runtime.triton_launch import (
     contiguous,
     next_power_of_2,
     on_device_of,
+    pointers,
     strides,
     unit_stride,
 )
@@ -191,15 +194,8 @@ def forward(
     compiled = options(length, state, width, torch.version.hip is not None)
     with on_device_of(x):
         forward_kernel[(batch * heads, cdiv(width, compiled["COLUMNS"]))](
-            x_ptr=x,
-            **_pointers(chunk),
-            positions_ptr=contiguous(positions),
-            initial_ptr=initial.contiguous(),
-            y_ptr=y,
-            last_ptr=last,
-            kept_ptr=kept,
-            **_sizes(x, chunk),
-            **strides("x", x, "bth"),
+            **_given(x, chunk, positions),
+            **pointers(initial=initial.contiguous(), y=y, last=last, kept=kept),
             **compiled,
         )
     return y, last, kept
@@ -218,28 +214,22 @@ def backward(
     parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
     with on_device_of(x):
         backward_kernel[(batch * heads, columns)](
-            dy_ptr=dy,
-            dlast_ptr=dlast.contiguous(),
-            x_ptr=x,
-            **_pointers(chunk),
-            positions_ptr=contiguous(positions),
-            kept_ptr=kept.contiguous(),
-            dx_ptr=dx,
+            **_given(x, chunk, positions),
+            **pointers(dy=dy, dlast=dlast.contiguous(), kept=kept.contiguous()),
+            **pointers(dx=dx, dinitial=dinitial),
             **{f"d{name}_ptr": p for name, p in zip(Chunk._fields, parts, strict=True)},
-            dinitial_ptr=dinitial,
-            **_sizes(x, chunk),
-            **strides("x", x, "bth"),
             **strides("dy", dy, "bth"),
             **compiled,
         )
     return dx, Chunk(*(part.sum((0, 2)) for part in parts)), dinitial
 
 
-def _pointers(chunk: Chunk) -> dict[str, Tensor]:
-    return {f"{name}_ptr": matrix.contiguous() for name, matrix in chunk._asdict().items()}
-
-
-def _sizes(x: Tensor, chunk: Chunk) -> dict[str, int]:
+def _given(x: Tensor, chunk: Chunk, positions: Tensor | None) -> dict[str, Any]:
+    """Return what both kernels take."""
     length, state = chunk.read.shape[1:]
-    sizes = {"time": x.shape[1], "length": length, "heads": x.shape[2]}
-    return sizes | {"state": state, "width": x.shape[3]}
+    given = {"time": x.shape[1], "length": length, "heads": x.shape[2]}
+    given |= {"state": state, "width": x.shape[3]} | strides("x", x, "bth")
+    given |= pointers(x=x, positions=contiguous(positions))
+    return given | pointers(
+        **{name: matrix.contiguous() for name, matrix in chunk._asdict().items()}
+    )

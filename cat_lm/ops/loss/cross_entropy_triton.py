@@ -23,15 +23,10 @@ _LONGEST_BLOCK = 8 * THREADS  # 16 bytes of bf16 a thread
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr,
-    labels_ptr,
-    losses_ptr,
-    vocabulary,
-    stride,
-    IGNORED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr,
-):
+    logits_ptr, labels_ptr, losses_ptr,
+    vocabulary, stride,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
+):  # fmt: skip
     """The loss of a row of logits and, with WANTS_GRADIENT, softmax − one-hot in its place.
 
     A label outside of the vocabulary makes both NaN. What lies between the vocabulary and the next

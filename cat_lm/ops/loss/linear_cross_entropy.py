@@ -67,58 +67,50 @@ def _summed_loss(
     """
     total, d_hidden, d_weight = _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
     total.zero_(), d_weight.zero_()
-    wanted = wants_hidden, wants_weight
-    through = _through_the_kernel if _kernel_serves(hidden, compute_dtype) else _through_torch
+    sums, wanted = (total, d_hidden, d_weight), (wants_hidden, wants_weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        through(hidden, weight.to(compute_dtype), labels, (total, d_hidden, d_weight), wanted)
-    return total, d_hidden, d_weight
+        by_kernel = _kernel_serves(hidden, compute_dtype)
+        _add_chunks(by_kernel, hidden, weight.to(compute_dtype), labels, sums, wanted)
+    return sums
 
 
-def _through_torch(
+def _add_chunks(
+    by_kernel: bool,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     sums: tuple[Tensor, Tensor, Tensor],
     wanted: tuple[bool, bool],
 ) -> None:
-    """Add to the sums of `_summed_loss`, chunk by chunk; `weight` has the compute dtype."""
-    total, d_hidden, d_weight = sums
-    scored = labels != IGNORE_INDEX
-    length = max(1, CHUNK_ELEMENTS // weight.shape[0])
-    for start in range(0, hidden.shape[0], length):
-        chunk = slice(start, start + length)
-        inputs = hidden[chunk].to(weight.dtype)
-        logits = (inputs @ weight.T).to(total.dtype)
-        loss, d_logits = _chunk(logits, labels[chunk], scored[chunk], any(wanted))
-        total += loss
-        if d_logits is None:
-            continue
-        d_logits = d_logits.to(weight.dtype)
-        _add_gradients(d_logits, inputs, weight, d_hidden, d_weight, start, wanted)
+    """Add to the sums of `_summed_loss`, chunk by chunk; `weight` has the compute dtype.
 
-
-def _through_the_kernel(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    sums: tuple[Tensor, Tensor, Tensor],
-    wanted: tuple[bool, bool],
-) -> None:
-    """Do what `_through_torch` does in a chunk's own memory, a row padded to whole vectors."""
+    The kernel's chunks take turns in the same memory, a row padded to whole vectors.
+    """
     total, d_hidden, d_weight = sums
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    length, stride = kernel_chunk(tokens, vocabulary, weight.itemsize)
-    room = weight.new_empty(min(length, tokens), stride)
-    losses = total.new_empty(tokens)
+    length = max(1, CHUNK_ELEMENTS // vocabulary)
+    if by_kernel:
+        length, stride = kernel_chunk(tokens, vocabulary, weight.itemsize)
+        room, losses = weight.new_empty(min(length, tokens), stride), total.new_empty(tokens)
     for start in range(0, tokens, length):
-        rows = start, min(length, tokens - start)
-        inputs = hidden.narrow(0, *rows).to(weight.dtype)
-        logits = room.narrow(0, 0, rows[1]).narrow(1, 0, vocabulary)
-        torch.mm(inputs, weight.T, out=logits)
-        chunk = labels.narrow(0, *rows), losses.narrow(0, *rows)
-        cross_entropy_triton.cross_entropy_(logits, *chunk, any(wanted))
-        _add_gradients(logits, inputs, weight, d_hidden, d_weight, start, wanted)
-    torch.sum(losses, dim=0, out=total)
+        rows = 0, start, min(length, tokens - start)
+        inputs = hidden.narrow(*rows).to(weight.dtype)
+        if by_kernel:
+            d_logits = room.narrow(0, 0, rows[2]).narrow(1, 0, vocabulary)
+            torch.mm(inputs, weight.T, out=d_logits)
+            chunk = labels.narrow(*rows), losses.narrow(*rows)
+            cross_entropy_triton.cross_entropy_(d_logits, *chunk, any(wanted))
+        else:
+            logits = (inputs @ weight.T).to(total.dtype)
+            loss, d_logits = _chunk(logits, labels.narrow(*rows), any(wanted))
+            total += loss
+            d_logits = d_logits.to(weight.dtype) if any(wanted) else d_logits
+        if wanted[0]:
+            torch.mm(d_logits, weight, out=d_hidden.narrow(*rows))
+        if wanted[1]:
+            _add_product(d_weight, d_logits, inputs)
+    if by_kernel:
+        torch.sum(losses, dim=0, out=total)
 
 
 def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]:
@@ -183,34 +175,21 @@ def _backward(ctx, d_total, *_):
 _summed_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _chunk(
-    logits: Tensor, labels: Tensor, scored: Tensor, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Loss of a chunk and, in place of `logits`, its gradient: softmax(logits) − one-hot(label)."""
+def _chunk(logits: Tensor, labels: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss and, where `logits` lie, its gradient: softmax(logits) − one-hot(label)."""
+    scored = labels != IGNORE_INDEX
     target = labels.where(scored, 0)[:, None]
     log_sum = logits.logsumexp(dim=1, keepdim=True)
     loss = (log_sum - logits.gather(1, target)).where(scored[:, None], 0.0).sum()
-    if not wants_gradient:
-        return loss, None
-    d_logits = logits.sub_(log_sum).exp_()
-    d_logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=logits.dtype))
-    return loss, d_logits.masked_fill_(~scored[:, None], 0.0)
+    if wants_gradient:
+        logits.sub_(log_sum).exp_()
+        logits.scatter_add_(1, target, torch.full_like(target, -1, dtype=logits.dtype))
+        logits.masked_fill_(~scored[:, None], 0.0)
+    return loss, logits
 
 
-def _add_gradients(
-    d_logits: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    d_hidden: Tensor,
-    d_weight: Tensor,
-    start: int,
-    wanted: tuple[bool, bool],
-) -> None:
-    """Write d_hidden [N, C] from row `start` on and add to d_weight [V, C], as far as wanted."""
-    if wanted[0]:
-        torch.mm(d_logits, weight, out=d_hidden.narrow(0, start, len(d_logits)))
-    if not wanted[1]:
-        return
+def _add_product(d_weight: Tensor, d_logits: Tensor, inputs: Tensor) -> None:
+    """Add the gradient of the weight [V, C] by a chunk."""
     if d_logits.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.T, inputs)
     elif d_logits.is_cuda:  # only there: products of half precision that are added in fp32

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of
+from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of, pointers
 
 AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most
@@ -225,15 +225,8 @@ def forward(
     kept = q.new_empty(models, batch, cdiv(time, every), heads, keys, v.shape[-1])
     with on_device_of(q):
         forward_kernel[(models * batch * heads * chunks,)](
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            rate_ptr=rate,
-            a_ptr=a,
-            initial_ptr=initial,
-            out_ptr=out,
-            last_ptr=last,
-            kept_ptr=kept,
+            **pointers(q=q, k=k, v=v, rate=rate, a=a, initial=initial),
+            **pointers(out=out, last=last, kept=kept),
             **sizes,
             **options,
         )
@@ -257,21 +250,9 @@ def backward(
     da = a.new_empty(1 if options["A_VALUES"] else chunks, *a_sizes)
     with on_device_of(q):
         backward_kernel[(programs,)](
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            rate_ptr=rate,
-            a_ptr=a,
-            kept_ptr=kept.contiguous(),
-            grad_ptr=grad.contiguous(),
-            grad_last_ptr=grad_last,
-            states_ptr=states,
-            dq_ptr=dq,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            drate_ptr=drate,
-            da_ptr=da,
-            dinitial_ptr=dinitial,
+            **pointers(q=q, k=k, v=v, rate=rate, a=a, kept=kept.contiguous()),
+            **pointers(grad=grad.contiguous(), grad_last=grad_last, states=states),
+            **pointers(dq=dq, dk=dk, dv=dv, drate=drate, da=da, dinitial=dinitial),
             rows=models * batch,
             **sizes,
             **options,

@@ -31,11 +31,9 @@ def gated_linear_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what a decaying scan does as gated linear attention, o [B, T, H, V].
 
-    Args:
-        how: document_ids, initial_state and return_state, as of `decaying_scan`.
-
-    Raises:
-        UserError: tensors that are not on a GPU, or are batched over models.
+    All functions here take document_ids, initial_state and return_state as `decaying_scan` and
+    `delta_rule` of this folder do. The recurrent ones raise UserError for tensors that are not on a
+    GPU, or are batched over models.
     """
     check_tensor(q)
     from fla.ops.gla import fused_recurrent_gla
@@ -46,14 +44,7 @@ def gated_linear_attention(
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **how: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what `cat_lm.ops.recurrence.delta_rule` does without decay.
-
-    Args:
-        how: document_ids, initial_state and return_state, as of that.
-
-    Raises:
-        UserError: tensors that are not on a GPU, or are batched over models.
-    """
+    """Compute what `cat_lm.ops.recurrence.delta_rule` does without decay."""
     check_tensor(q)
     from fla.ops.delta_rule import fused_recurrent_delta_rule
 

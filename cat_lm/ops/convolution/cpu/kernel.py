@@ -83,15 +83,7 @@ cpu_conv = convolution_operator("cpu_conv", _forward, _backward, _empty_output)
 def convolve(
     conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
 ) -> Tensor:
-    """Compute a causal convolution along time, differentiable in x, filters and bias.
-
-    Args:
-        conv_type: `head`, `depthwise` or `multihead`.
-        x: [B, T, H, D], with any strides.
-        filters: [H, W], [H, D, W] or [W, H, H], in the dtype of x; lag 0 first.
-        bias: [H, D] in the dtype of x, or None.
-        positions: None, or [B, T] int32: of each token in its document, 0 at its start and one
-            more at each step.
+    """Compute as `reference.convolve`; all tensors have one dtype, and positions are int32.
 
     Returns:
         y [B, T, H, D]; for head and depthwise [B, H, T, D] in memory, as attention reads it.

@@ -48,14 +48,10 @@ def convolve(
     positions: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute a convolution, rotated by the positions if angles are given.
+    """Compute as `reference.convolve` of the kinds, rotated by the positions if angles are given.
 
     Args:
-        conv_type: `head`, `depthwise` or `multihead`.
-        x: [B, T, H, D], with any strides.
-        filters: [H, W], [H, D, W] or [W, H_out, H_in], lag 0 first, in x's dtype.
-        bias: [H, D] in x's dtype.
-        positions: int32 [B, T], of each token in its document: inputs further back are zeros.
+        positions: int32.
         rotary: (cos, sin), [B or 1, T, R], of any floating dtype; they get no gradient.
 
     Returns:
@@ -78,10 +74,9 @@ def head_conv_qkv(
     rotary: tuple[Tensor, Tensor] | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with convolution, bias and rotation from the packed projection, in one kernel.
+    """Compute q, k and v from the packed projection [B, T, H, 3, D] in one kernel.
 
     Args:
-        qkv: [B, T, H, 3, D], with any strides.
         filters: of q, k and v, [H, W] with one W, or None; in qkv's dtype.
         bias: [H, 3, D] in qkv's dtype.
         rotary, positions: as in `convolve`.

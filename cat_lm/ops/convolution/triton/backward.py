@@ -21,34 +21,12 @@ from cat_lm.ops.convolution.triton.tiles import (
 
 @triton.jit
 def backward_shift_stream(
-    dy_ptr,
-    x_ptr,
-    f_ptr,
-    dx_ptr,
-    df_ptr,
-    dbias_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    tile,
-    chunk,
-    chunks,
-    length,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    x_stride_b,
-    x_stride_t,
-    dx_stride_b,
-    dx_stride_t,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-):
+    dy_ptr, x_ptr, f_ptr, dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr,
+    tile, chunk, chunks, length, width,
+    dy_stride_b, dy_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr,
+):  # fmt: skip
     """One tile of one head of one stream, lag by lag, in fp32.
 
     As `backward_dot_stream`, but df_ptr is [programs, W], or [programs / chunks, W, D] for filters
@@ -111,38 +89,12 @@ def backward_shift_stream(
 
 @triton.jit
 def backward_stream(
-    dy_ptr,
-    x_ptr,
-    f_ptr,
-    dx_ptr,
-    df_ptr,
-    dbias_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    segment,
-    chunk,
-    chunks,
-    tiles_per_program,
-    batch_size,
-    length,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    x_stride_b,
-    x_stride_t,
-    dx_stride_b,
-    dx_stride_t,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    dy_ptr, x_ptr, f_ptr, dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr,
+    segment, chunk, chunks, tiles_per_program, batch_size, length, width,
+    dy_stride_b, dy_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """One head of one stream, in the way that USE_DOT says."""
     if USE_DOT:
         APART: tl.constexpr = rotates_apart(ROTARY, COLUMNS)
@@ -183,36 +135,12 @@ def backward_stream(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    dy_ptr,
-    x_ptr,
-    f_ptr,
-    dx_ptr,
-    df_ptr,
-    dbias_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    tiles_per_program,
-    batch_size,
-    length,
-    heads,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    dy_stride_h,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    dy_ptr, x_ptr, f_ptr, dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr,
+    tiles_per_program, batch_size, length, heads, width,
+    dy_stride_b, dy_stride_t, dy_stride_h, x_stride_b, x_stride_t, x_stride_h, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """Gradients of `forward_kernel`: dx [B, T, H, D] and each program's sums for df and dbias.
 
     df_ptr is [segments, H, chunks, BLOCK, W] with matrix products, [segments, H, chunks, W] without

@@ -31,17 +31,10 @@ from cat_lm.ops.convolution.triton.tiles import (
 def load_gradient(
     dy_ptr,
     dy_stride,
-    cos_ptr,
-    sin_ptr,
-    angles,
-    first,
-    rows,
-    length,
-    columns,
-    inside,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    cos_ptr, sin_ptr,
+    angles, first, rows, length, columns, inside,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """The gradient of the convolution's outputs: that of the results, rotated back.
 
     dy_ptr points to the row of the batch; `angles` is where that row's begin in cos_ptr, sin_ptr.
@@ -97,38 +90,12 @@ def add_products(sums, inputs, gradient, earliest, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def backward_dot_stream(
-    dy_ptr,
-    x_ptr,
-    f_ptr,
-    dx_ptr,
-    df_ptr,
-    dbias_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    segment,
-    chunk,
-    chunks,
-    tiles_per_program,
-    batch_size,
-    length,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    x_stride_b,
-    x_stride_t,
-    dx_stride_b,
-    dx_stride_t,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    dy_ptr, x_ptr, f_ptr, dx_ptr, df_ptr, dbias_ptr, cos_ptr, sin_ptr, positions_ptr,
+    segment, chunk, chunks, tiles_per_program, batch_size, length, width,
+    dy_stride_b, dy_stride_t, x_stride_b, x_stride_t, dx_stride_b, dx_stride_t, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """`tiles_per_program` tiles of one head of one stream: its columns from FIRST on, up to LAST.
 
     dy_ptr, x_ptr, f_ptr and dx_ptr point to the head. df_ptr is [programs, BLOCK, W] and dbias_ptr

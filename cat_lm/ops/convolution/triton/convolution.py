@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.kinds.operators import empty_gradients
 from cat_lm.ops.convolution.triton.backward import backward_kernel
 from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
 from cat_lm.ops.convolution.triton.forward import forward_kernel, forward_qkv_kernel
@@ -24,9 +25,99 @@ from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
     on_device_of,
+    pointers,
     strides,
     unit_stride,
 )
+
+# What the launches below share: `lead` is [H] of x [B, T, H, D] and [H, 3] of [B, T, H, 3, D].
+
+
+def _launch_forward(
+    kernel: Any,
+    given: dict[str, Any],
+    x: Tensor,
+    window: int,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    per_channel: bool = False,
+) -> None:
+    how = {"documents": positions is not None, "rotary": rotated(cos)}
+    tile = choose_tile(x, window, per_channel=per_channel, **how)
+    streams = math.prod(x.shape[3:-1])
+    each = tile.tiles_per_program(x, most=8 if tile.use_dot else 1, streams=streams)
+    with on_device_of(x):
+        kernel[tile.grid(x, each, streams)](
+            **given, **_arguments(tile, each, x, window, positions, cos, sin)
+        )
+
+
+def _launch_backward(
+    kernel: Any,
+    given: dict[str, Any],
+    x: Tensor,
+    window: int,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    wanted: list[bool],
+    per_channel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return dx, the sums of df [*lead, …, W] in fp32, or None, and dbias, as far as wanted.
+
+    Programs leave their sums apart, and these are summed in a fixed order.
+    """
+    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
+    tile = choose_tile(x, window, per_channel=per_channel, **how)
+    lead, width = x.shape[2:-1], x.shape[-1]
+    most = tile.tiles_per_program(x, most=2**20, streams=math.prod(lead[1:]))
+    each = most if tile.use_dot else 1
+    segments = cdiv(tile.tiles(x), each)
+    chunks = cdiv(width, tile.columns) + tile.apart
+    dx = x.new_empty(x.shape if wanted[0] else 0)
+    sums = dbias = None
+    if wanted[1]:
+        shape = (chunks, tile.block if tile.use_dot else 1, window)
+        shape = (1, 1, window, width) if per_channel else shape
+        sums = x.new_empty(segments, *lead, *shape, dtype=torch.float32)
+    if wanted[2]:
+        dbias = x.new_empty(segments, *lead, width, dtype=torch.float32)
+    with on_device_of(x):
+        kernel[(segments * math.prod(lead) * chunks,)](
+            **given,
+            **pointers(dx=dx if wanted[0] else None, df=sums, dbias=dbias),
+            **_arguments(tile, each, x, window, positions, cos, sin),
+        )
+    if sums is not None:
+        sums = sums.sum(dim=(0, 1 + len(lead), 2 + len(lead)))
+    dbias = x.new_empty(0) if dbias is None else dbias.sum(dim=0).to(x.dtype)
+    return dx, sums, dbias
+
+
+def _arguments(
+    tile: Tile,
+    tiles_per_program: int,
+    x: Tensor,
+    window: int,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> dict[str, Any]:
+    """Return what all four kernels take."""
+    return {
+        "positions_ptr": contiguous(positions),
+        "tiles_per_program": tiles_per_program,
+        **dict(zip(("batch_size", "length", "heads"), x.shape[:3], strict=True)),
+        "width": x.shape[-1],
+        **angle_options(cos, sin),
+        "WINDOW": window,
+        "BLOCK": tile.block,
+        "HALO": tile.halo,
+        "COLUMNS": tile.columns,
+        "USE_DOT": tile.use_dot,
+        **tile.compiler_options(),
+    }
 
 
 def forward(
@@ -40,24 +131,14 @@ def forward(
 ) -> Tensor:
     """Compute y[b,t,h,d] = RoPE(bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d]), contiguous."""
     per_channel, window = filters.ndim == 3, filters.shape[-1]
-    if cos is not None and turns_apart(x.dtype, window, per_channel):
-        y = forward(conv_type, x, filters, bias, positions, None, None)
-        turn(y, y, cos, sin)
-        return y
+    apart = cos is not None and turns_apart(x.dtype, window, per_channel)
     x, y = unit_stride(x), x.new_empty(x.shape)
-    how = {"documents": positions is not None, "rotary": rotated(cos)}
-    tile = choose_tile(x, window, per_channel=per_channel, **how)
-    each = tile.tiles_per_program(x, most=8 if tile.use_dot else 1)
-    with on_device_of(x):
-        forward_kernel[tile.grid(x, each)](
-            x_ptr=x,
-            f_ptr=_for_kernel(filters),
-            bias_ptr=contiguous(bias),
-            y_ptr=y,
-            **strides("x", x, "bth"),
-            **_arguments(tile, each, x, window, positions, cos, sin),
-            PER_CHANNEL=per_channel,
-        )
+    given = pointers(x=x, f=_for_kernel(filters), bias=contiguous(bias), y=y)
+    given |= strides("x", x, "bth") | {"PER_CHANNEL": per_channel}
+    angles = (None, None) if apart else (cos, sin)
+    _launch_forward(forward_kernel, given, x, window, positions, *angles, per_channel)
+    if apart:
+        turn(y, y, cos, sin)
     return y
 
 
@@ -71,43 +152,19 @@ def backward(
     sin: Tensor | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dx, df and dbias as far as wanted. Sums are in fp32, in a fixed order."""
-    heads, width = x.shape[2:]
+    """Compute dx, df and dbias as far as wanted."""
     per_channel, window = filters.ndim == 3, filters.shape[-1]
     if cos is not None and turns_apart(x.dtype, window, per_channel):
         dy, cos, sin = rotate(dy, cos, sin, True), None, None
     x, dy = unit_stride(x), unit_stride(dy)
-    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
-    tile = choose_tile(x, window, per_channel=per_channel, **how)
-    each = tile.tiles_per_program(x, most=2**20) if tile.use_dot else 1
-    segments = cdiv(tile.tiles(x), each)
-    chunks = cdiv(width, tile.columns) + tile.apart
-    dx, df, dbias = empty_gradients(x, filters, wanted)
-    sums = bias_sums = None
-    if wanted[1]:
-        shape = (segments, heads, chunks, tile.block if tile.use_dot else 1, window)
-        if per_channel:
-            shape = (segments, heads, 1, 1, window, width)
-        sums = x.new_empty(shape, dtype=torch.float32)
-    if wanted[2]:
-        bias_sums = x.new_empty(segments, heads, width, dtype=torch.float32)
-    with on_device_of(x):
-        backward_kernel[(segments * heads * chunks,)](
-            dy_ptr=dy,
-            x_ptr=x,
-            f_ptr=_for_kernel(filters),
-            dx_ptr=dx if wanted[0] else None,
-            df_ptr=sums,
-            dbias_ptr=bias_sums,
-            **strides("dy", dy, "bth"),
-            **strides("x", x, "bth"),
-            **_arguments(tile, each, x, window, positions, cos, sin),
-            PER_CHANNEL=per_channel,
-        )
-    if sums is not None:
-        df = sums.sum(dim=(0, 2, 3))
-        df = (df.mT if per_channel else df).to(x.dtype).contiguous()
-    return dx, df, dbias if bias_sums is None else bias_sums.sum(dim=0).to(x.dtype)
+    given = pointers(dy=dy, x=x, f=_for_kernel(filters)) | {"PER_CHANNEL": per_channel}
+    given |= strides("dy", dy, "bth") | strides("x", x, "bth")
+    dx, sums, dbias = _launch_backward(
+        backward_kernel, given, x, window, positions, cos, sin, wanted, per_channel
+    )
+    if sums is None:
+        return dx, x.new_empty(0), dbias
+    return dx, (sums.mT if per_channel else sums).to(x.dtype).contiguous(), dbias
 
 
 def _for_kernel(filters: Tensor) -> Tensor:
@@ -115,33 +172,7 @@ def _for_kernel(filters: Tensor) -> Tensor:
     return (filters.mT if filters.ndim == 3 else filters).contiguous()
 
 
-def _arguments(
-    tile: Tile,
-    tiles_per_program: int,
-    x: Tensor,
-    window: int,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> dict[str, Any]:
-    """Return what all four kernels take."""
-    sizes = zip(("batch_size", "length", "heads"), x.shape[:3], strict=True)
-    return {
-        "positions_ptr": contiguous(positions),
-        "tiles_per_program": tiles_per_program,
-        **dict(sizes),
-        "width": x.shape[-1],
-        **angle_options(cos, sin),
-        "WINDOW": window,
-        "BLOCK": tile.block,
-        "HALO": tile.halo,
-        "COLUMNS": tile.columns,
-        "USE_DOT": tile.use_dot,
-        **tile.compiler_options(),
-    }
-
-
-def _of_streams(kind: str, tensors: Any) -> dict[str, Any]:
+def _of_streams(kind: str, tensors: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
     """Name what a kernel takes for each of q, k and v."""
     return {f"{stream}{kind}_ptr": x for stream, x in zip("qkv", tensors, strict=True)}
 
@@ -184,18 +215,10 @@ def conv_qkv(
     filters, qkv = (q_filter, k_filter, v_filter), unit_stride(qkv)
     window, outputs = _window_of(filters), _empty_streams(qkv)
     apart = cos is not None and turns_apart(qkv.dtype, window)
-    inside = (None, None) if apart else (cos, sin)
-    tile = choose_tile(qkv, window, documents=positions is not None, rotary=rotated(inside[0]))
-    each = tile.tiles_per_program(qkv, most=8 if tile.use_dot else 1, streams=3)
-    with on_device_of(qkv):
-        forward_qkv_kernel[tile.grid(qkv, each, streams=3)](
-            x_ptr=qkv,
-            **_of_streams("_filter", map(contiguous, filters)),
-            bias_ptr=contiguous(bias),
-            **_of_streams("", outputs),
-            **strides("x", qkv, "bths"),
-            **_arguments(tile, each, qkv, window, positions, *inside),
-        )
+    given = pointers(x=qkv, bias=contiguous(bias)) | strides("x", qkv, "bths")
+    given |= _of_streams("_filter", map(contiguous, filters)) | _of_streams("", outputs)
+    angles = (None, None) if apart else (cos, sin)
+    _launch_forward(forward_qkv_kernel, given, qkv, window, positions, *angles)
     if apart:
         for stream in outputs[:2]:
             turn(stream, stream, cos, sin)
@@ -214,54 +237,27 @@ def conv_qkv_backward(
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
-    needs_qkv: bool,
-    needs_filters: bool,
-    needs_bias: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; without elements if not needed."""
-    heads, width = qkv.shape[2], qkv.shape[4]
+    """Compute dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; no numbers if not wanted."""
     filters, qkv = (q_filter, k_filter, v_filter), unit_stride(qkv)
     window = _window_of(filters)
     if cos is not None and turns_apart(qkv.dtype, window):
         dq, dk = (rotate(gradient, cos, sin, True) for gradient in (dq, dk))
         cos = sin = None
-    dq, dk, dv = (unit_stride(gradient) for gradient in (dq, dk, dv))
-    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
-    tile = choose_tile(qkv, window, **how)
-    each = tile.tiles_per_program(qkv, most=2**20, streams=3) if tile.use_dot else 1
-    segments = cdiv(tile.tiles(qkv), each)
-    chunks = cdiv(width, tile.columns) + tile.apart
-    dqkv = qkv.new_empty(qkv.shape if needs_qkv else 0)
-    sums = dbias = None
-    if needs_filters:
-        shape = (segments, heads, 3, chunks, tile.block if tile.use_dot else 1, window)
-        sums = qkv.new_empty(shape, dtype=torch.float32)
-    if needs_bias:
-        dbias = qkv.new_empty(segments, heads, 3, width, dtype=torch.float32)
-    with on_device_of(qkv):
-        backward_qkv_kernel[(segments * heads * 3 * chunks,)](
-            dq_ptr=dq,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            x_ptr=qkv,
-            **_of_streams("_filter", map(contiguous, filters)),
-            dx_ptr=dqkv if needs_qkv else None,
-            df_ptr=sums,
-            dbias_ptr=dbias,
-            **strides("dq", dq, "bth"),
-            **strides("dk", dk, "bth"),
-            **strides("dv", dv, "bth"),
-            **strides("x", qkv, "bths"),
-            **_arguments(tile, each, qkv, window, positions, cos, sin),
-        )
-    df = [qkv.new_empty(0) for _ in filters]
-    if sums is not None:
-        # Sums of streams without a filter were never written, and are not used.
-        sums = sums.sum(dim=(0, 3, 4))
-        for index, taps in enumerate(filters):
-            if taps is not None:
-                df[index] = sums[:, index].to(qkv.dtype, copy=True)
-    dbias = qkv.new_empty(0) if dbias is None else dbias.sum(dim=0).to(qkv.dtype)
+    gradients = [unit_stride(gradient) for gradient in (dq, dk, dv)]
+    given = pointers(x=qkv) | _of_streams("_filter", map(contiguous, filters))
+    for stream, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        given |= pointers(**{stream: gradient}) | strides(stream, gradient, "bth")
+    given |= strides("x", qkv, "bths")
+    dqkv, sums, dbias = _launch_backward(
+        backward_qkv_kernel, given, qkv, window, positions, cos, sin, wanted
+    )
+    # Sums of streams without a filter were never written, and are not used.
+    df = [
+        qkv.new_empty(0) if sums is None or taps is None else sums[:, i].to(qkv.dtype, copy=True)
+        for i, taps in enumerate(filters)
+    ]
     return dqkv, *df, dbias
 
 
@@ -271,15 +267,11 @@ def _(qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions):
 
 
 @conv_qkv_backward.register_fake
-def _(dq, dk, dv, qkv, q_filter, k_filter, v_filter, cos, sin, positions, *needs):
-    needs_qkv, needs_filters, needs_bias = needs
+def _(dq, dk, dv, qkv, q_filter, k_filter, v_filter, cos, sin, positions, wanted):
     filters = (q_filter, k_filter, v_filter)
-    shapes = [f.shape if needs_filters and f is not None else 0 for f in filters]
-    return (
-        qkv.new_empty(qkv.shape if needs_qkv else 0),
-        *(qkv.new_empty(shape) for shape in shapes),
-        qkv.new_empty(qkv.shape[2:] if needs_bias else 0),
-    )
+    shapes = [f.shape if wanted[1] and f is not None else 0 for f in filters]
+    shapes = [qkv.shape if wanted[0] else 0, *shapes, qkv.shape[2:] if wanted[2] else 0]
+    return tuple(qkv.new_empty(shape) for shape in shapes)
 
 
 def _setup_context(ctx, inputs, output):
@@ -289,17 +281,11 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk, dv):
-    qkv, *saved = ctx.saved_tensors
-    needs_qkv, *needs_filter = ctx.needs_input_grad[:4]
-    needs_bias = ctx.has_bias and ctx.needs_input_grad[4]
-    dqkv, *df, dbias = conv_qkv_backward(
-        dq, dk, dv, qkv, *saved, needs_qkv, any(needs_filter), needs_bias
-    )
-    return (
-        dqkv if needs_qkv else None,
-        *(g if needed else None for g, needed in zip(df, needs_filter, strict=True)),
-        *(dbias if needs_bias else None, None, None, None),
-    )
+    needs = [*ctx.needs_input_grad[:4], ctx.has_bias and ctx.needs_input_grad[4]]
+    wanted = [needs[0], any(needs[1:4]), needs[4]]
+    found = conv_qkv_backward(dq, dk, dv, *ctx.saved_tensors, wanted)
+    found = (g if needed else None for g, needed in zip(found, needs, strict=True))
+    return *found, None, None, None
 
 
 conv_qkv.register_autograd(_backward, setup_context=_setup_context)

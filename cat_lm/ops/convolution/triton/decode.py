@@ -22,24 +22,11 @@ _MULTIHEAD = tl.constexpr(KERNEL_NUMBERS["multihead"])
 
 @triton.jit
 def _convolved(
-    x_ptr,
-    past_ptr,
-    f_ptr,
-    bias_ptr,
-    head,
-    heads,
-    rows,
-    width,
-    x_step,
-    past_step,
-    columns,
-    inside,
-    WINDOW: tl.constexpr,
-    LAGS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KIND: tl.constexpr,
+    x_ptr, past_ptr, f_ptr, bias_ptr,
+    head, heads, rows, width, x_step, past_step, columns, inside,
+    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
     SILU: tl.constexpr,
-):
+):  # fmt: skip
     """The token's convolution at some channels of a head, [COLUMNS] in fp32."""
     if f_ptr is None:
         sums = tl.load(x_ptr + head * x_step + columns, mask=inside, other=0.0).to(tl.float32)
@@ -84,31 +71,12 @@ def _convolved(
 
 @triton.jit
 def _decode_stream(
-    x_ptr,
-    past_ptr,
-    f_ptr,
-    bias_ptr,
-    y_ptr,
-    next_ptr,
-    cos_ptr,
-    sin_ptr,
-    batch,
-    head,
-    heads,
-    rows,
-    next_rows,
-    width,
-    x_step,
-    past_step,
+    x_ptr, past_ptr, f_ptr, bias_ptr, y_ptr, next_ptr, cos_ptr, sin_ptr,
+    batch, head, heads, rows, next_rows, width, x_step, past_step,
     cos_stride_b,
-    WINDOW: tl.constexpr,
-    LAGS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    KIND: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """One head of one stream; pointers are to the stream's first number."""
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -152,42 +120,14 @@ def _decode_stream(
 
 @triton.jit
 def decode_kernel(
-    q_x_ptr,
-    k_x_ptr,
-    v_x_ptr,
-    q_past_ptr,
-    k_past_ptr,
-    v_past_ptr,
-    q_filter_ptr,
-    k_filter_ptr,
-    v_filter_ptr,
-    q_bias_ptr,
-    k_bias_ptr,
-    v_bias_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_next_ptr,
-    k_next_ptr,
-    v_next_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_heads,
-    heads,
-    rows,
-    next_rows,
-    width,
-    x_step,
-    past_step,
+    q_x_ptr, k_x_ptr, v_x_ptr, q_past_ptr, k_past_ptr, v_past_ptr, q_filter_ptr, k_filter_ptr,
+    v_filter_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_ptr, k_ptr, v_ptr, q_next_ptr, k_next_ptr,
+    v_next_ptr, cos_ptr, sin_ptr,
+    query_heads, heads, rows, next_rows, width, x_step, past_step,
     cos_stride_b,
-    WINDOW: tl.constexpr,
-    LAGS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    KIND: tl.constexpr,
-    SILU: tl.constexpr,
-):
+    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
+    ALIGNMENT: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """All heads of queries, then of keys, then of values; a branch each, as they differ."""
     programs = query_heads + 2 * heads
     batch = (tl.program_id(0) // programs).to(tl.int64)

@@ -27,33 +27,12 @@ def add_bias(outputs, bias_ptr, columns, inside):
 
 @triton.jit
 def forward_stream(
-    x_ptr,
-    f_ptr,
-    bias_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    segment,
-    chunk,
-    tiles_per_program,
-    batch_size,
-    length,
-    width,
-    x_stride_b,
-    x_stride_t,
-    y_stride_b,
-    y_stride_t,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    x_ptr, f_ptr, bias_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr,
+    segment, chunk, tiles_per_program, batch_size, length, width,
+    x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """One head of one stream: `tiles_per_program` tiles, beginning with tile number
     segment · tiles_per_program of all rows' tiles counted through.
 
@@ -122,31 +101,12 @@ def forward_stream(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr,
-    f_ptr,
-    bias_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    tiles_per_program,
-    batch_size,
-    length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    x_ptr, f_ptr, bias_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr,
+    tiles_per_program, batch_size, length, heads, width,
+    x_stride_b, x_stride_t, x_stride_h, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """y = RoPE(F * x + bias) for x [B, T, H, D] with any strides but 1 in D; y is [B, T, H, D].
 
     Filters are [H, W], or [H, W, D] if PER_CHANNEL.
@@ -176,35 +136,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_qkv_kernel(
-    x_ptr,
-    q_filter_ptr,
-    k_filter_ptr,
-    v_filter_ptr,
-    bias_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
-    tiles_per_program,
-    batch_size,
-    length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    x_stride_s,
-    cos_stride_b,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    x_ptr, q_filter_ptr, k_filter_ptr, v_filter_ptr, bias_ptr, q_ptr, k_ptr, v_ptr, cos_ptr,
+    sin_ptr, positions_ptr,
+    tiles_per_program, batch_size, length, heads, width,
+    x_stride_b, x_stride_t, x_stride_h, x_stride_s, cos_stride_b,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """q, k, v [B, T, H, D] from x [B, T, H, 3, D]; channels, streams and heads count fastest.
 
     A branch per stream, so that each is compiled with what it has: filter or none, rotation or

@@ -14,6 +14,7 @@ from cat_lm.ops.runtime.triton_launch import (
     contiguous,
     next_power_of_2,
     on_device_of,
+    pointers,
     strides,
     unit_stride,
 )
@@ -75,10 +76,7 @@ def _mix(
     programs *= cdiv(blocks, constants["BLOCKS"])
     with on_device_of(x):
         mix_kernel[(programs,)](
-            x_ptr=x,
-            f_ptr=filters.contiguous(),
-            bias_ptr=contiguous(bias),
-            y_ptr=y,
+            **pointers(x=x, f=filters.contiguous(), bias=contiguous(bias), y=y),
             positions_ptr=contiguous(positions),
             batch_size=batch,
             length=time,
@@ -148,10 +146,7 @@ def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | Non
     sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
         mix_filters_kernel[(programs,)](
-            dy_ptr=dy,
-            x_ptr=x,
-            df_ptr=sums,
-            positions_ptr=contiguous(positions),
+            **pointers(dy=dy, x=x, df=sums, positions=contiguous(positions)),
             blocks_per_program=blocks_per_program,
             batch_size=batch,
             length=time,

@@ -21,26 +21,12 @@ from cat_lm.ops.convolution.triton.tiles import VARYING, add_product
 
 @triton.jit(do_not_specialize=VARYING)
 def mix_kernel(
-    x_ptr,
-    f_ptr,
-    bias_ptr,
-    y_ptr,
-    positions_ptr,
-    batch_size,
-    length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    WINDOW: tl.constexpr,
-    STEPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REVERSED: tl.constexpr,
-):
+    x_ptr, f_ptr, bias_ptr, y_ptr, positions_ptr,
+    batch_size, length, heads, width,
+    x_stride_b, x_stride_t, x_stride_h,
+    WINDOW: tl.constexpr, STEPS: tl.constexpr, HEADS: tl.constexpr, INNER: tl.constexpr,
+    BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
     """y [B, T, H, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
 
     REVERSED: x are gradients, and each output looks ahead; f_ptr [W, H, H] is then transposed. With
@@ -111,27 +97,12 @@ def mix_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def mix_filters_kernel(
-    dy_ptr,
-    x_ptr,
-    df_ptr,
-    positions_ptr,
-    blocks_per_program,
-    batch_size,
-    length,
-    heads,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    dy_stride_h,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    WINDOW: tl.constexpr,
-    STEPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    INNER: tl.constexpr,
+    dy_ptr, x_ptr, df_ptr, positions_ptr,
+    blocks_per_program, batch_size, length, heads, width,
+    dy_stride_b, dy_stride_t, dy_stride_h, x_stride_b, x_stride_t, x_stride_h,
+    WINDOW: tl.constexpr, STEPS: tl.constexpr, HEADS: tl.constexpr, INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """A program's part of dF, df_ptr [programs, STEPS, W, H, H], to be summed over the first two.
 
     dY Xᵀ of STEPS outputs with INNER of the inputs they see, for HEADS by HEADS heads, summed over

@@ -26,26 +26,12 @@ ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
 
 @triton.jit(do_not_specialize=VARYING)
 def rotate_kernel(
-    x_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    y_stride_b,
-    y_stride_t,
-    y_stride_h,
-    cos_stride_b,
-    ROTARY: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    PASSED: tl.constexpr,
+    x_ptr, y_ptr, cos_ptr, sin_ptr,
+    length, heads, width,
+    x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, cos_stride_b,
+    ROTARY: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASSED: tl.constexpr,
     BACK: tl.constexpr,
-):
+):  # fmt: skip
     """y [B, T, H, D] is x, of which the first ROTARY channels are turned, or turned BACK.
 
     A program has ROWS of the T·H rows of one of B. PASSED columns at a time are copied as they are;

@@ -119,21 +119,10 @@ def convolve_tile(
     x_ptr,
     x_stride,
     f_ptr,
-    near,
-    far,
-    earliest,
-    first,
-    length,
-    width,
-    columns,
-    inside,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALO: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    USE_DOT: tl.constexpr,
-):
+    near, far, earliest, first, length, width, columns, inside,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
+):  # fmt: skip
     """Outputs first … first + BLOCK − 1 in fp32: [BLOCK, COLUMNS].
 
     `near` [BLOCK, BLOCK] and `far` [BLOCK, HALO] are the Toeplitz matrix if USE_DOT; `earliest`
