@@ -29,7 +29,7 @@ from cat_lm.mixers.parts import linear
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence import decaying_scan_torch as scan
 from cat_lm.ops.recurrence.backends import choose_backend
-from cat_lm.ops.recurrence.decaying_scan_cpu import load_kernel
+from cat_lm.ops.recurrence.decaying_scan_cpu import KERNEL
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.building import build_model, mixer_backend
@@ -245,7 +245,7 @@ def run(changes: dict[str, Any], tmp_path: Path) -> Any:
 def test_a_backend_by_name_computes_the_same_or_says_why_not(case):
     model, rows = model_of(case), tokens(2, 40)
     expected = model(rows).logits
-    serving = {"torch"} | ({"cpu"} if case.startswith("gla") and load_kernel() else set())
+    serving = {"torch"} | ({"cpu"} if case.startswith("gla") and KERNEL.is_built else set())
     for name in backends.NAMES:
         model.set_mixer_backend(name)
         if name in serving:

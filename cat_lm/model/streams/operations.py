@@ -20,7 +20,7 @@ from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.model.streams.layouts import Normalize, PackedStreams, SeparateStreams
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.reference import check_kind
+from cat_lm.ops.convolution.kinds.reference import check_kind
 from cat_lm.ops.long_filter import filters as long_filters
 from cat_lm.ops.long_filter.api import continued, long_conv
 
