@@ -225,7 +225,9 @@ _LABELS = {
 def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -> str:
     """Write the README.md of an export: what it is, how it was trained, how to load it."""
     family = architectures.of_config(config)
-    sizes = family.sizes(family.section(config)) | {"vocabulary": config.vocab_size}
+    sizes = family.summary(architectures.section_of(config)).sizes | {
+        "vocabulary": config.vocab_size
+    }
     rows = {
         "parameters": f"{record['parameters']:,}",
         "shape": ", ".join(f"{name} {size:,}" for name, size in sizes.items()),
@@ -275,7 +277,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 def describe_model(config: PreTrainedConfig) -> str:
     """Describe a model, as in "GPT-NeoX language model (no convolution; RoPE)"."""
     family = architectures.of_config(config)
-    return family.describe(family.section(config))
+    return family.summary(architectures.section_of(config)).description
 
 
 @command

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.architectures.transformer import PATTERNS_OWN
 from cat_lm.core.cli import Parser, add_skip_checksums, output_path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import atomic_folder
 from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
 from cat_lm.export import check_new, describe_model
+from cat_lm.model import attention
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
@@ -90,7 +90,7 @@ def sparsify(
     weights = load_model(folder, dtype="auto", device="cpu").state_dict()
     if not keeps_filters:
         # Numbers of another filter, which may be as many.
-        weights = {name: x for name, x in weights.items() if PATTERNS_OWN not in name}
+        weights = {name: x for name, x in weights.items() if attention.PATTERNS_OWN not in name}
     losses = None
     if calibration is not None:
         losses = _calibrate(target, weights, calibration)
@@ -134,7 +134,7 @@ def _calibrate(
     learned = [parameter for core in cores for parameter in core.parameters()]
     length = target.max_position_embeddings
     losses = calibrate(model, learned, calibration.data, calibration.tokens, length)
-    own = {name: x for name, x in model.state_dict().items() if PATTERNS_OWN in name}
+    own = {name: x for name, x in model.state_dict().items() if attention.PATTERNS_OWN in name}
     weights.update({name: x.to("cpu", dtype) for name, x in own.items()})
     return ends_of(losses)
 
@@ -163,7 +163,7 @@ def _with_attention(
     is_plain = source.model_type != architecture.model_type
     unchanged = {"conv_type": "none"} if is_plain else {}
     own = architecture.own_config(source, **unchanged)
-    entry = architecture.attention_entries(own)[0]
+    entry = attention.pattern(own)
     if entry.name not in ("softmax", "landmark"):
         raise UserError(
             f"model {folder}: has {entry.title} (attention={entry.name}); only what is in one "

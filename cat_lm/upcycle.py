@@ -22,7 +22,7 @@ from cat_lm.core.numbers import CONV_STATE, WINDOW
 from cat_lm.core.readers import read_object
 from cat_lm.export import check_new, describe_model
 from cat_lm.model.attention.settings import refuse
-from cat_lm.model.rules import DEFAULT_WINDOW, window_problems
+from cat_lm.model.rules import DEFAULT_WINDOW, tap_problems
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.library_model import (
@@ -121,7 +121,8 @@ def _target_config(
     changes |= {"canon_init": "zero"}
     try:
         target = architecture.own_config(source, **changes)
-        refuse(window_problems(target, target.max_position_embeddings))
+        windows = architectures.section_of(target).windows
+        refuse(tap_problems(windows, target.max_position_embeddings))
         return target
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
@@ -142,7 +143,7 @@ def _plain_config(
     without = architecture.own_config(source, canon="none")  # whose filters are looked at next
     for problem in architecture.library_problems(without):
         raise UserError(f"model {folder}: {problem}")
-    return architecture.library_config(source)
+    return architectures.library_config(source)
 
 
 def _target_weights(
@@ -162,10 +163,8 @@ def _target_weights(
                 "still the identity can be taken away or replaced"
             )
     dtype = weights[architecture.layer_weight.format(layer=0)].dtype
-    convolved = bool(getattr(target, "convolved_streams", ""))
     for name in list(weights):
-        new = architecture.own_name(target, name) if convolved else architecture.plain_name(name)
-        weights[new] = weights.pop(name)
+        weights[architecture.own_name(target, name)] = weights.pop(name)
     filters_of_target = _identity_filters(target)
     return weights | {name: x.to(dtype) for name, x in filters_of_target.items()}
 

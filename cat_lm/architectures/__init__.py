@@ -1,6 +1,6 @@
 """Families of models: the one registry of them, by the value of `model.architecture`.
 
-Whatever depends on a family (the YAML's keys, classes, FLOPs, memory, words) asks its
+Whatever depends on a family (the YAML's keys, classes, words, names of parameters) asks its
 `Architecture` here. A family is one file in `families/`, with an ENTRY; a family of an installed
 package (`cat_lm.core.plugins`) or of a script is given to `register`. This module imports neither
 torch nor transformers.
@@ -11,33 +11,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.architectures.base import Architecture, Classes, ModelSection
+from cat_lm.architectures.base import NOT_FIELDS, Architecture, Classes, ModelSection, Summary
 from cat_lm.core.errors import UserError
 from cat_lm.core.plugins import is_own
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection"]
-__all__ += ["find", "get", "names", "of_config", "register"]
+__all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection", "Summary"]
+__all__ += [
+    "check_model",
+    "classes_of",
+    "find",
+    "get",
+    "has_stock",
+    "library_config",
+    "model_types",
+    "names",
+]
+__all__ += ["of_config", "register", "section_of"]
 
 DEFAULT = "gpt_neox"  # where no architecture is named
 
 
-def _check(architecture: Architecture) -> None:
+def model_types(family: Architecture) -> tuple[str, ...]:
+    """List the types that a config.json of a family can have: its own, and the library's."""
+    return (family.model_type, *([family.library_type] if family.library_type else []))
+
+
+def has_stock(family: Architecture) -> bool:
+    """Return True if transformers has a model of a family that runs beside ours."""
+    return family.library_type is not None and family.library == "transformers"
+
+
+def _check(family: Architecture) -> None:
     """Check what a family says of itself. Raises ValueError."""
-    named = f"architecture {architecture.name!r}"
-    if not issubclass(getattr(architecture, "Section", object), ModelSection):
+    named = f"architecture {family.name!r}"
+    if not issubclass(getattr(family, "Section", object), ModelSection):
         raise ValueError(f"{named}: Section must be a ModelSection")
+    if not family.class_prefix and type(family).classes is Architecture.classes:
+        raise ValueError(f"{named}: its class {type(family).__name__} must define classes")
     # Those of this project are imported one by one, and its tests compare them.
-    others = () if is_own(architecture) else map(get, names())
-    taken = {kind for other in others for kind in other.model_types}
-    for kind in architecture.model_types:
+    others = () if is_own(family) else map(get, names())
+    taken = {kind for other in others for kind in model_types(other)}
+    for kind in model_types(family):
         if kind in taken:
             raise ValueError(f"{named}: model type {kind!r} is taken")
-    default = architecture.Section.model_fields["architecture"].default
-    if default != architecture.name:
+    default = family.Section.model_fields["architecture"].default
+    if default != family.name:
         raise ValueError(
             f"{named}: its Section's key architecture has the default {default!r}; must be its name"
         )
@@ -48,7 +70,6 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     Architecture,
     package=f"{__name__}.families",
     words=("name", "title", "model_type", "embedding", "layer_weight"),
-    methods=("classes",),
     check=_check,
     first=(DEFAULT, "llama"),
 )
@@ -62,7 +83,7 @@ def find(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture | None:
     a model that no family knows, which may be evaluated all the same.
     """
     kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
-    return next((a for a in map(get, names()) if kind in a.model_types), None)
+    return next((family for family in map(get, names()) if kind in model_types(family)), None)
 
 
 def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
@@ -74,7 +95,7 @@ def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
     found = find(config)
     if found is None:
         kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
-        known = [name for family in map(get, names()) for name in family.model_types]
+        known = [name for family in map(get, names()) for name in model_types(family)]
         raise UserError(f"model_type is {kind!r}; known: {', '.join(known)}")
     return found
 
@@ -82,3 +103,49 @@ def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
 def built_in() -> tuple[Architecture, ...]:
     """List this project's own families, without asking plugins."""
     return tuple(map(get, ARCHITECTURES.own_names()))
+
+
+# Of a model that is there: its family is that of its configuration.
+
+
+def classes_of(config: PreTrainedConfig) -> Classes:
+    """Import the classes that a configuration belongs to."""
+    family = of_config(config)
+    is_own = config.model_type == family.model_type
+    return family.classes() if is_own else family.library_classes()
+
+
+def section_of(config: PreTrainedConfig) -> Any:
+    """Make the section of a model that is there, whatever its values."""
+    family = of_config(config)
+    return family.Section.model_construct(**family.section_values(config))
+
+
+def library_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    """Make the library's configuration of a model in which `library_problems` finds nothing."""
+    kind = of_config(config).library_classes().config
+    known = kind().to_dict().keys() - NOT_FIELDS
+    fields = {key: value for key, value in config.to_dict().items() if key in known}
+    return kind(**fields | changes)
+
+
+def check_model(family: Architecture, section: Any, model: PreTrainedModel) -> None:
+    """Check that a new model is what its family says of it: `register` imports no classes.
+
+    Raises:
+        ValueError: naming the family and what differs.
+    """
+    from cat_lm.model.hf.causal_lm import CausalLanguageModel
+
+    named, found = f"architecture {family.name!r}", {name for name, _ in model.named_parameters()}
+    if model.config.model_type != family.model_type:
+        raise ValueError(f"{named}: its configuration's model_type is {model.config.model_type!r}")
+    if not isinstance(model, CausalLanguageModel):
+        raise ValueError(
+            f"{named}: {type(model).__name__} must extend CausalLanguageModel of "
+            "cat_lm.model.hf.causal_lm"
+        )
+    last = family.layer_weight.format(layer=section.num_hidden_layers - 1)
+    for key, name in (("embedding", family.embedding), ("layer_weight", last)):
+        if name not in found:
+            raise ValueError(f"{named}: {key} names {name}, which its model has not")

@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from cat_lm.architectures.base import (
-    Architecture,
-    Classes,
-    ModelSection,
-    halo_problems,
-    head_division_problems,
-)
-from cat_lm.core import numbers
-from cat_lm.core.fields import number, whole
-from cat_lm.model.recurrent_rules import exact
-from cat_lm.model.rules import gated_width, tap_problems
+from cat_lm.architectures.base import Architecture, Classes, Summary, sizes_of
+from cat_lm.model.hf.sections.linear import exact
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 
-class LinearSection(ModelSection):
-    """What all three have, in the names of flash-linear-attention's configurations."""
-
-    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(description="heads")
-    conv_size: Annotated[int, whole(numbers.WINDOW)] = Field(
-        4, description="W of the short convolutions of q, k and v"
-    )
-    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
-        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
-    )
-    norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        1e-6, description="added to mean squares in RMS norms"
-    )
-    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        0.02, description="standard deviation of first weights"
-    )
-    conv_init: Literal["normal", "uniform"] = Field(
-        "normal",
-        description="start of the short convolutions: std initializer_range, or within ±1/sqrt(W)",
-    )
-
-    @property
-    def inner_size(self) -> int:
-        """The width of the MLP."""
-        return self.intermediate_size or gated_width(self.hidden_size)
-
-
 class LinearArchitecture(Architecture):
-    """A family whose section is a `LinearSection` and a `cat_lm.model.recurrent_rules.LinearShape`.
-
-    Attributes:
-        classes_named: the beginning of this project's classes' names; those of
-            flash-linear-attention begin with `package_classes`.
-    """
+    """A family whose section is a `LinearSection` and a `LinearShape`."""
 
     library = "flash-linear-attention"
     library_import = "fla"
@@ -65,42 +21,13 @@ class LinearArchitecture(Architecture):
     recurrent = True
     free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
     adapter_modules = ("q_proj", "v_proj")
-    classes_named: ClassVar[str]
-    package_classes: ClassVar[str]
-
-    def config_class(self) -> type[PreTrainedConfig]:
-        """Import this project's configuration."""
-        from cat_lm.model.hf import configuration_linear
-
-        return getattr(configuration_linear, f"{self.classes_named}Config")
-
-    def classes(self) -> Classes:
-        """Import this project's classes."""
-        from cat_lm.model.hf import modeling_linear as models
-
-        named = self.classes_named
-        causal_lm, body = (getattr(models, f"{named}{end}") for end in ("ForCausalLM", "Model"))
-        return Classes(self.config_class(), causal_lm, body)
 
     def library_classes(self) -> Classes:
         """Import what writes flash-linear-attention's models: their types and fields, our code."""
-        from cat_lm.model.hf import modeling_linear as models
+        from cat_lm.model.hf import modeling_recurrent as models
 
-        causal_lm = getattr(models, f"{self.package_classes}ForCausalLM")
+        causal_lm = getattr(models, f"{self.library_prefix}ForCausalLM")
         return Classes(causal_lm.config_class, causal_lm)
-
-    # Sections and configurations
-
-    def fields(self, section: Any, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Return the arguments of the configuration's class."""
-        fields = super().fields(section, vocab_size, context_length)
-        return fields | {"intermediate_size": section.inner_size}
-
-    def check_settings(self, settings: dict[str, Any]) -> None:
-        """Check a config.json. Raises ValueError."""
-        from cat_lm.model.hf.configuration_linear import check_settings
-
-        check_settings(self.config_class(), settings)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
         """Return where the package, which truncates products, would make fewer channels."""
@@ -113,59 +40,29 @@ class LinearArchitecture(Architecture):
             and int(width * factor) != width * exact(factor)
         ]
 
-    def problems(self, section: Any, context_length: int) -> list[str]:
-        """Return what does not go together, see `cat_lm.model.recurrent_rules`."""
-        windows = {"conv_size": section.window}
-        return [*section.shape_problems(), *tap_problems(windows, context_length)]
-
-    def division_problems(self, section: Any, parts: int, context_length: int) -> list[str]:
-        """Return whether heads, or parts shorter than filters, cannot be shared."""
-        return [
-            *head_division_problems(parts, {"num_heads": section.num_heads}),
-            *halo_problems(parts, context_length, {"conv_size": section.window}),
-        ]
-
-    # Words
-
-    def words(self, section: Any) -> str:
+    def summary(self, section: Any) -> Summary:
         """Name the heads and the short convolutions."""
-        keys, values = (
-            channels // section.num_heads
-            for channels in (section.key_channels, section.value_channels)
-        )
+        keys = section.key_channels // section.num_heads
+        values = section.value_channels // section.num_heads
         short = f"W={section.window}" if section.window else "no short convolution"
-        return f"states of {keys} x {values} a head, {short}"
-
-    def facts(self, section: Any) -> dict[str, Any]:
-        """Return the window of the short convolutions."""
-        return {"conv_window": section.window or None}
-
-    def sizes(self, section: Any) -> dict[str, int]:
-        """Return layers, width and heads."""
-        return super().sizes(section) | {"heads": section.num_heads}
+        words = f"states of {keys} x {values} a head, {short}"
+        sizes = sizes_of(section, heads=section.num_heads)
+        return Summary(self.title, words, {"conv_window": section.window or None}, sizes)
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
         """Return the heads."""
         return {"num_heads": heads}
 
-    # Backends
+    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+        """Describe what computes the short convolutions or the recurrence, as in the base."""
+        if key == "mixer_backend":
+            from cat_lm.ops.recurrence.backends import describe_backend
 
-    def describe_backend(
-        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
-    ) -> str:
-        """Describe in one line what computes the short convolutions; as in the base."""
-        if not config.window:
-            return super().describe_backend(config, device, dtype, backend)
-        from cat_lm.model.streams.short_convolution import describe_backend
+            return describe_backend(self.classes().base_model.mixer.recurrence, *how)
+        shape = config.section
+        if not shape.window:
+            return super().describe_backend(key, config, *how)
+        from cat_lm.model.streams import short_convolution
 
-        channels = (config.key_channels, config.value_channels)
-        return describe_backend(config.window, channels, device, dtype, backend)
-
-    def describe_mixer_backend(
-        self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, backend: str
-    ) -> str:
-        """Describe in one line what computes the recurrence; as in the base."""
-        from cat_lm.ops.recurrence.backends import describe_backend
-
-        mixer = self.classes().base_model.mixer
-        return describe_backend(mixer.recurrence, device, dtype, backend)
+        channels = (shape.key_channels, shape.value_channels)
+        return short_convolution.describe_backend(shape.window, channels, *how)

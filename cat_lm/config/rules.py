@@ -37,10 +37,10 @@ def _model(config: RunConfig) -> list[str]:
     architecture, model = config.architecture, config.model
     problems = architecture.problems(model, config.data.context_length)
     found = [f"model.{problem}" for problem in problems]
-    if not found and config.data.mask_documents and not architecture.isolates_documents(model):
+    if not found and config.data.mask_documents and not model.isolates_documents:
         found.append(
             "data.mask_documents=true: this model cannot keep documents apart "
-            f"({architecture.words(model)}); set it to false"
+            f"({architecture.summary(model).words}); set it to false"
         )
     return found
 
@@ -68,7 +68,7 @@ def _sequences(config: RunConfig) -> list[str]:
     parts, length = config.train.sequence_parallel, config.data.context_length
     if parts == 1:
         return []
-    problems = config.architecture.division_problems(config.model, parts, length)
+    problems = config.model.division_problems(parts, length)
     if length % parts:
         problems.insert(0, f"must divide data.context_length={length}")
     if config.train.compile:  # never seen to trace the exchanges

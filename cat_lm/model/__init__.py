@@ -7,20 +7,17 @@ from typing import Any
 
 _CLASSES = {
     "cache": ("CatCache",),
-    "hf.configuration": ("CatConfig",),
-    "hf.modeling": ("CatForCausalLM", "CatModel"),
-    "hf.configuration_llama": ("CatLlamaConfig",),
-    "hf.modeling_llama": ("CatLlamaForCausalLM", "CatLlamaModel"),
+    "hf.configuration": ("CatConfig", "CatLlamaConfig"),
+    "hf.modeling": ("CatForCausalLM", "CatModel", "CatLlamaForCausalLM", "CatLlamaModel"),
     "hf.configuration_mamba": ("CatMambaConfig", "CatMamba2Config"),
-    "hf.modeling_mamba": ("CatMambaForCausalLM", "CatMambaModel"),
-    "hf.modeling_mamba2": ("CatMamba2ForCausalLM", "CatMamba2Model"),
-    "hf.configuration_mixer": ("CatMixerConfig",),
-    "hf.modeling_mixer": ("CatMixerForCausalLM", "CatMixerModel"),
     "hf.configuration_linear": ("CatGlaConfig", "CatDeltaNetConfig", "CatGatedDeltaNetConfig"),
-    "hf.modeling_linear": (
+    "hf.modeling_recurrent": (
         *("CatGlaForCausalLM", "CatGlaModel", "CatDeltaNetForCausalLM", "CatDeltaNetModel"),
         *("CatGatedDeltaNetForCausalLM", "CatGatedDeltaNetModel"),
+        *("CatMambaForCausalLM", "CatMambaModel", "CatMamba2ForCausalLM", "CatMamba2Model"),
     ),
+    "hf.configuration_mixer": ("CatMixerConfig",),
+    "hf.modeling_mixer": ("CatMixerForCausalLM", "CatMixerModel"),
 }
 _HOMES = {name: f"{__name__}.{file}" for file, names in _CLASSES.items() for name in names}
 __all__ = list(_HOMES)

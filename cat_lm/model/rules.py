@@ -1,7 +1,8 @@
-"""What does not go together in a model, in words that begin with the key.
+"""What does not go together in a model that attends, in words that begin with the key.
 
-One definition for a run's YAML and for a model's own configuration, whose keys have the same names;
-neither torch nor transformers is imported.
+One table for a run's YAML and for a model's own configuration, whose keys have the same names. It
+holds what is mathematically meaningless, or would be without effect; every other combination is
+computed. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cat_lm.ops.long_filter import filters
 DEFAULT_WINDOW = 21
 CANON_PLACES = "ACD"
 CHUNK_SIZE = 128  # as LaS-chunk's
+WIDEST_FLASH_HEAD = 256  # channels, that flash attention's kernels take
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
 _ROPE_NUMBERS = {
     "rope_theta": "rope_theta",
@@ -31,33 +33,124 @@ _ROPE_NUMBERS = {
 }
 
 
-def gated_width(hidden_size: int) -> int:
-    """Return the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
-    return -(-8 * hidden_size // (3 * 256)) * 256
+def problems(model: Any) -> list[str]:
+    """Return which combinations of keys mean nothing, but for those of `cat_lm.model.attention`.
 
-
-def head_problems(model: Any) -> list[str]:
-    """Return whether the width divides among the heads."""
-    if model.hidden_size % model.num_attention_heads == 0:
-        return []
+    Args:
+        model: a section or configuration, each of whose values is allowed by itself.
+    """
+    kind, streams, rank = model.conv_type, model.conv_streams, model.conv_rank
+    convolved, rotates, rope = kind != "none", has_rope(model), model.rope_parameters or {}
+    part, channels = getattr(model, "rotary_pct", None), head_width(model)
+    rotated = channels if part is None else int(channels * part)
+    meets_keys = is_some_of(streams, STREAMS) and set(streams) & {*"qk"}
+    filtered = streams.replace("v", "") if mixes_maps(model) else streams
+    shared, heads = key_heads(model), model.num_attention_heads
+    width, magnitude = query_width(model), _yarn_magnitude(rope)
+    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
+    table = (
+        # Heads and positions
+        (
+            model.hidden_size % heads,
+            f"hidden_size={model.hidden_size}: must be a multiple of num_attention_heads={heads}",
+        ),
+        (heads % shared, f"num_key_value_heads={shared}: must divide num_attention_heads={heads}"),
+        (
+            part is None and rope.get("partial_rotary_factor") not in (None, 1),
+            f"rope_parameters.partial_rotary_factor={rope.get('partial_rotary_factor')}: all "
+            "channels of a head are rotated; leave it out",
+        ),
+        (
+            rotates and (rotated < 2 or rotated % 2),
+            (f"head_dim={channels}" if part is None else f"rotary_pct={part}")
+            + f": rotates {rotated} of a head's {channels} channels; must be an even number of at "
+            "least 2 (position_embedding=none rotates nothing)",
+        ),
+        (
+            rope_type_of(rope) != "default" and not rotates,
+            f"rope_parameters.rope_type={rope_type_of(rope)!r} with position_embedding='none': "
+            "there are no positions to scale; attention_temperature alone exists for such a model",
+        ),
+        (
+            model.attention_temperature != 1 and magnitude != 1,
+            f"attention_temperature={model.attention_temperature} and rope_parameters."
+            f"attention_factor={magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a "
+            "temperature twice; set attention_factor to 1.0 or attention_temperature to 1",
+        ),
+        # Convolutions
+        (
+            not is_some_of(streams, STREAMS),
+            f"conv_streams={short(streams)}: must name some of q, k and v, each once, as in qkv; "
+            "for no convolution set conv_type=none",
+        ),
+        (
+            model.conv_mixing == "maps" and (kind != "multihead" or "v" not in streams),
+            "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix the "
+            f"maps, not conv_type={kind} and conv_streams={streams}",
+        ),
+        (
+            model.conv_activation != "none" and not (convolved and filtered),
+            f"conv_activation={model.conv_activation}: no stream is convolved before attention; "
+            "leave it out",
+        ),
+        (
+            has_long_filters(model) and model.conv_window != DEFAULT_WINDOW,
+            f"conv_window={model.conv_window}: is for taps, and conv_filter={model.conv_filter} "
+            "has none; leave it out",
+        ),
+        (
+            model.conv_norm != "none" and not (convolved and model.conv_filter == filters.TAPS),
+            f"conv_norm={model.conv_norm}: there are no filters of taps with conv_type={kind} and "
+            f"conv_filter={model.conv_filter}; leave it out",
+        ),
+        (
+            model.qk_norm_place == "before" and model.qk_norm == "none",
+            "qk_norm_place=before: says nothing with qk_norm=none; choose l2 or rms",
+        ),
+        (
+            model.qk_norm_place == "before"
+            and model.qk_norm != "none"
+            and not (convolved and meets_keys),
+            "qk_norm_place=before: needs a convolution of q or k (conv_type, conv_streams); "
+            "without one there is only qk_norm_place=after",
+        ),
+        (
+            rank > 1
+            and not (kind == "head" and {*"qk"} <= {*streams} and not has_long_filters(model)),
+            f"conv_rank={rank}: needs conv_type=head, filters of taps and the streams q and k, "
+            f"whose filters make the kernel, not conv_type={kind}, "
+            f"conv_filter={model.conv_filter} and conv_streams={streams}",
+        ),
+        (
+            rank > model.conv_window,
+            f"conv_rank={rank}: is above conv_window={model.conv_window}; a kernel of W x W taps "
+            "has at most rank W",
+        ),
+        (
+            is_flash and rank > 1 and width > WIDEST_FLASH_HEAD,
+            f"conv_rank={rank}: makes heads of {width} channels, and attn_implementation="
+            f"flash_attention_2 takes at most {WIDEST_FLASH_HEAD}",
+        ),
+        (
+            model.canon != "none" and not is_some_of(model.canon, CANON_PLACES),
+            f"canon={short(model.canon)}: must be none or some of A, C and D, each once, as in "
+            "ACD; B is conv_type=depthwise with conv_window=4 and conv_init=residual",
+        ),
+    )
+    given = {name: getattr(model, name, None) for name in _ROPE_NUMBERS}
     return [
-        f"hidden_size={model.hidden_size}: must be a multiple of "
-        f"num_attention_heads={model.num_attention_heads}"
+        *(said for holds, said in table if holds),
+        *given_once_problems(rope, given),
+        *scope_problems(model.temperature_scope, rotates),
+        *filters.problems(model.conv_filter, model.conv_state, kind),
     ]
 
 
-def rotation_problems(model: Any) -> list[str]:
-    """Return whether rotary positions turn pairs of a head's channels."""
-    if model.position_embedding != "rope":
-        return []
-    channels = model.hidden_size // model.num_attention_heads
-    rotated = int(channels * model.rotary_pct)
-    if 0 < model.rotary_pct <= 1 and rotated >= 2 and rotated % 2 == 0:
-        return []
-    return [
-        f"rotary_pct={model.rotary_pct}: rotates {rotated} of a head's {channels} channels; "
-        "must be an even number of at least 2 (position_embedding=none rotates nothing)"
-    ]
+def _yarn_magnitude(rope: Mapping[str, Any]) -> float:
+    """Return what YaRN multiplies cosines and sines by; 1 without it."""
+    if rope_type_of(rope) != "yarn":
+        return 1.0
+    return rope.get("attention_factor") or yarn_magnitude(rope["factor"])
 
 
 def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:
@@ -76,28 +169,6 @@ def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]
     ]
 
 
-def temperature_problems(model: Any) -> list[str]:
-    """Return where temperature, its scope and scaled positions contradict each other."""
-    temperature, rotates = model.attention_temperature, has_rope(model)
-    problems = scope_problems(model.temperature_scope, rotates)
-    rope = model.rope_parameters or {}
-    rope_type = rope_type_of(rope)
-    if rope_type != "default" and not rotates:
-        problems.append(
-            f"rope_parameters.rope_type={rope_type!r} with position_embedding='none': there are no "
-            "positions to scale; attention_temperature alone exists for such a model"
-        )
-    if rope_type == "yarn" and temperature != 1:
-        magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
-        if magnitude != 1:
-            problems.append(
-                f"attention_temperature={temperature} and rope_parameters.attention_factor="
-                f"{magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a temperature "
-                "twice; set attention_factor to 1.0 or attention_temperature to 1"
-            )
-    return problems
-
-
 def scope_problems(scope: str, rotates: bool) -> list[str]:
     """Return whether a model with or without positions lacks a `temperature_scope`."""
     if scope not in TEMPERATURE_SCOPES:
@@ -111,133 +182,6 @@ def scope_problems(scope: str, rotates: bool) -> list[str]:
     return []
 
 
-def convolution_problems(model: Any) -> list[str]:
-    """Return what the keys of the convolutions contradict in each other."""
-    problems, streams = [], model.conv_streams
-    if not is_streams(streams):
-        return [
-            f"conv_streams={short(streams)}: must name some of q, k and v, each once, as in qkv; "
-            "for no convolution set conv_type=none"
-        ]
-    if model.conv_mixing == "maps" and (model.conv_type != "multihead" or "v" not in streams):
-        problems.append(
-            "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix the "
-            f"maps, not conv_type={model.conv_type} and conv_streams={streams}"
-        )
-    filtered = streams.replace("v", "") if mixes_maps(model) else streams
-    if model.conv_activation != "none" and (model.conv_type == "none" or not filtered):
-        problems.append(
-            f"conv_activation={model.conv_activation}: no stream is convolved before attention; "
-            "leave it out"
-        )
-    return problems
-
-
-def has_long_filters(model: Any) -> bool:
-    """Return True if filters are as long as the text."""
-    return model.conv_type != "none" and model.conv_filter != filters.TAPS
-
-
-def filter_problems(model: Any) -> list[str]:
-    """Return what the keys of long filters contradict in the others."""
-    name = model.conv_filter
-    found = filters.problems(name, model.conv_state, model.conv_type)
-    if found or name == filters.TAPS:
-        return found
-    usual = {"conv_window": DEFAULT_WINDOW, "conv_rank": 1, "conv_norm": "none"}
-    return [
-        f"{key}={value}: is for taps, and conv_filter={name} has none; leave it out"
-        for key, default in usual.items()
-        if (value := getattr(model, key)) != default
-    ]
-
-
-def is_streams(value: Any) -> bool:
-    """Return True if a value names some of the streams, each once."""
-    return is_some_of(value, STREAMS)
-
-
-def is_some_of(value: Any, letters: str) -> bool:
-    """Return True if a value is a word of some of the letters, each at most once."""
-    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
-
-
-def norm_problems(model: Any) -> list[str]:
-    """Return which keys of normalisation say nothing."""
-    problems, convolved = [], model.conv_type != "none"
-    if model.conv_norm != "none" and not convolved:
-        problems.append(f"conv_norm={model.conv_norm}: there are no filters with conv_type=none")
-    if model.qk_norm_place == "before" and model.qk_norm == "none":
-        problems.append("qk_norm_place=before: says nothing with qk_norm=none; choose l2 or rms")
-    elif model.qk_norm_place == "before" and not (convolved and set(model.conv_streams) & {*"qk"}):
-        problems.append(
-            "qk_norm_place=before: needs a convolution of q or k (conv_type, conv_streams); "
-            "without one there is only qk_norm_place=after"
-        )
-    return problems
-
-
-WIDEST_FLASH_HEAD = 256  # channels, that flash attention's kernels take
-
-
-def rank_problems(model: Any) -> list[str]:
-    """Return what a kernel of scores of more than rank 1 needs and has not."""
-    rank = model.conv_rank
-    if rank == 1:
-        return []
-    named = f"conv_rank={rank}"
-    if model.conv_type != "head" or not {*"qk"} <= {*model.conv_streams}:
-        return [
-            f"{named}: needs conv_type=head and the streams q and k, whose filters make the "
-            f"kernel, not conv_type={model.conv_type} and conv_streams={model.conv_streams}"
-        ]
-    problems = []
-    if rank > model.conv_window:
-        problems.append(
-            f"{named}: is above conv_window={model.conv_window}; a kernel of W x W taps has at "
-            "most rank W"
-        )
-    if model.qk_norm != "none" and model.qk_norm_place == "after":
-        problems.append(
-            f"{named}: qk_norm={model.qk_norm} after the convolution would make all ranks as "
-            "large; use qk_norm_place=before"
-        )
-    if model.conv_norm != "none":
-        problems.append(f"{named}: conv_norm={model.conv_norm} is for rank 1; use conv_norm=none")
-    width = query_width(model)
-    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
-    if is_flash and width > WIDEST_FLASH_HEAD:
-        problems.append(
-            f"{named}: makes heads of {width} channels, and attn_implementation=flash_attention_2 "
-            f"takes at most {WIDEST_FLASH_HEAD}"
-        )
-    return problems
-
-
-def canon_problems(model: Any) -> list[str]:
-    """Return whether `canon` names places of Canon layers, each once."""
-    places = model.canon
-    if places == "none" or is_some_of(places, CANON_PLACES):
-        return []
-    what = f"canon={short(places)}: must be none or some of A, C and D, each once, as in ACD"
-    if isinstance(places, str) and is_some_of(places, f"{CANON_PLACES}B"):
-        what += "; B is conv_type=depthwise with conv_window=4 and conv_init=residual"
-    return [what]
-
-
-def canon_places(model: Any) -> str:
-    """Return the places that have Canon layers, in their order; "" for none."""
-    return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
-
-
-def window_problems(model: Any, context_length: int) -> list[str]:
-    """Return whether a filter's last taps would read nothing."""
-    has_taps = model.conv_type != "none" and not has_long_filters(model)
-    used = {"conv_window": has_taps, "canon_window": bool(canon_places(model))}
-    windows = {key: getattr(model, key) for key, is_used in used.items() if is_used}
-    return tap_problems(windows, context_length)
-
-
 def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
     """Return, by the key that gives it, which of some filters' windows is longer than a row."""
     return [
@@ -248,47 +192,27 @@ def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
     ]
 
 
-def key_value_problems(model: Any) -> list[str]:
-    """Return whether the heads of queries divide among those of keys and values."""
-    shared = model.num_key_value_heads
-    if shared is None or model.num_attention_heads % shared == 0:
-        return []
-    return [
-        f"num_key_value_heads={shared}: must divide num_attention_heads={model.num_attention_heads}"
-    ]
+# What keys mean together
 
 
-def whole_rotation_problems(model: Any) -> list[str]:
-    """Return whether rotary positions can turn all channels of a head, which must be pairs."""
-    channels = model.head_dim or model.hidden_size // model.num_attention_heads
-    if model.position_embedding != "rope" or channels % 2 == 0:
-        return []
-    what = "head_dim" if model.head_dim else "hidden_size / num_attention_heads"
-    return [
-        f"{what}={channels}: must be even, as rotary positions turn pairs of channels "
-        "(position_embedding=none rotates nothing)"
-    ]
+def gated_width(hidden_size: int) -> int:
+    """Return the usual width of an MLP of three matrices: 8/3 C, up to a multiple of 256."""
+    return -(-8 * hidden_size // (3 * 256)) * 256
 
 
-def part_rotation_problems(model: Any) -> list[str]:
-    """Return that a part of a head is rotated where all of it must be."""
-    part = (model.rope_parameters or {}).get("partial_rotary_factor")
-    if part in (None, 1):
-        return []
-    return [
-        f"rope_parameters.partial_rotary_factor={part}: all channels of a head are rotated; "
-        "leave it out"
-    ]
+def is_some_of(value: Any, letters: str) -> bool:
+    """Return True if a value is a word of some of the letters, each at most once."""
+    return isinstance(value, str) and 0 < len(value) == len(set(value) & set(letters))
 
 
-def unmixed_problems(model: Any) -> list[str]:
-    """Return whether attention maps would be mixed with values of another number of heads."""
-    if model.conv_mixing != "maps":
-        return []
-    return [
-        "conv_mixing=maps: is for gpt_neox, whose values have as many heads as its queries; use "
-        "conv_mixing=embeddings"
-    ]
+def has_long_filters(model: Any) -> bool:
+    """Return True if filters are as long as the text."""
+    return model.conv_type != "none" and model.conv_filter != filters.TAPS
+
+
+def canon_places(model: Any) -> str:
+    """Return the places that have Canon layers, in their order; "" for none."""
+    return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
 
 
 def mixes_maps(model: Any) -> bool:

@@ -22,7 +22,7 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.random.fork_rng(devices=[]):
-        return architectures.of_config(config).classes_of(config).causal_lm(config).eval()
+        return architectures.classes_of(config).causal_lm(config).eval()
 
 
 def model_with(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -84,7 +84,7 @@ def library_model(model: PreTrainedModel) -> PreTrainedModel:
     for problem in problems:
         raise UserError(f"--library: the model {problem}; export it without --library")
     expected = logits_of(model)
-    stock = model_with(family.library_config(config), model.state_dict())
+    stock = model_with(architectures.library_config(config), model.state_dict())
     what = f"--library: the logits of {family.library}' {family.title} and of the model"
     compare_logits(logits_of(stock), expected, what, "export it without --library")
     return stock

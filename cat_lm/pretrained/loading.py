@@ -222,12 +222,12 @@ def model_config(path: Path | str) -> PreTrainedConfig:
         family = architectures.find(settings)
         if family is None:
             return AutoConfig.from_pretrained(folder, **_AS_IT_IS)
-        family.check_settings(settings)
+        family.Section.check_values(settings)
         # Not by transformers' registry of types: importing flash-linear-attention, whose operators
         # may compute a run's recurrences, gives the types of Mamba to other classes there.
         if settings["model_type"] == family.model_type:
             config = family.config_class().from_pretrained(folder, **_AS_IT_IS)
-        elif family.has_stock:
+        elif architectures.has_stock(family):
             config = family.library_classes().config.from_pretrained(folder, **_AS_IT_IS)
         else:  # transformers may not know it, and who does may need a GPU
             config = family.own_config(settings)

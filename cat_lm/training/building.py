@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from cat_lm.architectures.checks import check_classes, check_model
+from cat_lm.architectures import check_model
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
+from cat_lm.model import attention
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.training.distributed import Ranks
@@ -46,7 +47,6 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
     try:
-        check_classes(config.architecture)
         with contextlib.nullcontext() if weights else torch.device("meta"):
             model = config.architecture.classes().causal_lm(fields)
         check_model(config.architecture, config.model, model)
@@ -55,7 +55,8 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
     model.set_mixer_backend(config.train.mixer_backend)
-    config.architecture.prepare_training(model, config.model, config.train)
+    if hasattr(config.model, "attention"):
+        attention.pattern(config.model).prepare(model, config.train)
     if config.train.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -114,11 +115,10 @@ def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.devic
 
 
 def _backend(config: RunConfig, model: PreTrainedConfig, device: torch.device, key: str) -> str:
-    family, backend = config.architecture, getattr(config.train, key)
-    is_mixer = key == "mixer_backend"
-    describe = family.describe_mixer_backend if is_mixer else family.describe_backend
+    backend = getattr(config.train, key)
     try:
-        return describe(model, device, compute_dtype(config), backend)
+        how = (model, device, compute_dtype(config), backend)
+        return config.architecture.describe_backend(key, *how)
     except ValueError as error:
         raise UserError(f"train.{key}={backend}: {error}") from error
 

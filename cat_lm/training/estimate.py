@@ -80,7 +80,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     Raises:
         UserError: the model cannot be built.
     """
-    section = config.architecture.portable(config.model)
+    section = config.model.portable()
     # Layers that are computed again keep nothing, and no backend but the usual is sure to be here.
     plain = {"activation_checkpointing": False, "conv_backend": "auto", "mixer_backend": "auto"}
     train = config.train.model_copy(update=plain)

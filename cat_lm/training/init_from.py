@@ -9,6 +9,7 @@ from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
+from cat_lm.model import attention
 from cat_lm.pretrained.loading import load_model, load_tokenizer, model_config, model_folder
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
     source = model_folder(folder)
     theirs, ours = model_config(source), model.config
     architecture = architectures.of_config(ours)
-    if theirs.model_type in architecture.model_types:
+    if theirs.model_type in (types := architectures.model_types(architecture)):
         there, here = (
             architecture.section_values(config)
             | {key: getattr(config, key) for key in architecture.unoffered_keys}
@@ -63,18 +64,18 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
         )
         differences = architecture.differences(there, here)
     else:
-        known = " or ".join(architecture.model_types)
-        differences = [f"model_type is {theirs.model_type}, not {known}"]
+        differences = [f"model_type is {theirs.model_type}, not {' or '.join(types)}"]
     if differences:
         raise UserError(
             f"train.init_from={folder}: is another model than the configuration's: "
             + "; ".join(differences)
         )
     # What has another meaning in our model, or none, is left out.
+    keeps_all = "attention" not in there or attention.keeps_parameters(there, here)
     weights = {
         name: weight
         for name, weight in load_model(source, device="cpu").state_dict().items()
-        if architecture.keeps_weight(name, there, here)
+        if keeps_all or attention.PATTERNS_OWN not in name
     }
     own = model.state_dict()
     starts = {name: own[name] for name in (own.keys() - weights.keys()) & entry_weights(model)}

@@ -49,7 +49,7 @@ class Report:
             (
                 f"model: {self.parameters:,} parameters "
                 f"({self.computing:,} without what is only looked up), "
-                f"{config.model.architecture}, {config.architecture.words(config.model)}",
+                f"{config.model.architecture}, {config.architecture.summary(config.model).words}",
                 *loader.describe(step, steps),
                 f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "

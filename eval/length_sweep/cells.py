@@ -251,7 +251,7 @@ def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str,
     Raises RuntimeError where that is not what `fields` asked for: a scaling that was dropped on
     the way would give a plausible, wrong number.
     """
-    from cat_lm.model.hf.long_context import effective_scaling
+    from cat_lm.model.hf.inspection import effective_scaling
 
     found = effective_scaling(model)
     rope = fields.get("rope_parameters", {})

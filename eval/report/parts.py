@@ -30,7 +30,7 @@ def drawn(
 
 def model_words(run: Run) -> str:
     """Return what the run's model is."""
-    return run.config.architecture.words(run.config.model)
+    return run.config.architecture.summary(run.config.model).words
 
 
 def unlike(runs: Sequence[Run]) -> list[str]:

@@ -73,7 +73,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
     return {
         "run": run.label,
         "architecture": run.config.model.architecture,
-        **run.config.architecture.facts(run.config.model),
+        **run.config.architecture.summary(run.config.model).facts,
         "parameters": run.parameters,
         "tokens": run.tokens,
         "steps": run.steps,

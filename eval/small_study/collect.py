@@ -196,9 +196,8 @@ def _model(
         # A run that diverged has no export.
         "parameters": next(filter(None, (runs[job].export.get("parameters") for job in own)), None),
         "precision": config.train.precision if config else None,
-        "position_embedding": config.architecture.facts(config.model).get("position_embedding")
-        if config
-        else None,
+        "position_embedding": config
+        and config.architecture.summary(config.model).facts.get("position_embedding"),
         "skipped_steps": sum(runs[job].skipped for job in own),
         "validation": {job.seed: runs[job].validation for job in own},
         "tokens_per_second": statistics.median(speeds) if speeds else None,

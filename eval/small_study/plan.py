@@ -198,7 +198,7 @@ class Study:
         if self.methods != WITH_YARN:
             return self.methods
         config = self.config(job)
-        facts = config.architecture.facts(config.model)
+        facts = config.architecture.summary(config.model).facts
         return WITH_YARN if facts.get("position_embedding") == "rope" else NONE
 
     def columns(self) -> list[tuple[int, str]]:

@@ -150,7 +150,7 @@ def reading_cost(study: Study, config: RunConfig) -> float:
 
 def _kind(config: RunConfig) -> tuple[str, str]:
     """Name what sets the speed of models of one size apart."""
-    return config.model.architecture, config.architecture.variant(config.model)
+    return config.model.architecture, config.architecture.summary(config.model).variant
 
 
 def _trial(workers: Workers, job: Job) -> tuple[float, float]:

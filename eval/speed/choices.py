@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cat_lm import architectures
+from cat_lm import architectures, mixers
 from cat_lm.ops.convolution import kinds
 
 DTYPES = ("float32", "bfloat16")
@@ -51,11 +51,11 @@ def models() -> dict[str, Model]:
         prefix = "" if family.name == architectures.DEFAULT else f"{family.name}-"
         names = {v: family.short_names.get(v, f"{prefix}{v}") for v in family.variants()}
         first, stock = next(iter(names)), f"{prefix}stock"
-        rivals = (names[first], stock) if family.has_stock else (None, None)
+        rivals = (names[first], stock) if architectures.has_stock(family) else (None, None)
         for variant, words in family.variants().items():
             label = f"{family.title}, {words}" if variant else family.title
             found[names[variant]] = Model(label, family.name, variant, *rivals)
-        if family.has_stock:
+        if architectures.has_stock(family):
             label = f"{family.title}, transformers' own class"
             found[stock] = Model(label, family.name, first, *rivals)
         if family.library_type and family.takes_convolutions:
@@ -83,11 +83,14 @@ def own_models() -> tuple[str, ...]:
 def decoding_models() -> tuple[str, ...]:
     """List those of `own_models` that decode token by token from a state."""
     known = models()
-    return tuple(
-        name
-        for name in own_models()
-        if architectures.get(known[name].architecture).decodes(known[name].variant)
-    )
+    return tuple(name for name in own_models() if _decodes(known[name]))
+
+
+def _decodes(model: Model) -> bool:
+    """Return True unless it is of a mixer without a state; this project's all have one."""
+    family, name = architectures.get(model.architecture), model.variant
+    is_mixer = "mixer" in family.Section.model_fields and name not in mixers.MIXERS.own_names()
+    return not is_mixer or "state" in mixers.get(name).supports
 
 
 def default_models(names: tuple[str, ...]) -> tuple[str, ...]:

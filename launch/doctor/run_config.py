@@ -44,7 +44,7 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
     yield Finding("run model", f"{precision}: {reason}", "precision", precision)
     with torch.device("meta"):
         parameters = count_parameters(build_model(config, vocabulary(config)[0]))
-    words = f"{config.model.architecture}, {config.architecture.words(config.model)}"
+    words = f"{config.model.architecture}, {config.architecture.summary(config.model).words}"
     text = f"{parameters:,} parameters, {words}"
     yield Finding("run model", text, "parameters", parameters)
 

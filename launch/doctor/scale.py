@@ -150,7 +150,7 @@ def model(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     run, train = run_of(config), config.train
     vocab_size, assumed = vocabulary(config)
     text = (
-        f"{config.model.architecture} ({config.architecture.words(config.model)}), "
+        f"{config.model.architecture} ({config.architecture.summary(config.model).words}), "
         f"{run.parameters:,} parameters, {run.flops_per_token / 1e9:.2f} GFLOPs a token (forward "
         f"and backward), {train.precision}, ZeRO-{train.zero_stage}"
     )

@@ -154,8 +154,22 @@ class Case:
         return self.architecture.classes().config(**copy.deepcopy(self.fields | changes))
 
 
+# What the pairs leave out.
+FURTHER = [
+    {"family": "llama", "convolution": "maps"},
+    {"family": "llama", "convolution": "maps", "norm": "l2", "by": "sdpa"},
+    {"family": "llama", "convolution": "rank 3", "norm": "rms", "by": "sdpa"},
+    {"family": "gpt_neox", "convolution": "rank 3", "norm": "l2"},
+    {"family": "gpt_neox", "convolution": "rank 3, l1"},
+    {"family": "llama", "convolution": "rank 3, l1", "norm": "l2 before"},
+]
+
+
 def _decoder_cases() -> list[Case]:
     rows = pairwise({name: list(values) for name, values in OPTIONS.items()}, _goes_together)
+    CONVOLUTIONS["rank 3, l1"] = CONVOLUTIONS["rank 3"] | {"conv_norm": "l1"}
+    first = {name: next(iter(values)) for name, values in OPTIONS.items()}
+    rows += [first | row for row in FURTHER]
     cases = []
     for row in rows:
         changed = [label for name, label in row.items() if label != next(iter(OPTIONS[name]))]

@@ -99,14 +99,14 @@ def test_parts_that_change_nothing_leave_the_librarys_model(row):
         close(own[family.own_name(model.config, name)], gradient, 1e-5)
 
 
-@each([case for case in OTHERS if case.architecture.has_stock])
+@each([case for case in OTHERS if architectures.has_stock(case.architecture)])
 def test_recurrent_families_are_the_librarys(case):
     family, model = case.architecture, build(case)
     try:
         kind = family.library_classes().causal_lm
     except ImportError as error:
         pytest.skip(f"{family.title}: {error}")
-    stock = kind(family.library_config(model.config)).eval()
+    stock = kind(architectures.library_config(model.config)).eval()
     stock.load_state_dict(model.state_dict())
     ids = tokens(2, 30)
     close(model(ids).logits, stock(ids, use_cache=False).logits, 1e-5)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cat_lm import architectures
 from cat_lm.model.weight_decay import parameters_by_decay
 from tests.contracts.models import (
     CASES,
@@ -137,9 +138,9 @@ def test_matrices_alone_take_weight_decay(case):
 @every_case
 def test_it_says_what_it_is(case):
     family, model = case.architecture, build(case)
-    section = family.section(model.config)
+    section = architectures.section_of(model.config)
     assert family.problems(section, CONTEXT) == []
-    assert family.words(section) and family.describe(section)
+    assert family.summary(section).words and family.summary(section).description
 
 
 @every_case

@@ -86,7 +86,7 @@ def test_evaluations_and_the_report_take_it(case, command, tiny_corpus, tmp_path
         (row,) = (row for row in csv.DictReader(file) if row["model"] == "run")
     assert float(row["wikitext_ppl"]) == pytest.approx(wanted)
     page = (tmp_path / "page/index.html").read_text(encoding="utf-8")
-    assert html.escape(family.words(section_of(case))) in page
+    assert html.escape(family.summary(section_of(case)).words) in page
 
 
 @each_family

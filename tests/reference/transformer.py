@@ -68,9 +68,11 @@ def filters_of(stream: str, weights: Weights, config: dict[str, Any], time: int)
         return []
     if config["conv_filter"] != "taps":
         return [long_filter.long_taps(config["conv_filter"], own, config["conv_state"], time)]
-    if config["conv_norm"] == "l1":
-        own = parts.normalized(config["conv_type"], own)
-    return [own, *weights.get(f"convolution.{stream}_rank_filter", ())]
+    every = [own, *weights.get(f"convolution.{stream}_rank_filter", ())]
+    if config["conv_norm"] == "l1" and len(every) > 1:
+        total = sum(filters.abs().sum(-1, keepdim=True) for filters in every)
+        return [filters / total for filters in every]
+    return [parts.normalized(config["conv_type"], own)] if config["conv_norm"] == "l1" else every
 
 
 def stream(name: str, x: Tensor, bias: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
@@ -95,10 +97,11 @@ def head_norm(name: str, x: Tensor, weights: Weights, config: dict[str, Any]) ->
     """Return x / |x| times sqrt(s) for logits s q̂·k̂ (Henry et al., 2020), or RMSNorm (Qwen3)."""
     if config["qk_norm"] == "none":
         return x
-    width = x.shape[-1]
-    unit = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    ranks = 1 if config["qk_norm_place"] == "before" else config["conv_rank"]
+    width = x.shape[-1] // ranks
+    unit = x / (x.square().sum(-1, keepdim=True) / width + 1e-6).sqrt()
     if config["qk_norm"] == "rms":
-        return unit * weights[f"qk_norm.{name}_weight"]
+        return unit * weights[f"qk_norm.{name}_weight"].repeat(ranks)
     # The logits are divided by sqrt(D) later, and both have the length sqrt(D) here.
     return (
         unit if name == "k" else unit * weights["qk_norm.logit_scale"][:, None] / math.sqrt(width)

@@ -128,11 +128,10 @@ def test_a_section_goes_through_the_models_configuration_and_back(shape):
     config = loaded(vocab_size=99, layer_norm_eps=1e-4, rotary_pct=0.5, rope_theta=500, **shape)
     model = meta_model(config, 0)
     architecture = architectures.of_config(model.config)
-    back = architecture.section(model.config)
+    back = architectures.section_of(model.config)
     expected = config.model.model_copy(update={"intermediate_size": config.model.inner_size})
     assert back.model_dump() == expected.model_dump()
-    described = [getattr(architecture, name) for name in ("words", "describe", "facts", "sizes")]
-    assert [say(back) for say in described] == [say(expected) for say in described]
+    assert architecture.summary(back) == architecture.summary(expected)
 
 
 def test_words():
@@ -146,8 +145,8 @@ def test_words():
     }  # fmt: skip
     for said, shape in words.items():
         config = loaded(**{"conv_window": 21} | shape)
-        assert config.architecture.words(config.model) == said
-        described = config.architecture.describe(config.model)
+        assert config.architecture.summary(config.model).words == said
+        described = config.architecture.summary(config.model).description
         assert said in described and "GPT-NeoX" in described
         assert ("(CAT)" in described) == (shape["conv_type"] != "none")
 
@@ -288,7 +287,7 @@ def test_what_cannot_be_registered(toy):
         ({"title": ""}, "its class Other must give title, a text"),
         ({"layer_weight": None}, "its class Other must give layer_weight, a text"),
         ({"classes": architectures.Architecture.classes}, "its class Other must define classes"),
-        ({"words": "toy"}, "Other.words must be a method"),
+        ({"summary": "toy"}, "Other.summary must be a method"),
         ({"Section": dict}, "Section must be a ModelSection"),
     ):
         with pytest.raises(ValueError, match=f"architecture 'other': {said}"):

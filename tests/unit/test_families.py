@@ -83,7 +83,7 @@ CASES |= {name: {} for name in architectures.names() if name not in CASES}
 every_case = pytest.mark.parametrize("case", CASES)
 stock_cases = pytest.mark.parametrize(
     "case",
-    [name for name in CASES if name in architectures.names() and architectures.get(name).has_stock],
+    [name for name in architectures.names() if architectures.has_stock(architectures.get(name))],
 )
 
 
@@ -131,7 +131,7 @@ def test_every_family_of_the_project_is_here():
 @every_case
 def test_what_is_said_of_a_model_is_so(case):
     family, section, model = family_of(case), section_of(case), model_of(case)
-    back = family.section(model.config)
+    back = architectures.section_of(model.config)
     fields = family.fields(section, VOCABULARY, CONTEXT)
     assert family.fields(back, VOCABULARY, CONTEXT) == fields
     assert family.problems(section, CONTEXT) == []
@@ -140,14 +140,13 @@ def test_what_is_said_of_a_model_is_so(case):
     assert estimate.lookup_parameters(model) == VOCABULARY * section.hidden_size
     every = flops_per_token(meta_model(model.config), CONTEXT)
     assert 6 * VOCABULARY * section.hidden_size < every < 60 * parameters
-    for say in (family.words, family.describe):
-        assert say(section) and say(section) == say(back)
-    for tell in (family.facts, family.sizes):
-        json.dumps(tell(section))
-    assert family.variant(section) in family.variants()
+    said = family.summary(section)
+    assert said.words and said.description and said == family.summary(back)
+    json.dumps([said.facts, said.sizes])
+    assert said.variant in family.variants()
     how = (torch.device("cpu"), torch.float32, "auto")
-    assert family.describe_backend(model.config, *how)
-    assert bool(family.describe_mixer_backend(model.config, *how)) == family.recurrent
+    assert family.describe_backend("conv_backend", model.config, *how)
+    assert bool(family.describe_backend("mixer_backend", model.config, *how)) == family.recurrent
 
 
 # Of a row: layers, key and value channels, heads, FLOPs of a number of the state, taps, matrices
@@ -346,7 +345,7 @@ def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
     settings = json.loads((out / "config.json").read_text())
     assert settings["model_type"] == family_of(case).model_type
     assert architectures.find(settings) is family_of(case)
-    family_of(case).check_settings(settings)
+    family_of(case).Section.check_values(settings)
     again, rows = AutoModelForCausalLM.from_pretrained(out), tokens(2, 20)
     kinds = family_of(case).classes()
     assert type(again) is kinds.causal_lm
@@ -359,7 +358,7 @@ def test_an_export_is_the_model(case, tied, tiny_corpus, tmp_path):
         hidden = model.base_model(rows).last_hidden_state
         assert torch.equal(body(rows).last_hidden_state, hidden)
     card = (out / "README.md").read_text()
-    assert family_of(case).words(section_of(case)) in card
+    assert family_of(case).summary(section_of(case)).words in card
     assert family_of(case).section_values(again.config) == family_of(case).section_values(
         model.config
     )

@@ -65,7 +65,7 @@ NAMES["gated_deltanet"] = DELTA | DECAY | {"attn.g_proj.weight": "VC"}
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_have_the_packages_names_and_shapes(case):
     model = model_of(case)
-    keys, values = model.config.key_channels, model.config.value_channels
+    keys, values = model.config.section.key_channels, model.config.section.value_channels
     sizes = {"C": 32, "K": keys, "V": values, "I": 256, "H": 2, "D": values // 2, "W": 4, "R": 16}
     sizes["1"] = 1
     layer = {n: tuple(sizes[axis] for axis in axes) for n, axes in (LAYER | NAMES[case]).items()}
@@ -83,7 +83,7 @@ def test_the_package_itself_has_them(case):
 
     family = architectures.get(case.partition(":")[0])
     model = model_of(case)
-    settings = family.library_config(model.config).to_dict()
+    settings = architectures.library_config(model.config).to_dict()
     theirs = importlib.import_module(f"fla.models.{family.name}")
     named = family.library_classes().causal_lm.__name__
     with torch.device("meta"):
@@ -138,14 +138,14 @@ def test_an_export_for_the_package_is_the_same_tensors(case, tiny_corpus, tmp_pa
         ("gated_deltanet", {"num_v_heads": 4}, "num_v_heads=4"),
         ("gated_deltanet", {"head_dim": 0}, "head_dim=0: must be from 1"),
         ("gated_deltanet", {"conv_size": 0}, "conv_size=0: must be from 1"),
-        ("delta_net", {"conv_init": "identity"}, "conv_init='identity' is not supported; choose"),
+        ("delta_net", {"conv_init": "identity"}, "conv_init='identity': must be 'normal'"),
     ],
 )
 def test_models_of_the_package_that_are_not_ours_are_refused(family, changes, said, tmp_path):
     model = model_of(family)
     model.save_pretrained(tmp_path)
     architecture = architectures.get(family)
-    settings = architecture.library_config(model.config).to_dict() | changes
+    settings = architectures.library_config(model.config).to_dict() | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError) as error:
         load_model(tmp_path)

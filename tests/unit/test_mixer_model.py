@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.counts import count_parameters, meta_model
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.cache import CatCache
-from cat_lm.model.hf.long_context import effective_scaling
+from cat_lm.model.hf.inspection import effective_scaling
 from cat_lm.pretrained.loading import load_model
 from cat_lm.pretrained.scaled import methods_for
 from tests.unit.test_mixers import outside  # noqa: F401
@@ -204,7 +204,7 @@ def test_wrong_configurations_are_refused(changes, said, tmp_path):
         AutoConfig.from_pretrained(tmp_path)
     assert said in str(error.value)
     with pytest.raises(ValueError) as error:
-        ENTRY.check_settings(settings)
+        ENTRY.own_config(settings)
     assert said in str(error.value)
 
 
@@ -224,6 +224,6 @@ def test_a_sweep_over_lengths_finds_nothing_scaled():
 def test_a_mixer_chooses_its_operators_by_itself():
     config = config_of("gla")
     how = (torch.device("cpu"), torch.float32)
-    assert "mixer gla" in ENTRY.describe_backend(config, *how, "auto")
+    assert "mixer gla" in ENTRY.describe_backend("conv_backend", config, *how, "auto")
     with pytest.raises(ValueError, match="use auto"):
-        ENTRY.describe_backend(config, *how, "triton")
+        ENTRY.describe_backend("conv_backend", config, *how, "triton")

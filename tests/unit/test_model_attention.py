@@ -154,9 +154,9 @@ def test_models_are_saved_loaded_and_described(family, tmp_path):
         model.save_pretrained(tmp_path)
         loaded = load_model(tmp_path)
         assert torch.equal(loaded(ids).logits, model(ids).logits)
-    section = architectures.get(family).section(loaded.config)
+    section = architectures.section_of(loaded.config)
     assert section.score_options == {"start": 0.3} and section.value_transform == "box"
-    assert "learned decay, box of values" in architectures.get(family).words(section)
+    assert "learned decay, box of values" in architectures.get(family).summary(section).words
 
 
 @each_family

@@ -55,9 +55,9 @@ def test_starts():
 def test_words_name_the_layers(fields):
     model = cat_model(**fields)
     family = architectures.of_config(model.config)
-    section = family.section(model.config)
+    section = architectures.section_of(model.config)
     plain = section.model_copy(update={"canon": "none"})
-    assert "Canon" in family.words(section) and "Canon" not in family.words(plain)
+    assert "Canon" in family.summary(section).words and "Canon" not in family.summary(plain).words
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -109,7 +109,9 @@ def test_the_log_says_what_computes_them():
 
     def said(**fields):
         config = cat_model(family="llama", **fields).config
-        return family.describe_backend(config, torch.device("cpu"), torch.float32, "reference")
+        return family.describe_backend(
+            "conv_backend", config, torch.device("cpu"), torch.float32, "reference"
+        )
 
     assert said(conv_type="none") == "no convolutions"
     assert said(conv_type="none", canon="CA").startswith("Canon layers A, C (W=4): reference, ")
@@ -132,10 +134,10 @@ def test_lora_on_the_projections_of_every_part(tmp_path):
     ("key", "value", "message"),
     [
         ("canon", "ABCD", "must be none or some of A, C and D, .*; B is conv_type=depthwise"),
-        ("canon", "ACX", "must be none or some of A, C and D, each once, as in ACD$"),
+        ("canon", "ACX", "must be none or some of A, C and D, each once, as in ACD"),
         ("canon", "AA", "each once"),
         ("canon", "", "must be none or some"),
-        ("canon_init", "identity", "canon_init='identity' is not supported"),
+        ("canon_init", "identity", "canon_init=.identity.: must be .uniform."),
         ("canon_window", 0, "canon_window=0: must be from 1"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cat_lm.model.hf.conv_backends import describe_backend
+from cat_lm.model.hf.inspection import describe_backend
 from tests.unit.tiny_models import VARIANTS, cat_model, each_variant, random_ids
 
 HEADS, WIDTH, WINDOW, TIME = 4, 8, 5, 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cat_lm import architectures
-from cat_lm.model.hf.conv_backends import describe_backend
+from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.ops.long_filter import chunks, filters
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, upcycle
@@ -45,11 +45,11 @@ def convolution_of(model):
 def test_words_count_the_state(fields):
     model = cat_model(**fields)
     family = architectures.of_config(model.config)
-    section = family.section(model.config)
-    assert family.facts(section)["conv_window"] is None
+    section = architectures.section_of(model.config)
+    assert family.summary(section).facts["conv_window"] is None
     said = f"{section.conv_filter} filters of state N={section.conv_state}"
-    assert said in family.words(section) and "W=21" not in family.words(section)
-    assert family.sizes(section)["filter state"] == section.conv_state
+    assert said in family.summary(section).words and "W=21" not in family.summary(section).words
+    assert family.summary(section).sizes["filter state"] == section.conv_state
     said = describe_backend(model.config, "cpu", torch.float32)
     assert said.startswith(f"{section.conv_filter} filters of ") and "reference, the fast" in said
 
@@ -88,8 +88,8 @@ def test_a_page_shows_their_first_taps(tmp_path):
         (SSM | {"conv_state": 5}, "conv_state=5: must be even"),
         (SSM | {"conv_state": -2}, "conv_state=-2: must be from 0"),
         (SSM | {"conv_window": 4}, "conv_window=4: is for taps, and conv_filter=ssm has none"),
-        (SSM | {"conv_rank": 2}, "conv_rank=2: is for taps"),
-        (SSM | {"conv_norm": "l1"}, "conv_norm=l1: is for taps"),
+        (SSM | {"conv_rank": 2}, "conv_rank=2: needs .* filters of taps"),
+        (SSM | {"conv_norm": "l1"}, "conv_norm=l1: there are no filters of taps"),
         (SSM | {"conv_type": "none"}, "needs conv_type=head, not conv_type=none"),
         (SSM | {"conv_type": "multihead"}, "needs conv_type=head, not conv_type=multihead"),
         (SSM | {"conv_filter": "fft"}, "conv_filter='fft': must be one of taps"),
@@ -120,5 +120,5 @@ def test_drafting_is_refused_before_a_token_is_made():
 
 def test_a_window_beyond_the_context_is_no_matter():
     family = architectures.get("gpt_neox")
-    section = family.section(cat_model(**SSM).config)
+    section = architectures.section_of(cat_model(**SSM).config)
     assert family.problems(section, 16) == []

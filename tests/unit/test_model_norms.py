@@ -68,8 +68,8 @@ def test_filters_that_are_not_read_are_named(tmp_path):
 def test_words_name_the_norms_and_the_library_has_none(fields):
     model = cat_model(**fields)
     family = architectures.of_config(model.config)
-    section = family.section(model.config)
-    words = family.words(section)
+    section = architectures.section_of(model.config)
+    words = family.summary(section).words
     assert ("norm of q and k" in words) == (section.qk_norm != "none")
     assert ("l1-normalised" in words) == (section.conv_norm == "l1")
     if section.qk_norm != "none" and section.conv_type == "none":
@@ -82,13 +82,16 @@ def test_words_name_the_norms_and_the_library_has_none(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"qk_norm": "l3"}, "qk_norm='l3' is not supported; choose one of none, l2, rms"),
-        ({"qk_norm": "l2", "qk_norm_place": "inside"}, "qk_norm_place='inside' is not supported"),
+        ({"qk_norm": "l3"}, "qk_norm='l3': must be 'none', 'l2' or 'rms'"),
+        ({"qk_norm": "l2", "qk_norm_place": "inside"}, "qk_norm_place='inside': must be 'after'"),
         ({"qk_norm_place": "before"}, "qk_norm_place=before: says nothing with qk_norm=none"),
         (NONE | {"qk_norm": "l2", "qk_norm_place": "before"}, "needs a convolution of q or k"),
         ({"qk_norm": "l2", "conv_streams": "v"} | BEFORE, "needs a convolution of q or k"),
-        (NONE | {"conv_norm": "l1"}, "conv_norm=l1: there are no filters with conv_type=none"),
-        ({"conv_norm": "l2"}, "conv_norm='l2' is not supported"),
+        (
+            NONE | {"conv_norm": "l1"},
+            "conv_norm=l1: there are no filters of taps",
+        ),
+        ({"conv_norm": "l2"}, "conv_norm='l2': must be 'none'"),
     ],
 )
 def test_what_says_nothing_is_one_line(fields, message):

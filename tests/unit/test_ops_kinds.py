@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cat_lm import ops
-from cat_lm.model.hf.conv_backends import describe_backend
+from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained.loading import load_model
 from tests.unit.tiny_models import cat_model, random_ids

@@ -310,9 +310,9 @@ def test_the_family_says_what_its_model_has(ideas):
     section = family.Section(hidden_size=8, num_hidden_layers=3, expansion=2, vocab_size=50)
     model = family.classes().causal_lm(family.config_class()(**family.fields(section, 50, 16)))
     assert count_parameters(model) == 3 * (8 + 3 * 8 * 16) + 8 + 800
-    assert family.section(model.config).model_dump() == section.model_dump()
-    assert family.words(section) == "expansion=2"
-    assert family.describe(section) == "n-gram language model (expansion=2)"
+    assert architectures.section_of(model.config).model_dump() == section.model_dump()
+    assert family.summary(section).words == "expansion=2"
+    assert family.summary(section).description == "n-gram language model (expansion=2)"
     # Of layers, channels and tokens, in fp32: the whole text is read anew for each token.
     assert state_bytes(meta_model(model.config), 7) == 3 * 8 * 7 * 4
 

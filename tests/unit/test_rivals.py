@@ -259,7 +259,7 @@ class TestMeasure:
 
     def test_slices_of_a_model_are_its_losses(self, text, long_corpus, tmp_path):
         from cat_lm.model.hf.configuration_linear import CatGlaConfig
-        from cat_lm.model.hf.modeling_linear import CatGlaForCausalLM
+        from cat_lm.model.hf.modeling_recurrent import CatGlaForCausalLM
 
         shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
         model = CatGlaForCausalLM(CatGlaConfig(vocab_size=257, intermediate_size=16, **shape))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.model.hf.long_context import effective_scaling
+from cat_lm.model.hf.inspection import effective_scaling
 from cat_lm.model.rope import CatRotaryEmbedding
 from cat_lm.model.rope_scaling import yarn_magnitude, yarn_temperature
 from cat_lm.pretrained.scaled import methods_for, scaled_config, scaled_fields

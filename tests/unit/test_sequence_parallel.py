@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model.sequence import SequenceGroup
@@ -71,8 +70,8 @@ def test_a_family_that_says_nothing_is_refused():
     values = load_config(ROWS / "gla.yaml").model_dump()
     values["model"] = {"architecture": "mixer", "mixer": "gla", "hidden_size": 32}
     values["model"]["num_hidden_layers"] = 1
-    family, section = architectures.get("mixer"), RunConfig.model_validate(values).model
-    assert family.division_problems(section, 2, 64) == [
+    section = RunConfig.model_validate(values).model
+    assert section.division_problems(2, 64) == [
         "cannot divide the sequences of model.architecture=mixer"
     ]
 

@@ -208,7 +208,7 @@ def test_refusals(pythia, tmp_path):
         upcycle(tmp_path / "nowhere", tmp_path / "out", Convolution())
     with pytest.raises(UserError, match="plain GPT-NeoX already"):
         upcycle(pythia, tmp_path / "out", Convolution("none"))
-    with pytest.raises(UserError, match="conv_rank=2: needs conv_type=head and the streams q and"):
+    with pytest.raises(UserError, match=r"conv_rank=2: needs conv_type=head, .* streams q and"):
         upcycle(pythia, tmp_path / "out", Convolution(streams="k", rank=2))
     with pytest.raises(UserError, match="conv_window=0"):
         upcycle(pythia, tmp_path / "out", Convolution(window=0))

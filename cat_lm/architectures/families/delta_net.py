@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import Field
-
-from cat_lm.architectures.linear import LinearArchitecture, LinearSection
-from cat_lm.core import numbers
-from cat_lm.core.fields import number
-from cat_lm.model.recurrent_rules import DeltaNetShape
-
-
-class DeltaNetSection(DeltaNetShape, LinearSection):
-    """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
-
-    architecture: Literal["delta_net"] = "delta_net"
-    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
-        1.0, description="channels of all keys over hidden_size"
-    )
-    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
-        1.0, description="channels of all values over hidden_size"
-    )
+from cat_lm.architectures.linear import LinearArchitecture
+from cat_lm.model.hf.sections.linear import DeltaNetSection
 
 
 class DeltaNet(LinearArchitecture):
@@ -31,10 +15,9 @@ class DeltaNet(LinearArchitecture):
     title = "DeltaNet"
     model_type = "cat_delta_net"
     library_type = "delta_net"
-    short_names: ClassVar[dict[str, str]] = {"": "delta_net"}
-    classes_named = "CatDeltaNet"
-    package_classes = "DeltaNet"
+    class_prefix, library_prefix = "CatDeltaNet", "DeltaNet"
     Section = DeltaNetSection
+    short_names: ClassVar[dict[str, str]] = {"": "delta_net"}
 
 
 ENTRY = DeltaNet()

@@ -26,6 +26,8 @@ __all__ += ["implementation_problems", "keeps_parameters", "keys_of", "keys_of_a
 __all__ += ["length_problems", "names", "pattern", "problems", "register", "score_transform"]
 __all__ += ["usual_implementation", "value_transform"]
 
+# In the names of the parameters of patterns of attention, and of no others.
+PATTERNS_OWN = ".core."
 # The key that chooses an entry, and the one that holds its options, by the entries' class.
 _KEYS = {
     Pattern: ("attention", "attention_options"),

@@ -221,8 +221,11 @@ class AttentionMixin:
             output = attend_within_borders(query, key, value, *how)
             return output[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
+        is_repeated = (
+            getattr(self, "num_key_value_groups", 1) > 1 and key.shape[1] == query.shape[1]
+        )
         output, maps = function(
-            self if self.score_form is None else _Ungrouped(self),
+            _Ungrouped(self) if is_repeated or self.score_form is not None else self,
             query,
             key,
             value,

@@ -10,31 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cat_lm.core.registry import Registry
-from cat_lm.model import attention
+from cat_lm.model import attention, rules
 from cat_lm.model.rules import (
     DEFAULT_WINDOW,
     STREAMS,
     canon_places,
-    canon_problems,
-    convolution_problems,
-    filter_problems,
     has_long_filters,
+    key_heads,
     mixes_maps,
-    norm_problems,
-    rank_problems,
 )
-from cat_lm.ops.convolution import kinds
-from cat_lm.ops.long_filter import filters
-
-CONV_MIXINGS = ("embeddings", "maps")
-CONV_ACTIVATIONS = ("none", "silu")
-CONV_INITS = ("identity", "uniform", "residual")
-CANON_INITS = ("uniform", "zero")
-CONV_NORMS = ("none", "l1")
-QK_NORMS = ("none", "l2", "rms")
-QK_NORM_PLACES = ("after", "before")
-POSITION_EMBEDDINGS = ("rope", "none")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -48,12 +32,13 @@ class AttentionSettings:
         attends: whether layers have attention, which takes masks.
         library_names: patterns of parameters' names in the library's files, and what takes their
             place.
-        convolved_names: the same, of models with convolutions only.
+        convolved_names, plain_names: the same, of models with convolutions only, and of others.
     """
 
     attends: ClassVar[bool] = True
     library_names: ClassVar[dict[str, str]] = {}
     convolved_names: ClassVar[dict[str, str]] = {}
+    plain_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
     conv_window: int = DEFAULT_WINDOW
@@ -88,7 +73,7 @@ class AttentionSettings:
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:
         """Return the patterns for the files of models with or without convolutions."""
-        return cls.library_names | (cls.convolved_names if convolved else {})
+        return cls.library_names | (cls.convolved_names if convolved else cls.plain_names)
 
     @property
     def head_width(self) -> int:
@@ -101,9 +86,12 @@ class AttentionSettings:
         return self.head_width
 
     def stream_heads(self, stream: str) -> int:
-        """Return the number of heads of a stream, which for keys and values may be fewer."""
-        shared = getattr(self, "num_key_value_heads", None)
-        return self.num_attention_heads if stream == "q" or shared is None else shared
+        """Return the heads of a stream's filters, which for keys and values may be fewer.
+
+        Filters of values that mix attention maps are of all maps.
+        """
+        of_maps = stream == "v" and self.mixes_maps
+        return self.num_attention_heads if stream == "q" or of_maps else key_heads(self)
 
     @property
     def convolved_streams(self) -> str:
@@ -170,36 +158,9 @@ class AttentionSettings:
         """Return True if states hold what was read as padding; else masks say it at each call."""
         return self.needs_layer_state
 
-    def check_attention_settings(self) -> None:
-        """Check the fields above, but for the temperature. Raises ValueError."""
-        if self.conv_type != "none":
-            check_choice("conv_init", self.conv_init, CONV_INITS)
-        check_choice("canon_init", self.canon_init, CANON_INITS)
-        check_entry_name("conv_type", self.conv_type, kinds.KINDS)
-        check_choice("position_embedding", self.position_embedding, POSITION_EMBEDDINGS)
-        check_choice("conv_mixing", self.conv_mixing, CONV_MIXINGS)
-        check_choice("conv_activation", self.conv_activation, CONV_ACTIVATIONS)
-        check_entry_name("conv_filter", self.conv_filter, filters.FILTERS)
-        check_choice("conv_norm", self.conv_norm, CONV_NORMS)
-        check_choice("qk_norm", self.qk_norm, QK_NORMS)
-        check_choice("qk_norm_place", self.qk_norm_place, QK_NORM_PLACES)
-        refuse(filter_problems(self))
-        refuse([*convolution_problems(self), *norm_problems(self), *rank_problems(self)])
-        refuse(canon_problems(self))
-        attention.check_names(self)
-        refuse(attention.problems(self))
-
-
-def check_entry_name(key: str, name: str, registry: Registry) -> None:
-    """Check that a registry has a name. Raises ValueError."""
-    if problem := registry.problem(name):
-        raise ValueError(f"{key}={name!r}: {problem}")
-
-
-def check_choice(name: str, value: str, supported: tuple[str, ...]) -> None:
-    """Check that a value is among those supported. Raises ValueError."""
-    if value not in supported:
-        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(supported)}")
+    def shape_problems(self) -> list[str]:
+        """Return which combinations of the fields mean nothing, in lines that begin with one."""
+        return [*rules.problems(self), *attention.problems(self)]
 
 
 def refuse(problems: list[str]) -> None:

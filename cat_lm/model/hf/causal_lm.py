@@ -10,7 +10,6 @@ transformers. `PreTrainedMixin` wants a configuration that extends
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.core.registry import one_of
-from cat_lm.model import attention
 from cat_lm.model.attention.causality import check_attention
 from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
 from cat_lm.model.cache import (
@@ -35,66 +33,12 @@ from cat_lm.model.cache import (
     without_plans,
 )
 from cat_lm.model.context import Context, layer_context
-from cat_lm.model.hf.initialization import initialize
-from cat_lm.model.hf.starts import AsksForStarts
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.ops import BACKENDS
 from cat_lm.ops.loss.linear_cross_entropy import IGNORE_INDEX, LanguageModelHead
 from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
 logger = logging.get_logger(__name__)
-
-# What decides which configuration a name means.
-_HUB_OPTIONS = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
-    *("token", "trust_remote_code"),
-)
-
-
-class PreTrainedMixin(AsksForStarts):
-    """Initialises and loads the models of a family; before its `PreTrainedModel`."""
-
-    # Layers read the inputs of earlier tokens. Engines with a cache of their own do not keep them,
-    # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
-    _supports_attention_backend = _supports_context_parallel = False
-    # accelerate would pass copies of these arguments, but layers write into them.
-    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
-
-    def post_init(self) -> None:
-        """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
-        super().post_init()
-        # Of the instance: read off the class, a property would be true.
-        self._is_stateful = self.config.has_long_filters
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if not initialize(module, self.config):
-            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
-
-    def _check_and_adjust_attn_implementation(
-        self, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        """Choose as transformers does, where nothing is asked for among what can compute it."""
-        if attn_implementation is None:
-            attn_implementation = attention.usual_implementation(self.config)
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; the library's files too."""
-        name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
-        if not isinstance(config, cls.config_class):
-            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
-            is_place = isinstance(config, str | os.PathLike)
-            config = cls.config_class.from_pretrained(config if is_place else name_or_path, **hub)
-        renamed = config.renamings(bool(config.convolved_streams)) | (
-            kwargs.pop("key_mapping", None) or {}
-        )
-        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Saving would undo the renaming; files of this model have the names of its state_dict.
-        model._weight_conversions = None
-        return loaded
 
 
 class CausalBody:
@@ -342,16 +286,20 @@ class CausalLanguageModel:
         """Add the layers' states to the cache, from which drafted tokens can be taken back.
 
         Raises:
-            ValueError: the model is to draft, and its state cannot go back.
+            ValueError: the model is to draft, and its state cannot go back; or the kind of cache
+                holds no states.
         """
-        if not self.keeps_state:
-            generation_config.use_cache = model_kwargs["use_cache"] = False
-            return None
         if generation_config.is_assistant and self._is_stateful:
             raise ValueError(
                 f"{type(self).__name__} cannot draft tokens for another model: its recurrent "
                 "states cannot go back before those that are rejected"
             )
+        if not self.keeps_state:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+            return None
+        if not getattr(self.config, "attends", True):
+            self._prepare_states(generation_config, model_kwargs)
+            return None
         result = super()._prepare_cache_for_generation(
             generation_config, model_kwargs, *args, **kwargs
         )
@@ -362,6 +310,18 @@ class CausalLanguageModel:
                 # transformers asked the layers that were there before for it.
                 cache.activate_past_recording()
         return result
+
+    def _prepare_states(self, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Set the cache of states of recurrent layers; those without a state have none."""
+        kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r}: the states of mixers have none")
+        if cache is not None:
+            attach_layer_state(cache, self.config)
+        elif self.config.keeps_state and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = CatCache(self.config)
+        else:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
 
     @can_return_tuple
     def forward(

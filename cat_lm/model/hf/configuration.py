@@ -1,34 +1,37 @@
-"""`CatConfig`: GPT-NeoX's configuration and what convolution-augmented attention adds to it."""
+"""`CatConfig` and `CatLlamaConfig`: the library's, and what convolutions add to attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
 
-from cat_lm.core.numbers import FRACTION, NORM_EPSILON
 from cat_lm.model.attention.settings import AttentionSettings, refuse
-from cat_lm.model.hf.settings import (
-    NUMBERS,
-    SWITCHES,
-    WHOLE_NUMBERS,
-    KnownKeys,
-    check_numbers,
-    check_shape,
-)
-from cat_lm.model.rope_scaling import (
-    check_rope_number,
-    check_rope_numbers,
-    check_rope_parameters,
-)
-from cat_lm.model.rules import given_once_problems, rotation_problems, temperature_problems
+from cat_lm.model.hf.sections.transformer import GPTNeoXSection, LlamaSection
+from cat_lm.model.hf.settings import KnownKeys
+from cat_lm.model.rope_scaling import check_rope_numbers, check_rope_parameters
+from cat_lm.model.rules import given_once_problems
+
+
+class _CatSettings(AttentionSettings, KnownKeys):
+    """Check positions before and after transformers has put them into `rope_parameters`."""
+
+    # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
+    # would have to pass documents and padding on.
+    base_model_tp_plan = base_model_pp_plan = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse(given_once_problems(self.rope_parameters, kwargs))
+        check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
+        super().__post_init__(**kwargs)
+        check_rope_numbers(self.rope_parameters)
 
 
 @strict
-class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
+class CatConfig(_CatSettings, GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
     conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
@@ -84,12 +87,11 @@ class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
     """
 
     model_type = "cat_neox"
+    Section = GPTNeoXSection
     library_names: ClassVar[dict[str, str]] = {r"^embed_out\.": "lm_head."}
-    # The projection's bias is added after the convolution.
+    # The projection's bias is added after the convolution, and goes back where there is none.
     convolved_names: ClassVar[dict[str, str]] = {r"\.query_key_value\.bias$": ".convolution.bias"}
-    # Tensor parallelism would have to split the filters along with the heads, and pipeline stages
-    # would have to pass documents and padding on.
-    base_model_tp_plan = base_model_pp_plan = None
+    plain_names: ClassVar[dict[str, str]] = {r"\.convolution\.bias$": ".query_key_value.bias"}
 
     @classmethod
     def other_keys(cls) -> Collection[str]:
@@ -97,21 +99,15 @@ class CatConfig(AttentionSettings, KnownKeys, GPTNeoXConfig):
         return ("rotary_emb_base", "rotary_pct", *_SHAPE, *super().other_keys())
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_fields(self)
         for name, allowed in _SHAPE.items():
             if (value := kwargs.pop(name, None)) not in (None, allowed(self)):
                 raise ValueError(f"{name}={value}: GPT-NeoX has {allowed(self)} with these heads")
-        _check_rope_names(kwargs)
         refuse(given_once_problems(self.rope_parameters, kwargs))
         for name, theirs in _NEOX_NAMES.items():
             value = kwargs.pop(name, None)
             if value is not None and kwargs.setdefault(theirs, value) != value:
                 raise ValueError(f"{name}={value}: {theirs} is {kwargs[theirs]}; give one of them")
-        self.check_attention_settings()
-        check_rope_parameters(self.rope_parameters, kwargs.get("rope_scaling"))
         super().__post_init__(**kwargs)
-        check_rope_numbers(self.rope_parameters)
-        refuse([*temperature_problems(self), *rotation_problems(self)])
 
     @property
     def rotary_pct(self) -> float:
@@ -126,34 +122,26 @@ _SHAPE: dict[str, Callable[[Any], int]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "num_key_value_heads": lambda config: config.num_attention_heads,
 }
-_NUMBERS = NUMBERS | {"layer_norm_eps": NORM_EPSILON, "hidden_dropout": FRACTION}
-_SWITCHES = ("use_parallel_residual", *SWITCHES)
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check what a GPT-NeoX or CAT `config.json` says, before a configuration is made of it.
+@strict
+class CatLlamaConfig(_CatSettings, LlamaConfig):
+    r"""Configuration of a convolution-augmented Llama model.
 
-    Raises:
-        ValueError: as `check_fields`.
+    The fields of the convolutions, of positions and of the temperature mean what they mean in
+    `CatConfig`. With `num_key_value_heads` below `num_attention_heads` (grouped queries), keys and
+    values are convolved by their own heads' filters, and a multi-head convolution mixes the heads
+    of its stream; where it mixes attention maps, these are of all heads of queries.
+
+    rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
+        channels of a head are rotated.
+
+    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.initialization`.
+    Wrong values raise a `ValueError` that says what is supported.
     """
-    check_fields(SimpleNamespace(**CatConfig().to_dict() | dict(settings)))
-    _check_rope_names(settings)
 
-
-def _check_rope_names(values: Mapping[str, Any]) -> None:
-    for name in ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"):
-        if values.get(name) is not None:
-            check_rope_number(name, values[name])
-
-
-def check_fields(config: GPTNeoXConfig | SimpleNamespace) -> None:
-    """Check types and ranges of what a GPT-NeoX or CAT model is built from.
-
-    Raises:
-        ValueError: naming the field, its value and what would be right.
-    """
-    check_numbers(config, WHOLE_NUMBERS, whole=True)
-    check_numbers(config, _NUMBERS, whole=False)
-    check_shape(config, _SWITCHES)
-    if config.rope_parameters:
-        check_rope_numbers(config.rope_parameters)
+    model_type = "cat_llama"
+    Section = LlamaSection
+    # The projections' biases are added after the convolution, and go back where there is none.
+    convolved_names: ClassVar[dict[str, str]] = {r"\.([qkv])_proj\.bias$": r".convolution.\1_bias"}
+    plain_names: ClassVar[dict[str, str]] = {r"\.convolution\.([qkv])_bias$": r".\1_proj.bias"}

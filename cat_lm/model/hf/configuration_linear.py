@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from cat_lm.core.numbers import (
-    CONTEXT,
-    EXPANSION,
-    HEADS,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    LAYERS,
-    NORM_EPSILON,
-    VOCABULARY,
-    WINDOW,
-)
-from cat_lm.model.attention.settings import check_choice, refuse
-from cat_lm.model.hf.settings import (
-    RecurrentSettings,
-    check_numbers,
-    check_switches,
-    check_tokens,
-)
-from cat_lm.model.recurrent_rules import CONV_INITS, DeltaNetShape, GatedDeltaNetShape, GlaShape
+from cat_lm.model.hf.sections.linear import DeltaNetSection, GatedDeltaNetSection, GlaSection
+from cat_lm.model.hf.settings import RecurrentSettings
 from cat_lm.model.rules import gated_width
 
-_WHOLE_NUMBERS = {
-    "hidden_size": HIDDEN_SIZE,
-    "num_hidden_layers": LAYERS,
-    "num_heads": HEADS,
-    "conv_size": WINDOW,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-}
-_NUMBERS = {"norm_eps": NORM_EPSILON, "initializer_range": NORM_EPSILON, "expand_v": EXPANSION}
 # What flash-linear-attention's classes have beside our fields: the values that mean our model, the
 # package's own default first; none where any does.
 _SWISH = ("swish", "silu")
@@ -98,19 +70,23 @@ class LinearConfig(RecurrentSettings, PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     @classmethod
-    def other_keys(cls) -> Collection[str]:
-        """Return flash-linear-attention's other fields."""
+    def other_keys(cls) -> dict[str, tuple[Any, ...]]:
+        """Return flash-linear-attention's other fields, and the values that mean our model."""
         return _PACKAGE | cls.package
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_fields(type(self), self, kwargs)
-        self.intermediate_size = self.intermediate_size or gated_width(self.hidden_size)
         known = self.other_keys()
+        for key, allowed in known.items():
+            if allowed and kwargs.get(key, allowed[0]) not in allowed:
+                raise ValueError(
+                    f"{key}={kwargs[key]!r}: models of this kind here have {allowed[0]!r}"
+                )
+        self.intermediate_size = self.intermediate_size or gated_width(self.hidden_size)
         super().__post_init__(**{key: v for key, v in kwargs.items() if key not in known})
 
 
 @strict
-class CatGlaConfig(GlaShape, LinearConfig):
+class CatGlaConfig(LinearConfig):
     r"""Configuration of a language model of gated linear attention (Yang et al., 2023).
 
     expand_k, expand_v (`float`): the widths of all keys and of all values over the model's.
@@ -118,6 +94,7 @@ class CatGlaConfig(GlaShape, LinearConfig):
     """
 
     model_type = "cat_gla"
+    Section = GlaSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
         "clamp_min": (None,),
         "elementwise_affine": (True,),
@@ -133,13 +110,14 @@ class CatGlaConfig(GlaShape, LinearConfig):
 
 
 @strict
-class CatDeltaNetConfig(DeltaNetShape, LinearConfig):
+class CatDeltaNetConfig(LinearConfig):
     r"""Configuration of a language model of the delta rule (Yang et al., 2024).
 
     expand_k, expand_v (`float`): the widths of all keys and of all values over the model's.
     """
 
     model_type = "cat_delta_net"
+    Section = DeltaNetSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allow_neg_eigval": (False,),
         "qk_activation": ("silu",),
@@ -155,7 +133,7 @@ class CatDeltaNetConfig(DeltaNetShape, LinearConfig):
 
 
 @strict
-class CatGatedDeltaNetConfig(GatedDeltaNetShape, LinearConfig):
+class CatGatedDeltaNetConfig(LinearConfig):
     r"""Configuration of a language model of the gated delta rule (Yang et al., 2024).
 
     head_dim (`int`): the channels of a head's keys.
@@ -163,6 +141,7 @@ class CatGatedDeltaNetConfig(GatedDeltaNetShape, LinearConfig):
     """
 
     model_type = "cat_gated_deltanet"
+    Section = GatedDeltaNetSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allow_neg_eigval": (False,),
         "num_v_heads": (None,),
@@ -177,47 +156,12 @@ class CatGatedDeltaNetConfig(GatedDeltaNetShape, LinearConfig):
     expand_v: float = 2.0
 
 
-def check_settings(kind: type[LinearConfig], settings: Mapping[str, Any]) -> None:
-    """Check what a `config.json` says, before a configuration is made of it.
-
-    Raises:
-        ValueError: as `check_fields`.
-    """
-    shape = type("Settings", (kind.__mro__[1], SimpleNamespace), {})
-    check_fields(kind, shape(**kind().to_dict() | dict(settings)), settings)
-
-
-def check_fields(kind: type[LinearConfig], config: Any, others: Mapping[str, Any]) -> None:
-    """Check types and ranges of what a model is built from, and the package's other fields.
-
-    Raises:
-        ValueError: naming the field, its value and what would be right.
-    """
-    whole, numbers = dict(_WHOLE_NUMBERS), dict(_NUMBERS)
-    if config.intermediate_size is not None:
-        whole["intermediate_size"] = INTERMEDIATE_SIZE
-    if hasattr(kind, "head_dim"):
-        whole["head_dim"] = HIDDEN_SIZE
-    if hasattr(kind, "expand_k"):
-        numbers["expand_k"] = EXPANSION
-    check_numbers(config, whole, whole=True)
-    check_numbers(config, numbers, whole=False)
-    switches = ("tie_word_embeddings", "use_cache", "use_short_conv")
-    check_switches(config, tuple(name for name in switches if hasattr(kind, name)))
-    check_choice("conv_init", config.conv_init, CONV_INITS)
-    check_tokens(config)
-    refuse(config.shape_problems())
-    for key, allowed in (_PACKAGE | kind.package).items():
-        if allowed and others.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"{key}={others[key]!r}: models of this kind here have {allowed[0]!r}")
-
-
 class _Packaged:
     """Write flash-linear-attention's other fields beside ours, whatever its defaults become."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        for key, allowed in (_PACKAGE | self.package).items():
+        for key, allowed in self.other_keys().items():
             if allowed:
                 setattr(self, key, allowed[0])
 

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from cat_lm import mixers
-from cat_lm.core.errors import UserError
-from cat_lm.core.numbers import (
-    CONTEXT,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    LAYERS,
-    NORM_EPSILON,
-    VOCABULARY,
-)
-from cat_lm.mixers import mixer_of, mixer_problems
-from cat_lm.model.attention.settings import refuse
-from cat_lm.model.hf.settings import (
-    RecurrentSettings,
-    check_numbers,
-    check_switches,
-    check_tokens,
-)
-
-_WHOLE_NUMBERS = {
-    "hidden_size": HIDDEN_SIZE,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": INTERMEDIATE_SIZE,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-}
-_NUMBERS = {"rms_norm_eps": NORM_EPSILON, "initializer_range": NORM_EPSILON}
-_SWITCHES = ("tie_word_embeddings", "use_cache")
+from cat_lm.mixers import mixer_of
+from cat_lm.model.hf.sections.mixer import MixerSection
+from cat_lm.model.hf.settings import RecurrentSettings
 
 
 @strict
@@ -59,6 +32,7 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
     """
 
     model_type = "cat_mixer"
+    Section = MixerSection
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -77,9 +51,8 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_fields(self)
-        self.mixer_options = asdict(mixer_of(self).options)
         super().__post_init__(**kwargs)
+        self.mixer_options = asdict(mixer_of(self).options)
 
     @property
     def keeps_state(self) -> bool:
@@ -92,32 +65,3 @@ class CatMixerConfig(RecurrentSettings, PreTrainedConfig):
         mixer = mixer_of(self)
         own = mixer.kind.cache_layer(mixer.options)
         return own, own
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check what a `config.json` says, before a configuration is made of it.
-
-    Raises:
-        ValueError: as `check_fields`.
-    """
-    check_fields(SimpleNamespace(**CatMixerConfig().to_dict() | {"mixer_options": {}} | settings))
-
-
-def check_fields(config: CatMixerConfig | SimpleNamespace) -> None:
-    """Check types and ranges of what a model is built from.
-
-    Raises:
-        ValueError: naming the field, its value and what would be right.
-    """
-    given = {} if config.learned_positions is None else {"learned_positions": CONTEXT}
-    check_numbers(config, _WHOLE_NUMBERS | given, whole=True)
-    check_numbers(config, _NUMBERS, whole=False)
-    check_switches(config, _SWITCHES)
-    check_tokens(config)
-    if not isinstance(config.mixer_options or {}, dict):
-        raise ValueError(f"mixer_options={config.mixer_options!r}: must be options by name")
-    try:
-        mixers.get(config.mixer)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-    refuse(mixer_problems(config))

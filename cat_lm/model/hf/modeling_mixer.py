@@ -21,9 +21,9 @@ from cat_lm.core.parameters import kept_parts
 from cat_lm.mixers import Setting, mixer_of
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
-from cat_lm.model.hf.causal_lm import CausalBody
+from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel
 from cat_lm.model.hf.configuration_mixer import CatMixerConfig
-from cat_lm.model.hf.recurrent import RecurrentCausalLM, RecurrentPreTrained
+from cat_lm.model.hf.pretrained import RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 from cat_lm.ops.runtime.fake import is_fake
 
@@ -135,7 +135,7 @@ class CatMixerModel(CausalBody, MixerPreTrainedModel):
         return self.embed_positions(position_ids)
 
 
-class CatMixerForCausalLM(RecurrentCausalLM, MixerPreTrainedModel, GenerationMixin):
+class CatMixerForCausalLM(CausalLanguageModel, MixerPreTrainedModel, GenerationMixin):
     """The language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""The keys that configurations of every family know, and checks of their fields.
+"""The keys that configurations of every family know, and what all recurrent ones have in common.
 
 This module imports neither torch nor transformers.
 """
@@ -6,44 +6,14 @@ This module imports neither torch nor transformers.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from cat_lm.core.numbers import (
-    CONTEXT,
-    CONV_STATE,
-    FRACTION,
-    HEADS,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    LABELS,
-    LAYERS,
-    TEMPERATURE,
-    VOCABULARY,
-    WINDOW,
-    Range,
-)
 from cat_lm.model.attention.settings import AttentionSettings, refuse
-from cat_lm.model.rules import head_problems
+from cat_lm.model.hf.sections.base import ModelSection
 
-WHOLE_NUMBERS = {
-    "hidden_size": HIDDEN_SIZE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "intermediate_size": INTERMEDIATE_SIZE,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "conv_window": WINDOW,
-    "conv_state": CONV_STATE,
-    "conv_rank": WINDOW,
-    "canon_window": WINDOW,
-}
-NUMBERS = {"attention_temperature": TEMPERATURE, "attention_dropout": FRACTION}
-SWITCHES = ("tie_word_embeddings", "attention_bias", "use_cache")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What transformers, its present version and earlier ones, takes or writes of every model beside the
 # attributes of its configuration's class and the settings of generation.
 _OF_EVERY_MODEL = frozenset(
@@ -57,17 +27,9 @@ _OF_EVERY_MODEL = frozenset(
         *("_attn_implementation_autoset", "_commit_hash", "_from_auto", "_from_pipeline"),
     )
 )
-# How near a key of a file is to a field, by `difflib`'s ratio, if it is a slip of a letter or two,
-# and if it has most of the field's words.
-_LETTERS, _WORDS = 0.88, 0.8
-# Below this the nearest key is no help to who reads of it.
-_HELPS = 0.6
-# Fields of which other programs keep the like under longer names (bos_token, padded_vocab_size,
-# attention_probs_dropout_prob): none changes what trained weights compute.
-_LIKE_OTHERS = (
-    *(*_TOKENS, "vocab_size", "max_position_embeddings", "initializer_range"),
-    *("attention_dropout", "hidden_dropout", "classifier_dropout"),
-)
+# How near a key of a file is, by `difflib`'s ratio, if it is a slip of one of transformers' fields,
+# of ours, and if the nearest is any help to who reads of it.
+_LETTERS, _WORDS, _HELPS = 0.88, 0.8, 0.6
 # Keys of other programs that a letter or two keep apart from a field.
 _OF_OTHERS = (
     *("architecture", "boi_token_id", "bos_token_ids", "eod_token_id", "eoi_token_id"),
@@ -76,14 +38,26 @@ _OF_OTHERS = (
 
 
 class KnownKeys:
-    """Refuse keys that a configuration does not know; before its class of transformers."""
+    """Refuse keys and values that a configuration does not know; before its transformers' class.
+
+    Attributes:
+        Section: the keys of the family's models, which the fields are checked by.
+    """
+
+    Section: ClassVar[type[ModelSection]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Before anything is made of them: of each label transformers makes two entries.
-        if "num_labels" in kwargs:
-            check_numbers(SimpleNamespace(**kwargs), {"num_labels": LABELS}, whole=True)
+        cls.Section.check_values(kwargs)
         cls.refuse_keys(cls.unknown_keys(kwargs))
         return super().__new__(cls)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        refuse(self.shape_problems())
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            pad = f"pad_token_id={self.pad_token_id}"
+            raise ValueError(f"{pad}: must be below vocab_size={self.vocab_size}")
 
     @classmethod
     def other_keys(cls) -> Collection[str]:
@@ -105,7 +79,7 @@ class KnownKeys:
                 replace a method or another attribute of it.
         """
         others = {key: config_dict[key] for key in cls.unknown_keys(config_dict)}
-        cls.refuse_keys(k for k in others if hasattr(cls, k) or cls._is_slip(k, config_dict))
+        cls.refuse_keys(k for k in others if hasattr(cls, k) or cls._is_slip(k))
         cls.refuse_keys(key for key in cls.unknown_keys(kwargs) if hasattr(cls, key))
         known = {key: value for key, value in config_dict.items() if key not in others}
         wants_unused = kwargs.pop("return_unused_kwargs", False)
@@ -115,7 +89,7 @@ class KnownKeys:
         if wants_unused:
             return config, unused
         # What else is unused may be for whoever loads the weights, such as device_map.
-        cls.refuse_keys(key for key in cls.unknown_keys(unused) if cls._is_slip(key, ()))
+        cls.refuse_keys(key for key in cls.unknown_keys(unused) if cls._is_slip(key))
         return config
 
     @classmethod
@@ -138,19 +112,13 @@ class KnownKeys:
         return difflib.get_close_matches(key[:60], names, n=1, cutoff=cutoff)
 
     @classmethod
-    def _is_slip(cls, key: str, given: Container[str]) -> bool:
-        """Return True if a key stands where one of this class was meant.
-
-        It differs by a letter or two; or by more from a field of ours, or from one that is not
-        given beside it, so that the model would have the field's default.
-        """
+    def _is_slip(cls, key: str) -> bool:
+        """Return True if a key of a file stands where one of this class was meant."""
         if key in _OF_OTHERS:
             return False
-        for nearest in cls._nearest(key, _WORDS):
-            is_ours = nearest in AttentionSettings.__dataclass_fields__
-            if is_ours or not (nearest in _LIKE_OTHERS or nearest in given):
-                return True
-        return bool(cls._nearest(key, _LETTERS))
+        nearest = cls._nearest(key, _WORDS)
+        is_ours = bool(nearest) and nearest[0] in AttentionSettings.__dataclass_fields__
+        return is_ours or bool(cls._nearest(key, _LETTERS))
 
 
 @cache
@@ -194,50 +162,13 @@ class RecurrentSettings(KnownKeys):
 
         return RecurrentLayer, RecurrentLayer
 
+    @property
+    def section(self) -> Any:
+        """The section of the model's keys, whatever their values."""
+        fields = self.Section.model_fields.items()
+        values = {key: getattr(self, key, field.get_default()) for key, field in fields}
+        return self.Section.model_construct(**values)
 
-def check_numbers(config: Any, numbers: Mapping[str, Range], whole: bool) -> None:
-    """Check types and ranges of fields of `config`.
-
-    Raises:
-        ValueError: naming the field, its value and what would be right.
-    """
-    types, what = (int, "a whole number") if whole else (int | float, "a number")
-    for name, allowed in numbers.items():
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, types):
-            raise ValueError(f"{name}={value!r}: must be {what}")
-        if problem := allowed.problem(value):
-            raise ValueError(f"{name}={value}: {problem}")
-
-
-def check_shape(config: Any, switches: tuple[str, ...]) -> None:
-    """Check what every family with attention has: switches, heads, activation, special tokens.
-
-    Raises:
-        ValueError: naming the field, its value and what would be right.
-    """
-    check_switches(config, switches)
-    refuse(head_problems(config))
-    if not isinstance(config.hidden_act, str):
-        raise ValueError(f"hidden_act={config.hidden_act!r}: must be a name such as 'gelu'")
-    check_tokens(config)
-
-
-def check_switches(config: Any, switches: tuple[str, ...]) -> None:
-    """Check that fields are true or false. Raises ValueError."""
-    for name in switches:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false")
-
-
-def check_tokens(config: Any) -> None:
-    """Check the ids of the special tokens. Raises ValueError."""
-    for name in _TOKENS:
-        value = getattr(config, name)
-        for token in value if isinstance(value, list) else [value]:
-            is_id = isinstance(token, int) and not isinstance(token, bool)
-            if token is not None and (not is_id or not -1 <= token < VOCABULARY.high):
-                raise ValueError(f"{name}={value!r}: must be the id of a token")
-    pad = config.pad_token_id
-    if pad is not None and pad >= config.vocab_size:
-        raise ValueError(f"pad_token_id={pad}: must be below vocab_size={config.vocab_size}")
+    def shape_problems(self) -> list[str]:
+        """Return which combinations of the fields mean nothing, in lines that begin with one."""
+        return self.section.shape_problems()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
-from cat_lm.model.sequence import SequenceGroup, own_heads
+from cat_lm.model.sequence import SequenceGroup
 from cat_lm.model.streams.layouts import Normalize, PackedStreams, SeparateStreams
 from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
@@ -257,8 +257,7 @@ class Ranks(StreamOp):
 
     def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         """Set what the further filters make of the inputs beside x, which the first made."""
-        further = getattr(layer.weights, f"{stream}_{self.name}")
-        further = own_heads(layer.context.group, further, 1)
+        further = layer.weights.rank_taps(stream, layer.context.group)[1:]
         others = [self.convolution.by(filters, stream, layer) for filters in further.unbind(0)]
         return torch.cat([x, *others], dim=-1)
 
@@ -266,7 +265,8 @@ class Ranks(StreamOp):
 class QueryKeyNorm(NothingDecays):
     """Holds the weights of `qk_norm`, and normalises queries or keys before the rotation.
 
-    For head h, with x̂ = x / |x| and rms(x) = x / sqrt(mean(x²)) over the D channels of a head:
+    For head h, with x̂ = x / |x| and rms(x) = x / sqrt(sum(x²) / D) over the D channels of a head
+    (or those of all its ranks):
 
         l2:  the logits are s_h q̂·k̂, with s_h learned from sqrt(D) (Henry et al., 2020)
         rms: q and k are rms(x) · w, with weights w of D channels each (Qwen3's)
@@ -291,7 +291,12 @@ class QueryKeyNorm(NothingDecays):
     def forward(self, x: Tensor, stream: str, group: SequenceGroup | None = None) -> Tensor:
         """Normalise queries or keys [B, T, heads, D]; `group` are the ranks that share heads."""
         weight = None if self.scales else getattr(self, f"{stream}_weight").to(x.dtype)
-        x = F.rms_norm(x, x.shape[-1:], weight, _EPSILON)
+        ranks = x.shape[-1] // self.width
+        if ranks == 1:
+            x = F.rms_norm(x, x.shape[-1:], weight, _EPSILON)
+        else:
+            x = F.rms_norm(x, x.shape[-1:], None, _EPSILON / ranks) / math.sqrt(ranks)
+            x = x if weight is None else x * weight.repeat(ranks)
         if not self.scales or stream == "k":
             return x
         scale = self.logit_scale

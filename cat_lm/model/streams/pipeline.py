@@ -121,8 +121,22 @@ class StreamPipeline(NothingDecays):
         filters = getattr(self, f"{stream}_filter", None)
         if filters is None:
             return None
+        if stream in "qk" and self.ranks:
+            return self.rank_taps(stream, group)[0]
         axis = self.filter.head_axis
         return self.filter.used(filters if axis is None else own_heads(group, filters, axis))
+
+    def rank_taps(self, stream: str, group: SequenceGroup | None = None) -> Tensor:
+        """Return the filters of all ranks of a stream as they are used, [R, its heads here, W].
+
+        `conv_norm: l1` divides a head's by the magnitudes' sum of them all.
+        """
+        first = own_heads(group, getattr(self, f"{stream}_filter"), 0)
+        further = own_heads(group, getattr(self, f"{stream}_{Ranks.name}"), 1)
+        taps = torch.cat([first[None], further])
+        if self.filter.settings.conv_norm == "none":
+            return taps
+        return taps / taps.abs().sum((0, 2), keepdim=True).clamp(min=1e-12)
 
     def biases(self) -> list[nn.Parameter]:
         """Return the projections' biases that there are."""
@@ -206,7 +220,9 @@ class StreamPipeline(NothingDecays):
             # A copy, because an engine may take the parameter away after this forward.
             return query, key, value, filters.clone()
         documents, positions = context.documents, context.document_positions
-        mixed = mixed_values(value, filters, documents, context.conv_backend, positions)
+        groups = filters.shape[1] // value.shape[2]  # heads of queries that share values
+        read = value if groups == 1 else value.repeat_interleave(groups, dim=2)
+        mixed = mixed_values(read, filters, documents, context.conv_backend, positions)
         return query, key, value, mixed
 
 

@@ -78,11 +78,11 @@ def build(
         if is_stock(name):
             attends = "attn_implementation" in architecture.Section.model_fields
             how = {"attn_implementation": size.attention} if attends else {}
-            config = architecture.library_config(config, **how)
+            config = architectures.library_config(config, **how)
         if changes:
             implementation = {"attn_implementation": size.attention}
             config = architecture.own_config(config, **implementation, **changes)
-        model = architecture.classes_of(config).causal_lm(config)
+        model = architectures.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
     model.to(size.device)
@@ -156,5 +156,6 @@ def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
     if model.config.model_type != architecture.model_type:
         return None
     how = (model.config, torch.device(size.device), getattr(torch, size.dtype), "auto")
-    said = (architecture.describe_backend(*how), architecture.describe_mixer_backend(*how))
+    keys = ("conv_backend", "mixer_backend")
+    said = (architecture.describe_backend(key, *how) for key in keys)
     return without_home("; ".join(filter(None, said)))

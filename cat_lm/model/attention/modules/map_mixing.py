@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
 from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
@@ -50,12 +51,14 @@ class MapMixingCore(nn.Module):
 
         Args:
             query: [B, H, T, D].
-            key, value: [B, H, S, D], values zero at padding.
+            key, value: [B, heads, S, D], values zero at padding; queries' heads may share them.
             extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
 
         Returns:
             Y [B, T, H, D], and the maps A [B, H, T, S] if the attention function gives them.
         """
+        shared = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, shared), repeat_kv(value, shared)
         if call.continues:
             return attend_mixing_maps(
                 query, key, value, extra, call.mask, call.scaling, call.dropout

@@ -1,0 +1,196 @@
+"""How models start and are loaded: what they have before a family's own classes of transformers.
+
+Of models with attention, C is the width, L the number of layers, W the window, H the number of
+heads:
+
+| parameter                                    | distribution                | name       |
+|----------------------------------------------|-----------------------------|------------|
+| embed_in, query_key_value, dense_h_to_4h,    | normal, std sqrt(2 / (5 C)) | small-init |
+| lm_head; of Llama embed_tokens, q_proj,      |                             |            |
+| k_proj, v_proj, gate_proj, up_proj, lm_head  |                             |            |
+| attention.dense, mlp.dense_4h_to_h; of Llama | normal, std 2 / (L sqrt(C)) | wang-init  |
+| o_proj, down_proj                            |                             |            |
+| biases                                       | 0                           |            |
+| norms                                        | weight 1, bias 0            |            |
+| filters, `conv_init: identity`               | 1 at lag 0, 0 elsewhere     |            |
+|                                              | (of the same head, channel) |            |
+| filters, `conv_init: uniform`                | uniform in ±1 / sqrt(W),    |            |
+|                                              | multihead ±1 / sqrt(W H)    |            |
+| filters, `conv_init: residual`               | identity + uniform          |            |
+| long filters: coefficients and lag 0         | as above, W being N         |            |
+| long filters: rates, turns                   | `cat_lm.ops.long_filter`    |            |
+| filters of ranks beyond the first           | q: 1/64 at a lag of their   |            |
+|                                              | own, k: 0                   |            |
+| Canon filters, `canon_init: uniform`         | uniform in ±1 / sqrt(W)     |            |
+| Canon filters, `canon_init: zero`            | 0                           |            |
+
+Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
+GPT-NeoX uses them for Pythia; GPT-NeoX and Llama both start so. Recurrent families start as in
+their libraries, see `RecurrentPreTrained`: from a standard deviation of 0.02 at any width,
+which small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
+sqrt(2 / (5 C)), as in configs/study; what writes to the residual stream starts in their own ways.
+`uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
+the convolution would start.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from cat_lm.core.parameters import start
+from cat_lm.model import attention
+from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.streams.pipeline import StreamPipeline
+from cat_lm.model.streams.short_convolution import CanonLayer
+
+# What decides which configuration a name means.
+_HUB_OPTIONS = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "trust_remote_code"),
+)
+
+
+class AsksForStarts:
+    """Asks a module for its `initial_values` after its parts; before a `PreTrainedModel`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what `from_pretrained` has left over, which no model takes, as unknown keys."""
+        takes = inspect.signature(cls.__init__).parameters
+        if all(taken.kind is not taken.VAR_KEYWORD for taken in takes.values()):
+            cls.config_class.refuse_keys(key for key in kwargs if key not in takes)
+        return super().__new__(cls)
+
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Initialise a module's own parameters, and then those that it names.
+
+        Here and not in `_init_weights`: transformers passes over a module without parameters of its
+        own, or whose own were loaded, where it calls that. What was loaded is left alone.
+        """
+        has_started = getattr(module, "_is_hf_initialized", False)
+        super()._initialize_weights(module, *args, **kwargs)
+        is_loaded = all(getattr(p, "_is_hf_initialized", False) for p in module.parameters())
+        if not (has_started or is_loaded):
+            start(module, init.copy_)
+
+
+class PreTrainedMixin(AsksForStarts):
+    """Initialises and loads the models of a family; before its `PreTrainedModel`."""
+
+    # Layers read the inputs of earlier tokens. Engines with a cache of their own do not keep them,
+    # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
+    _supports_attention_backend = _supports_context_parallel = False
+    # accelerate would pass copies of these arguments, but layers write into them.
+    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
+
+    def post_init(self) -> None:
+        """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
+        super().post_init()
+        # Of the instance: read off the class, a property would be true.
+        self._is_stateful = self.config.has_long_filters
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if not initialize(module, self.config):
+            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Choose as transformers does, where nothing is asked for among what can compute it."""
+        if attn_implementation is None:
+            attn_implementation = attention.usual_implementation(self.config)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as in transformers; the library's files too."""
+        name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
+        if not isinstance(config, cls.config_class):
+            hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}
+            is_place = isinstance(config, str | os.PathLike)
+            config = cls.config_class.from_pretrained(config if is_place else name_or_path, **hub)
+        renamed = config.renamings(bool(config.convolved_streams)) | (
+            kwargs.pop("key_mapping", None) or {}
+        )
+        loaded = super().from_pretrained(name_or_path, *args, key_mapping=renamed, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saving would undo the renaming; files of this model have the names of its state_dict.
+        model._weight_conversions = None
+        return loaded
+
+
+class RecurrentPreTrained(AsksForStarts):
+    """Declare what transformers may do, and initialise.
+
+    Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
+    from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
+    `initial_values()`, see `cat_lm.core.parameters`.
+    """
+
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses")
+    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
+    _is_stateful = True  # no drafted token can be taken back
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module's own parameters; those that were loaded are left alone."""
+        if isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+
+
+def small_init_std(config: AttentionSettings) -> float:
+    """The standard deviation of weights that do not write to the residual stream."""
+    return math.sqrt(2 / (5 * config.hidden_size))
+
+
+def wang_init_std(config: AttentionSettings) -> float:
+    """The standard deviation of the two matrices of a layer that write to the residual stream."""
+    return 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
+
+
+def initialize(module: nn.Module, config: AttentionSettings) -> bool:
+    """Initialises the parameters of `module` itself by the table above; False if it has none there.
+
+    Goes through transformers' `initialization`, which leaves tensors alone that were loaded. What a
+    module gives in `initial_values` comes afterwards (`cat_lm.model.hf.starts`).
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        writes_residual = getattr(module, "writes_residual", False)
+        std = wang_init_std(config) if writes_residual else small_init_std(config)
+        init.normal_(module.weight, mean=0.0, std=std)
+        if getattr(module, "bias", None) is not None:
+            init.zeros_(module.bias)
+        return True
+    if isinstance(module, StreamPipeline):
+        for bias in module.biases():
+            init.zeros_(bias)
+        _initialize_filters(module)
+        return True
+    if isinstance(module, CanonLayer):
+        if config.canon_init == "zero":
+            init.zeros_(module.canon_filter)
+        else:
+            bound = 1 / math.sqrt(config.canon_window)
+            init.uniform_(module.canon_filter, -bound, bound)
+        return True
+    return False
+
+
+def _initialize_filters(pipeline: StreamPipeline) -> None:
+    for stream, filters in pipeline.filters().items():
+        init.copy_(filters, pipeline.filter.drawn(stream))
+    for ranks in pipeline.ranks:
+        for stream in "qk":
+            init.copy_(getattr(pipeline, f"{stream}_{ranks.name}"), ranks.initial(stream))
