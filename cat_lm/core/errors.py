@@ -15,9 +15,8 @@ from typing import NoReturn
 
 # sysexits' EX_TEMPFAIL: the input is right, the same command can go on; launchers requeue on it.
 REQUEUE_EXIT_CODE = 75
-# Without a file's name these still are of files; other errors may be of sockets or processes.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
-_DISK_ERRORS |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+# Writes to a stream that is open raise these without a file's name.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # Transient errors of file systems and networks of many machines: a server that restarts, a client
 # that was evicted, a cable.
 _PASSING = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ENOLINK}
@@ -27,14 +26,9 @@ _PASSING |= {errno.ESHUTDOWN, errno.EREMOTEIO, errno.ECOMM}
 _REASONS = {
     errno.ENOENT: "no such file or folder",
     errno.EACCES: "no permission",
-    errno.EPERM: "no permission",
     errno.EISDIR: "is a folder, not a file",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
-    errno.ELOOP: "a loop of symbolic links",
-    errno.ENAMETOOLONG: "a name is longer than 255 bytes, or the path longer than 4,095",
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -71,58 +72,55 @@ class AppendedFile:
         """
         self.error: UserError | None = None
         self._path, self._say = Path(path), say
-        self._open()
+        self._stream = self._open()
 
-    def _open(self) -> None:
+    def _open(self) -> io.FileIO:
         if self._path.is_symlink():
             raise UserError(f"{self._path}: is a link, must be a run's own file; remove it")
-        # A buffer would be written again, and fail again, whenever it is let go.
-        self._stream = open(self._path, "a+b", buffering=0)  # noqa: SIM115
-        self._own = os.fstat(self._stream.fileno())
-        self._size = self._own.st_size
+        # Without a buffer, which would be written again, and fail again, whenever it is let go.
+        return io.FileIO(self._path, "a+")
 
     def write(self, data: bytes) -> None:
         """Append `data` and hand it to the system."""
-        if self.error is None:
-            self._try(lambda: (self._keep_name(), self._append(data)))
+        self._try(lambda: self._append(data))
 
     def sync(self) -> None:
         """Flush the file to disk."""
-        if self.error is None:
-            self._try(lambda: (self._keep_name(), os.fsync(self._stream.fileno())))
+        self._try(lambda: os.fsync(self._stream.fileno()))
 
     def close(self) -> None:
         """Close the file."""
-        if self.error is None:
-            self._try(self._keep_name)
-        self._try(self._stream.close)
+        self._try(lambda: None)
+        self._stream.close()
 
     def _append(self, data: bytes) -> None:
+        size = os.fstat(self._stream.fileno()).st_size
         left = memoryview(data)
-        while left:  # On a disk that is nearly full the system writes a part.
-            left = left[self._stream.write(left) :]
-        self._size += len(data)
+        try:
+            while left:  # On a disk that is nearly full the system writes a part.
+                left = left[self._stream.write(left) :]
+        except OSError:
+            with suppress(OSError):
+                self._stream.truncate(size)
+            raise
 
     def _keep_name(self) -> None:
         """Open the name again where it no longer leads to the open file.
 
         What was written before is copied from the open file, unless another file is there.
         """
+        opened = os.fstat(self._stream.fileno())
         try:
-            found = os.stat(self._path)
-            if os.path.samestat(found, self._own):
-                # Another process may have cut it short, as log rotation by copying does.
-                self._size = found.st_size
+            if os.path.samestat(os.stat(self._path), opened):
                 return
         except FileNotFoundError:
             self._path.parent.mkdir(exist_ok=True)
         except OSError:  # Where nothing is known for a moment, the open file is written to.
             return
-        old = self._stream
-        self._open()
-        how = "was replaced by another file; what follows is appended to that one"
-        with old:
-            if not self._size:
+        with self._stream as old:
+            self._stream = self._open()
+            how = "was replaced by another file; what follows is appended to that one"
+            if not os.fstat(self._stream.fileno()).st_size:
                 how = "was removed or renamed; it is written again with all that it held"
                 old.seek(0)
                 while piece := old.read(_PIECE):
@@ -130,17 +128,16 @@ class AppendedFile:
         self._say(f"{self._path}: {how}")
 
     def _try(self, action: Callable[[], object]) -> None:
+        if self.error is not None:
+            return
         try:
+            self._keep_name()
             action()
         except UserError as error:  # A link is in the file's place.
             self.error = error
         except OSError as error:
-            text = f"{self._path}: {describe_os_error(error)}"
-            self.error = self.error or file_error(text, error)
-            with suppress(OSError):
-                self._stream.truncate(self._size)
-            with suppress(OSError):
-                self._stream.close()
+            self.error = file_error(f"{self._path}: {describe_os_error(error)}", error)
+            self._stream.close()
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -79,12 +79,17 @@ def _check_place(path: Path | str, folder: Path, name: str, wanted: str) -> None
     if problem := output_problem(str(path)):
         raise UserError(f"{name!r}: {problem}; give {wanted}")
     place = folder
-    while not os.path.lexists(place):
+    while True:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(place)  # which raises for names that are too long
+            break
         place = place.parent
     if not os.path.isdir(place):
         which = "is a file" if place == Path(path).absolute() else f"{place} is a file"
         raise UserError(f"{name}: {which}; give {wanted}")
-    if not os.access(place, os.W_OK | os.X_OK):
+    # Root may write to /proc and /sys, and can make nothing there.
+    is_virtual = place.parts[1:2] in (("proc",), ("sys",))
+    if is_virtual or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"{name}: {place} may not be written to")
 
 

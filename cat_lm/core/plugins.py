@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import subprocess
 import sys
 import threading
@@ -137,14 +136,10 @@ def commit() -> str | None:
         return record.commit and record.commit + ("+" if record.dirty else "")
     except (OSError, ValidationError):
         pass
-    # A hook of another repository passes on in GIT_DIR and others where that one is.
-    inherited = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
-    environment = {name: value for name, value in os.environ.items() if name not in inherited}
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(checkout), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        done = subprocess.run(command, check=True, timeout=60, env=environment, **pipes)
+        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
         return done.stdout.strip()
 
     try:

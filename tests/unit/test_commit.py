@@ -75,14 +75,3 @@ def test_what_another_repository_tracks_is_of_its_commits(runs_in, tmp_path):
     assert found is not None and found == runs_in(theirs)
     (theirs / "cat_lm/core/plugins.py").write_text("two")
     assert runs_in(theirs / "cat") == found and runs_in(theirs) == f"{found}+"
-
-
-def test_a_hook_of_another_repository_names_none_of_its_commits(runs_in, tmp_path, monkeypatch):
-    checkout, other = (checkout_at(tmp_path / name) for name in ("checkout", "other"))
-    (other / "cat_lm/core/plugins.py").write_text("two")  # so that its state is told apart, `+`
-    mine = runs_in(checkout)
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert runs_in(checkout) == mine and not mine.endswith("+")
-    monkeypatch.setenv("GIT_WORK_TREE", str(checkout))
-    monkeypatch.setenv("GIT_INDEX_FILE", str(other / "no index"))
-    assert runs_in(checkout) == mine

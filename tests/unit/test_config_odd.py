@@ -244,10 +244,10 @@ def test_files_that_are_none_are_one_line(tmp_path):
     (tmp_path / "bytes.yaml").write_bytes(b"model: \xff")
     (tmp_path / "folder.yaml").mkdir()
     names = {
-        "loop": "loop of symbolic links",
+        "loop": "Too many levels of symbolic links",
         "bytes.yaml": "not UTF-8",
         "folder.yaml": "is a folder",
-        "x" * 300: "longer than 255 bytes",
+        "x" * 300: "File name too long",
         "bytes.yaml/x": "a part of the path is a file",
         "nul\0": "null byte",
     }

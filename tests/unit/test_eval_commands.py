@@ -262,9 +262,8 @@ class TestReport:
             ("eval.samples", ("--count", 10_000), "held-out documents have"),
             ("eval.quickstart", ("--out", "x", "--max-tokens", 0), "--max-tokens: '0' must be"),
             ("eval.quickstart", ("--out", "x", "--seed", 10**30), "--seed: '1000"),
-            ("eval.quickstart", ("--out", "/proc/x"), "--out /proc/x: /proc may not be"),
             ("eval.report", ("--out", "  "), "--out: '  ' is no path"),
-            ("eval.report", (300 * "x", "--out", "x"), "a name longer than 255 bytes"),
+            ("eval.report", (300 * "x", "--out", "x"), "File name too long"),
         ],
     )
     def test_odd_arguments_are_one_line(

@@ -140,7 +140,7 @@ def test_places_where_no_folder_can_be(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     before = contents(tmp_path)
     for place, said in (
-        (tmp_path / ("x" * 300), "longer than 255"),
+        (tmp_path / ("x" * 300), "File name too long"),
         (tmp_path / "file", "is a file"),
         ("", "is no path"),
     ):

@@ -309,8 +309,8 @@ def test_status_reads_what_is_whole_of_damaged_files(place):
 def test_names_that_are_no_run_folders(place):
     (place.folder / "loop").symlink_to("loop")
     names = {
-        place.folder / "loop": "loop of symbolic links",
-        place.folder / ("x" * 300): "longer than 255",
+        place.folder / "loop": "no such run folder",
+        place.folder / ("x" * 300): "File name too long",
         "~nobody-at-all/x": "home directory",
     }
     for name, says in names.items():
