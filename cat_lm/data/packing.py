@@ -187,7 +187,7 @@ def _is_whole(
         if (
             plan.model_dump(include=set(identity)) == identity
             and set(plan.sha256) == set(FILES)
-            and not changed_files(folder, plan.sha256, cache_dir, progress)
+            and not any(changed_files(folder, plan.sha256, cache_dir, progress))
         ):
             return True
     except (OSError, UserError) as error:

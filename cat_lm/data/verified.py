@@ -85,20 +85,19 @@ def note_files(folder: Path, digests: Mapping[str, str]) -> None:
     notes.add([notes.line(*item) for item in digests.items()])
 
 
-def read_files(
+def changed_files(
     folder: Path,
     digests: Mapping[str, str],
     cache_dir: Path | str | None = None,
     progress: Callable[[str], object] = lambda what: None,
-) -> Iterator[tuple[Path, str]]:
-    """Read the files of a folder that are not noted as verified, and note those that are right.
+) -> Iterator[Path]:
+    """Yield the files of a folder that are not what was written there, the largest first.
+
+    What is noted as verified is not read, and what is right is noted.
 
     Args:
         digests: the SHA-256 of each file, by its name in `folder`.
         progress: told of the file that is read, each time that some of it is read.
-
-    Yields:
-        The path and the SHA-256 of each file that was read, the largest first.
 
     Raises:
         OSError: one is missing, or cannot be read.
@@ -107,24 +106,14 @@ def read_files(
     todo = [name for name, digest in digests.items() if not notes.hold({name: digest})]
     todo.sort(key=lambda name: -(folder / name).stat().st_size)
     for first in range(0, len(todo), BATCH):
-        names = todo[first : first + BATCH]
         # A file that is written to while it is read has another line afterwards.
-        lines = {name: notes.line(name, digests[name]) for name in names}
-        paths = [folder / name for name in names]
-        found = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
-        notes.add(lines[path.name] for path in paths if found[path] == digests[path.name])
-        yield from found.items()
-
-
-def changed_files(
-    folder: Path,
-    digests: Mapping[str, str],
-    cache_dir: Path | str | None = None,
-    progress: Callable[[str], object] = lambda what: None,
-) -> list[Path]:
-    """Return the files of a folder that are not what was written there; see `read_files`."""
-    found = read_files(folder, digests, cache_dir, progress)
-    return [path for path, digest in found if digest != digests[path.name]]
+        lines = {
+            folder / name: notes.line(name, digests[name]) for name in todo[first : first + BATCH]
+        }
+        found = checksums(lines, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
+        wrong = [path for path in lines if found[path] != digests[path.name]]
+        notes.add(line for path, line in lines.items() if path not in wrong)
+        yield from wrong
 
 
 def verify(
@@ -132,33 +121,25 @@ def verify(
     cache_dir: Path | str | None = None,
     suffixes: Iterable[str] = (".bin", ".idx"),
     progress: Callable[[str], object] = lambda what: None,
-) -> int:
+) -> None:
     """Check the tokenizers of prepared data, and read whatever shard was not verified yet.
 
     Args:
-        progress: as in `read_files`.
-
-    Returns:
-        How many files were read.
+        progress: as in `changed_files`.
 
     Raises:
         UserError: a shard or a tokenizer is not what the manifest says.
     """
-    files = 0
     for part in (part for corpus in corpora for part in corpus.parts):
         check_tokenizer(part.folder, part.manifest)
         digests = {}
         for entry in part.entries:
             digests |= shard_digests(entry, suffixes)
-        for path, digest in read_files(part.folder, digests, cache_dir, progress):
-            files += 1
-            if digest != (listed := digests[path.name]):
-                raise UserError(
-                    f"{path}: its SHA-256 is {digest[:16]}…, the manifest says {listed[:16]}…: "
-                    "the file is damaged or was replaced; copy it again from where it is whole, "
-                    "or prepare the data again"
-                )
-    return files
+        for path in changed_files(part.folder, digests, cache_dir, progress):
+            raise UserError(
+                f"{path}: its SHA-256 is not the manifest's: the file is damaged or was replaced; "
+                "copy it again from where it is whole, or prepare the data again"
+            )
 
 
 def check_tokenizer(folder: Path, manifest: dict) -> None:
@@ -211,9 +192,8 @@ class Check:
     def read(self, paths: list[Path], progress: Callable[[str], object]) -> list[str]:
         found = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
         return [
-            f"{path}: its SHA-256 is {digest[:16]}…, the manifest says {self._of[path][1][:16]}…: "
-            "the file is damaged or was replaced; copy it again from where it is whole, or "
-            "prepare the data again"
+            f"{path}: its SHA-256 is not the manifest's: the file is damaged or was replaced; "
+            "copy it again from where it is whole, or prepare the data again"
             for path, digest in found.items()
             if digest != self._of[path][1]
         ]

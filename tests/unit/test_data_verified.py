@@ -65,7 +65,7 @@ def zeroed(path):
 def test_a_zeroed_shard_is_named_and_not_noted(folder, hashed):
     zeroed(folder / "train-00001.bin")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"train-00001\.bin: its SHA-256 is \w{16}…, the mani"):
+        with pytest.raises(UserError, match=r"train-00001\.bin: its SHA-256 is not the mani"):
             open_verified(folder, "train")
     assert hashed.count("train-00001.bin") == 2
 
@@ -102,7 +102,7 @@ def test_another_manifest_asks_for_other_checksums(folder):
     manifest["splits"]["train"]["shards"][0]["bin_sha256"] = "0" * 64
     manifest["fingerprint"] = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"train-00000\.bin: .* the manifest says 0000000000000000"):
+    with pytest.raises(UserError, match=r"train-00000\.bin: its SHA-256 is not the"):
         open_verified(folder, "train")
 
 

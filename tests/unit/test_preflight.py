@@ -351,7 +351,7 @@ def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_pat
     shard = data / "train-00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(
-        UserError, match=r"train-00000\.bin: its SHA-256 is \w+…, the manifest"
+        UserError, match=r"train-00000\.bin: its SHA-256 is not the manifest"
     ) as e:
         check(config, alone)
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()

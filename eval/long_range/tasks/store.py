@@ -125,7 +125,7 @@ def _read(folder: Path) -> Stored:
         if [str(array.dtype), list(array.shape)] != shape:
             raise UserError(f"{path}: is not the one that was written; {advice}")
         arrays[name] = array
-    if changed := changed_files(folder, record.sha256):
+    if changed := list(changed_files(folder, record.sha256)):
         raise UserError(f"{changed[0]}: is not the one that was written; {advice}")
     return Stored(arrays, record.origin)
 
