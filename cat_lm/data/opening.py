@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from cat_lm.core.errors import UserError
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader
-from cat_lm.data.manifest import check_fingerprint, read_manifest
+from cat_lm.data.manifest import SPLITS, check_fingerprint, read_manifest
 from cat_lm.data.mixture import Mixture
 from cat_lm.data.storage import is_remote
 from cat_lm.data.verified import verify
 
 if TYPE_CHECKING:
-    from cat_lm.config import DataSection, RunConfig
+    from cat_lm.config import RunConfig
 
 
 def open_corpus(
@@ -57,38 +57,33 @@ def open_verified(
     return corpus
 
 
-def open_split(data: DataSection, split: str, look: bool = True) -> TokenCorpus | Mixture:
-    """Open the corpora of one split as `open_corpus` does, without any order of the windows."""
-    corpora = [open_corpus(folder, split, data.cache_dir, look) for folder in data.folders]
-    if data.mixture is None:
-        return corpora[0]
-    return Mixture(corpora, list(data.mixture.values()))
-
-
 def open_splits(
     config: RunConfig, look: bool = True
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
-    """Open the training and the validation split as `open_split` does.
+    """Open the training and the validation split as `open_corpus` does, without any order.
+
+    Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
 
     Raises:
         UserError: there is no such data, or the model has too small a vocabulary.
     """
-    asked = config.model.vocab_size
-    corpus = open_split(config.data, "train", look)
-    if asked is not None and asked < corpus.vocab_size:
-        raise UserError(
-            f"model.vocab_size={asked}: the tokenizer of {corpus.name} has {corpus.vocab_size} "
-            "entries; use at least that, or leave the key out"
-        )
-    return corpus, open_split(config.data, "validation", look)
+    data, asked, splits = config.data, config.model.vocab_size, []
+    for split in SPLITS:
+        corpora = [open_corpus(folder, split, data.cache_dir, look) for folder in data.folders]
+        mixed = data.mixture is not None
+        splits.append(Mixture(corpora, list(data.mixture.values())) if mixed else corpora[0])
+        if asked is not None and asked < splits[0].vocab_size:
+            raise UserError(
+                f"model.vocab_size={asked}: the tokenizer of {splits[0].name} has "
+                f"{splits[0].vocab_size} entries; use at least that, or leave the key out"
+            )
+    return splits[0], splits[1]
 
 
 def open_data(
     config: RunConfig, look: bool = True
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture, TrainLoader]:
     """Open the training and the validation split, and the order of the training samples.
-
-    Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
 
     Args:
         look: as in `open_corpus`.

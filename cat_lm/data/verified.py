@@ -166,38 +166,3 @@ def check_tokenizer(folder: Path, manifest: dict) -> None:
                 f"{settings}: eos_token is {short(found)}, documents of the data end with "
                 f"{short(expected['eod_token'])}; {again}"
             )
-
-
-class Check:
-    """Files of prepared data that are not noted as verified, and their comparison."""
-
-    def __init__(
-        self, corpora: Iterable[TokenCorpus | Mixture], cache_dir: Path | str | None = None
-    ) -> None:
-        self._of: dict[Path, tuple[Notes, str, str]] = {}
-        for part in (part for corpus in corpora for part in corpus.parts):
-            check_tokenizer(part.folder, part.manifest)
-            notes = Notes(part.folder, cache_dir)
-            for entry in part.manifest["splits"][part.split]["shards"]:
-                for name, digest in shard_digests(entry).items():
-                    if not notes.hold({name: digest}):
-                        self._of[part.folder / name] = notes, digest, notes.line(name, digest)
-        self.todo = sorted(self._of, key=lambda path: (-path.stat().st_size, str(path)))
-        seen = "".join(f"{path} {self._of[path][2]}\n" for path in self.todo)
-        self.copy = hashlib.sha256(f"{os.uname().nodename}\n{seen}".encode()).hexdigest()
-
-    def size(self, paths: Iterable[Path]) -> int:
-        return sum(path.stat().st_size for path in paths)
-
-    def read(self, paths: list[Path], progress: Callable[[str], object]) -> list[str]:
-        found = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
-        return [
-            f"{path}: its SHA-256 is not the manifest's: the file is damaged or was replaced; "
-            "copy it again from where it is whole, or prepare the data again"
-            for path, digest in found.items()
-            if digest != self._of[path][1]
-        ]
-
-    def note(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            self._of[path][0].add([self._of[path][2]])

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.data.manifest import SPLITS
-from cat_lm.data.opening import open_data, open_split, open_splits
+from cat_lm.data import verified
+from cat_lm.data.opening import open_data, open_splits
 from cat_lm.data.packing import plan_folder
-from cat_lm.data.verified import Check
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.watchdog import host_name
 
@@ -85,7 +84,9 @@ def read_data(config: RunConfig, progress: Progress) -> DataFacts:
 
 
 def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
-    """Read what was not verified yet, shared among the ranks that see the same copy (a collective).
+    """Read what was not verified yet, by one rank of a host (a collective).
+
+    Where other hosts see the first one's files, they see its notes too, and read nothing.
 
     Args:
         progress: called with the file that some rank reads, each time that some of it is read.
@@ -97,31 +98,23 @@ def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
         SharedError: a file is not what the manifest says; on every rank, the same.
     """
     start = time.perf_counter()
-    data = config.data
+    files: set[str] = set()
 
-    def look() -> Check:
-        return Check([open_split(data, split) for split in SPLITS], data.cache_dir)
+    def look(note: Progress) -> None:
+        def hear(what: str) -> None:
+            files.add(what)
+            note(what)
 
-    # One rank of a host looks first: at every start but the first there is nothing more to do,
-    # and looking at all files from all ranks would burden a file system of many nodes.
-    left = ranks.on_all_ranks(lambda: ranks.local_rank == 0 and bool(look().todo))
-    if not any(ranks.gather(left)):
-        return []
-    check = ranks.on_all_ranks(look)
-    seen = ranks.gather((check.copy, len(check.todo), check.size(check.todo)))
-    group = [rank for rank, (copy, *_) in enumerate(seen) if copy == check.copy]
-    own = check.todo[group.index(ranks.rank) :: len(group)]
-    read = meanwhile(ranks, lambda note: check.read(own, note), progress)
-
-    def refuse_problems() -> None:
-        if problems := read.result():
+        try:
+            verified.verify(open_splits(config, look=False), config.data.cache_dir, progress=hear)
+        except UserError as error:
             where = f"{host_name()}: " if ranks.world_size > 1 else ""
-            raise UserError(where + problems[0])
+            raise type(error)(f"{where}{error}") from None
 
-    ranks.on_all_ranks(refuse_problems)
-    if ranks.rank == group[0]:
-        check.note(check.todo)
-    copies = {copy: (files, size) for copy, files, size in seen}
-    files, size = (sum(column) for column in zip(*copies.values(), strict=True))
+    leads = ranks.local_rank == 0
+    for turn in (ranks.is_first, leads and not ranks.is_first):
+        read = meanwhile(ranks, look if turn else None, progress)
+        ranks.on_all_ranks(lambda read=read: read and read.result())
     seconds = time.perf_counter() - start
-    return [f"data: verified {files:,} files ({size / 1e9:.2f} GB) in {seconds:.1f} s"]
+    read = sum(ranks.gather(len(files)))
+    return [f"data: verified {read:,} files in {seconds:.1f} s"] if read else []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cat_lm.core.files import write_json
-from cat_lm.data.opening import open_split
+from cat_lm.data.opening import open_splits
 from eval.common.runs import read_run, unigram_loss
 from eval.report.page import _data_facts, _notes
 from eval.report.parts import unlike
@@ -158,7 +158,7 @@ class TestWhichData:
         shares = {str(tmp_path / f"part{number}"): 1.0 + number for number in range(3)}
         edit_config(run, r"( *)path: .*\n *mixture: null", rf"\1mixture: {json.dumps(shares)}")
         config = read_run(run).config
-        trained = open_split(config.data, "train").fingerprint
+        trained = open_splits(config)[0].fingerprint
         assert read_run(run).data == trained
         edit_export(run, data_fingerprint=trained)
         assert list(read_run(run).manifests) == list(shares)
