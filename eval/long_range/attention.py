@@ -17,9 +17,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cat_lm.mixers import Setting
 from cat_lm.mixers.parts.attention import rotary_angles
+from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.model.attention.modules.decay import DecayScores
-from cat_lm.model.attention.modules.rows import attend_by_rows
-from cat_lm.model.attention.modules.scores import ScoreModule, scale_queries_and_keys
+from cat_lm.model.attention.modules.scores import (
+    ScoreModule,
+    attend_by_rows,
+    scale_queries_and_keys,
+)
 from cat_lm.model.attention.modules.smoothing import SmoothedValues
 from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
@@ -139,7 +143,8 @@ class Attention(nn.Module):
         if self.scores is not None:
             where = torch.arange(time, device=q.device)[None]
             if not self.scores.separates(time, q.dtype, "sdpa"):
-                return attend_by_rows(self.scores, q, k, v, mask, None, where, where, scaling, 0.0)
+                how = {"positions": where, "key_positions": where, "scaling": scaling}
+                return attend_by_rows(self.scores, q, k, v, AttentionCall(mask=mask, **how))
             q, k = scale_queries_and_keys(self.scores, q, k, where, where)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=self.is_causal, scale=scaling

@@ -286,17 +286,3 @@ def test_names_are_taken_once():
     with pytest.raises(ValueError, match="form='other' must be one of additive, elementwise"):
         attention.register(Formless())
     assert "decay" in attention.names(ScoreTransform)
-
-
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"options": ["start"]}, r"options=\['start'\] must be a mapping of the options' names"),
-        ({"implementations": "sdpa"}, "implementations='sdpa' must be a tuple of names, as"),
-        ({"implementations": ["sdpa"]}, r"implementations=\['sdpa'\] must be a tuple of names"),
-    ],
-)
-def test_collections_are_collections(facts, said):
-    with pytest.raises(ValueError, match=f"score_transform 'odd': {said}"):
-        attention.register(type("Odd", (LearnedDecay,), {"name": "odd", **facts})())
-    assert "odd" not in attention.names(ScoreTransform)

@@ -27,11 +27,15 @@ class Entry:
     it has not, makes no model.
 
     Attributes:
+        key, options_key: the keys that choose an entry of this class, and hold its options.
         name: what the key says.
         title: in a sentence, as in "cannot compute mixed attention maps".
         words: for descriptions of a model; "" where there is nothing to say.
         implementations: the values of `attn_implementation` that can compute it; None for all.
         options: the options' names with their defaults.
+        divides: whether its module computes some of the heads as it computes them among all, for
+            `train.sequence_parallel`. A module with something for each head finds the ranks in
+            `call.group`, a transform of scores in `sequence_group`.
         takes_any_weights: whether a model that was trained without it can be trained on with it:
             its parameters, if it has any, begin as they start, and the model is something else
             from the first step on.
@@ -41,14 +45,21 @@ class Entry:
             reason; see `keeps_parameters`.
     """
 
+    key: ClassVar[str]
+    options_key: ClassVar[str]
     name: ClassVar[str]
     title: ClassVar[str]
     words: ClassVar[str] = ""
     implementations: tuple[str, ...] | None = None
     options: ClassVar[Mapping[str, Any]] = {}
+    divides: ClassVar[bool] = False
     takes_any_weights: ClassVar[bool] = False
     computes_on_cpu: ClassVar[bool] = True
     free_options: ClassVar[frozenset[str]] = frozenset()
+
+    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
+        """Make a layer's module; a pattern's takes no `options`."""
+        raise NotImplementedError
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return all options: those given, and the others' defaults."""
@@ -76,17 +87,13 @@ class Entry:
         return False
 
     def division_problems(self, model: Any) -> list[str]:
-        """Return why its module cannot compute some of the heads as it computes them among all.
-
-        For `train.sequence_parallel`; an entry that can says so. A module with something for each
-        head finds the ranks in `call.group`, a transform of scores in `sequence_group`.
-        """
-        return [f"{self.title} cannot be divided by heads"]
+        """Return why its module cannot compute some of the heads as it computes them among all."""
+        return [] if self.divides else [f"{self.title} cannot be divided by heads"]
 
 
 class Pattern(Entry):
-    """How queries meet keys. `build` gives a module, see `SoftmaxCore` in
-    `cat_lm.model.attention.modules.call`.
+    """How queries meet keys. `build` takes the configuration and gives a module like `SoftmaxCore`
+    of `cat_lm.model.attention.modules.call`.
 
     Attributes:
         takes_transforms: whether scores and values may be transformed.
@@ -97,6 +104,7 @@ class Pattern(Entry):
         longest: the most tokens that a row may have; None for any number.
     """
 
+    key, options_key = "attention", "attention_options"
     takes_transforms: ClassVar[bool] = True
     takes_ranks: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False
@@ -110,10 +118,6 @@ class Pattern(Entry):
         return [
             f"attention={self.name}: reads rows of at most {self.longest} tokens, not of {length}"
         ]
-
-    def build(self, config: Any) -> nn.Module:
-        """Make a layer's module."""
-        raise NotImplementedError
 
     def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
         """Count the bytes of keys and values that a layer reads for a token after `length`."""
@@ -164,11 +168,9 @@ class Pattern(Entry):
         """
         from transformers.masking_utils import create_causal_mask
 
-        plain = not any(
-            inputs.get(name) is not None
-            for name in ("attention_mask", "past_key_values", "and_mask_function")
-        )
-        if plain and config._attn_implementation == "sdpa":
+        said = ("attention_mask", "past_key_values", "and_mask_function")
+        is_plain = all(inputs.get(name) is None for name in said)
+        if is_plain and config._attn_implementation == "sdpa":
             # `is_causal` says it all. transformers says so too, but 5.17 builds the mask where a
             # graph is captured, with which SDPA computes without flash attention.
             return None
@@ -194,16 +196,14 @@ class ScoreTransform(Entry):
         "elementwise": ("eager", "flex_attention"),
         "separable": None,
     }
+    key, options_key = "score_transform", "score_options"
     form: ClassVar[str]
+    divides = True  # the function gets the number of a head among all
 
     @property
     def implementations(self) -> tuple[str, ...] | None:
         """Return what can compute a transform of this form."""
         return self.FORMS[self.form]
-
-    def division_problems(self, model: Any) -> list[str]:
-        """Return no problem: the function gets the number of a head among all."""
-        return []
 
     def masks_documents(self, model: Any) -> bool:
         """Return True if sdpa computes logits for some queries at a time, whatever the row.
@@ -211,10 +211,6 @@ class ScoreTransform(Entry):
         It then keeps documents apart by their numbers, and no mask is made for them.
         """
         return False
-
-    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
-        """Make a layer's module."""
-        raise NotImplementedError
 
 
 class ValueTransform(Entry):
@@ -225,10 +221,8 @@ class ValueTransform(Entry):
     `context.state` under "value". One that convolves asks for `context.conv_backend`.
     """
 
+    key, options_key = "value_transform", "value_options"
+
     def taps(self, model: Any) -> int:
         """Count the taps of the filters, one for each head, that it convolves values with, or 0."""
         return 0
-
-    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
-        """Make a layer's module."""
-        raise NotImplementedError

@@ -14,10 +14,13 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
+from cat_lm.model.attention.documents import attend_within_borders, computing_dtype
 from cat_lm.model.attention.modules.call import AttentionCall
-from cat_lm.model.attention.modules.rows import attend_by_rows
-from cat_lm.model.attention.modules.scores import attend_with_scores, scale_queries_and_keys
-from cat_lm.model.attention.modules.varlen import attend_within_borders, computing_dtype
+from cat_lm.model.attention.modules.scores import (
+    attend_by_rows,
+    attend_with_scores,
+    scale_queries_and_keys,
+)
 from cat_lm.model.context import Context
 from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import logit_temperature
@@ -133,36 +136,24 @@ class AttentionMixin:
         query, key, value = (stream.transpose(1, 2) for stream in (query, key, value))
         if context.cache is not None:
             key, value = context.cache.update(key, value, context.layer)
-        positions = None, None
+        how = AttentionCall(**vars(context), scaling=self.scaling, dropout=self._dropout)
         if self.config.reads_positions:
-            positions = self._positions(query, key, context)
+            known = context.key_positions
+            if known is None:
+                known = torch.arange(key.shape[2], device=key.device)[None]
+            # A static cache has room for keys that are still to come.
+            how.key_positions = F.pad(known, (0, key.shape[2] - known.shape[1]))
 
         def attend(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *own: Tensor | None,
+            query: Tensor, key: Tensor, value: Tensor, *own: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            if not own:
-                return self._attend(query, key, value, *positions, context)
-            mask, query_positions, key_positions = own
-            part = replace(context, mask=mask, documents=None)
-            return self._attend(query, key, value, query_positions, key_positions, part)
+            names = ("mask", "positions", "key_positions")
+            part = (
+                replace(how, documents=None, **dict(zip(names, own, strict=True))) if own else how
+            )
+            return self._attend(query, key, value, part)
 
-        call = AttentionCall(
-            attend,
-            context.mask,
-            self.scaling,
-            self._dropout,
-            context.continues,
-            context.state,
-            context.documents,
-            context.padding,
-            *positions,
-            context.losses,
-            context.document_borders,
-            context.group,
-        )
+        call = replace(how, attend=attend)
         output, maps = self.core(query, key, value, extra[0] if extra else None, call)
         return to_tokens(context.group, output), maps
 
@@ -170,54 +161,33 @@ class AttentionMixin:
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
 
-    def _positions(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Positions of queries [B or 1, T] and of all keys [B or 1, S]."""
-        keys, known = key.shape[2], context.key_positions
-        if known is None:
-            known = torch.arange(keys, device=key.device)[None]
-        # A static cache has room for keys that are still to come.
-        return context.positions, F.pad(known, (0, keys - known.shape[1]))
-
-    def _scales(self, query: Tensor, context: Context) -> bool:
-        """Return True if scaled queries and keys have the scores; else they are computed."""
-        if self.score_form != "separable" or context.by_rows:
-            return False
-        return self.score_transform.separates(
-            query.shape[2], computing_dtype(query), self.config._attn_implementation
-        )
-
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_positions: Tensor | None,
-        key_positions: Tensor | None,
-        context: Context,
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
-        implementation = self.config._attn_implementation
-        if self.score_form is not None and self._scales(query, context):
-            query, key = scale_queries_and_keys(
-                self.score_transform, query, key, query_positions, key_positions
-            )
-            value = repeat_kv(value, key.shape[1] // value.shape[1])
-        elif self.score_form == "separable" and implementation == "sdpa":
-            return attend_by_rows(
-                self.score_transform, query, key, value, context.mask, context.documents,
-                query_positions, key_positions, self.scaling, self._dropout,
-            ), None  # fmt: skip
-        elif self.score_form is not None:
-            return attend_with_scores(
-                implementation, self.score_transform, query, key, value, context.mask,
-                query_positions, key_positions, self.scaling, self._dropout, self.training,
-            )  # fmt: skip
+        implementation, transform = self.config._attn_implementation, self.score_transform
+        if transform is not None:
+            is_separable = self.score_form == "separable"
+            if (
+                is_separable
+                and not call.by_rows
+                and transform.separates(query.shape[2], computing_dtype(query), implementation)
+            ):
+                query, key = scale_queries_and_keys(
+                    transform, query, key, call.positions, call.key_positions
+                )
+                value = repeat_kv(value, key.shape[1] // value.shape[1])
+            elif is_separable and implementation == "sdpa":
+                return attend_by_rows(transform, query, key, value, call), None
+            else:
+                return attend_with_scores(
+                    implementation, transform, query, key, value, call, self.training
+                )
         width = value.shape[-1]
-        wider = key.shape[-1] - width
-        if wider > 0 and implementation in _OF_ONE_WIDTH:
-            value = F.pad(value, (0, wider))
-        if context.document_borders is not None:
-            how = context.document_borders, self.scaling, self._dropout
+        if key.shape[-1] > width and implementation in _OF_ONE_WIDTH:
+            value = F.pad(value, (0, key.shape[-1] - width))
+        if call.document_borders is not None:
+            how = call.document_borders, self.scaling, self._dropout
             output = attend_within_borders(query, key, value, *how)
             return output[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
@@ -225,14 +195,14 @@ class AttentionMixin:
             getattr(self, "num_key_value_groups", 1) > 1 and key.shape[1] == query.shape[1]
         )
         output, maps = function(
-            _Ungrouped(self) if is_repeated or self.score_form is not None else self,
+            _Ungrouped(self) if is_repeated else self,
             query,
             key,
             value,
-            context.mask,
+            call.mask,
             scaling=self.scaling,
             dropout=self._dropout,
-            **context.arguments,
+            **call.arguments,
         )
         return (output[..., :width] if output.shape[-1] > width else output), maps
 

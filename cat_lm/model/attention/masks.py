@@ -12,15 +12,15 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import document_attention
-from cat_lm.model.attention.modules.varlen import computing_dtype
+from cat_lm.model.attention.documents import computing_dtype, document_attention
 from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.context import Context
 from cat_lm.ops.landmark.layout import interior_padding
 from cat_lm.ops.runtime.documents import document_borders, document_positions, document_runs
 
 # What a body's forward takes beside its named arguments and plain values.
-_FURTHER = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # documents
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_FURTHER = (*_LENGTHS, "seq_idx")  # documents
 _FURTHER += ("auxiliary_losses", "cache_position", "token_type_ids")  # nothing about neighbours
 _FURTHER += ("key_positions",)  # [B, S] beside a prepared mask, see `counted`
 # Further outputs of tokenizers.
@@ -68,54 +68,38 @@ def context_of(
     """
     if config.attends:
         check_attention(config)
-    batch, time, _ = inputs_embeds.shape
     further = further or {}
-    told = position_ids, attention_mask, cache, further, (batch, time)
-    documents = documents_of(document_ids, *told)
-    given_padding = padding_mask
-    padding_mask = padding_of(config, attention_mask, padding_mask, time, documents, cache)
+    shape = inputs_embeds.shape[:2]
+    documents = _documents_of(document_ids, position_ids, attention_mask, cache, further, shape)
+    real = _padding_of(config, attention_mask, padding_mask, shape[1], documents, cache)
     if position_ids is None:
-        position_ids = positions_of(inputs_embeds, attention_mask, documents, cache)
-
+        position_ids = _positions_of(inputs_embeds, attention_mask, documents, cache)
+    plain = {k: v for k, v in further.items() if k not in ("auxiliary_losses", "key_positions")}
     context = Context(
         documents,
-        padding_mask,
+        real,
         losses=further.get("auxiliary_losses"),
         cache=cache,
         positions=position_ids,
-        arguments={"position_ids": position_ids} | _arguments(further),
+        arguments={"position_ids": position_ids} | plain,
     )
     if not config.attends:
         return context
     if config.masks_keys:
-        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+        if attention_mask is not None and not _is_plain_mask(attention_mask):
             raise ValueError(
                 f"attention_mask: {attention.pattern(config).title} takes [B, S] with 1 at real "
                 "tokens, not a prepared mask"
             )
-        context.document_borders = borders if padding_mask is None else None
+        context.document_borders = borders if real is None else None
         return context
     same_document = None
     if documents is not None:
-        context.document_positions = document_positions(documents).int()
-        by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
-        # Borders that a graph would have to find are of a length that it cannot know.
-        is_known = borders is not None or not torch.compiler.is_compiling()
-        is_plain = attention_mask is None and padding_mask is None
-        if by == "flash":
-            context.arguments |= _flash_documents(documents, padding_mask, borders)
-        elif by == "varlen" and is_plain and is_known:
-            context.document_borders = document_borders(documents) if borders is None else borders
-        elif by == "rows" and is_plain:
-            context.by_rows = True
-        else:
-            check_function(config)
-            same_document = _same_document_function(documents)
+        same_document = _separate_documents(context, config, inputs_embeds, attention_mask, borders)
     if config.reads_positions:
         context.key_positions = further.get("key_positions")
         if context.key_positions is None:
-            told = attention_mask, given_padding, position_ids, cache
-            context.key_positions = _key_positions(*told)
+            context.key_positions = _key_positions(context, attention_mask, padding_mask)
     context.mask = attention.pattern(config).mask(
         config,
         inputs_embeds=inputs_embeds,
@@ -126,11 +110,6 @@ def context_of(
         and_mask_function=same_document,
     )
     return context
-
-
-def _arguments(further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a call's further arguments is for the attention function."""
-    return {k: v for k, v in further.items() if k not in ("auxiliary_losses", "key_positions")}
 
 
 def check_attention(config: AttentionSettings) -> None:
@@ -158,10 +137,10 @@ def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
                 "document_ids, padding_mask and past_key_values what stands before a token"
             )
     if config.reads_padding and any(said is not None for said in layout):
-        check_function(config)
+        _check_function(config)
 
 
-def check_function(config: Any) -> None:
+def _check_function(config: Any) -> None:
     """Check that the attention function gets a mask. Raises ValueError."""
     name = config._attn_implementation
     if name is not None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
@@ -171,7 +150,15 @@ def check_function(config: Any) -> None:
         )
 
 
-def documents_of(
+def _is_plain_mask(mask: Any) -> bool:
+    """Return True for [B, S] with 1 at real tokens, and not what was prepared for a function."""
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+# Documents
+
+
+def _documents_of(
     document_ids: Tensor | None,
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
@@ -199,33 +186,28 @@ def documents_of(
         if not torch.compiler.is_compiling() and not documents.any():
             return None  # one document
         raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if further.get(name) is not None:
-            _check_lengths(name, further[name], documents, cache, shape)
+    for name in _LENGTHS:
+        if further.get(name) is not None and not _are_lengths(
+            further[name], documents, cache, shape
+        ):
+            raise ValueError(
+                f"{name}: the layers read documents off document_ids or position_ids, which say "
+                "others; pass document_ids, and no cache"
+            )
     return documents
 
 
-def _check_lengths(
-    name: str, lengths: Tensor, documents: Tensor | None, cache: Cache | None, shape: tuple
-) -> None:
-    """Check that cumulative lengths, which no layer reads, are of the documents, or of the rows.
-
-    Raises:
-        ValueError: they are not.
-    """
+def _are_lengths(
+    lengths: Tensor, documents: Tensor | None, cache: Cache | None, shape: tuple[int, int]
+) -> bool:
+    """Return True if cumulative lengths, which no layer reads, are of the documents or the rows."""
     batch, time = shape
     if torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
         # Values are not known while compiling, and cached keys are counted, too.
-        agrees = len(lengths) - 1 == batch if documents is None else True
-    elif documents is None:
-        agrees = lengths.tolist() == [row * time for row in range(batch + 1)]
-    else:
-        agrees = torch.equal(lengths.to(documents.device).int(), document_borders(documents))
-    if not agrees:
-        raise ValueError(
-            f"{name}: the layers read documents off document_ids or position_ids, which say "
-            "others; pass document_ids, and no cache"
-        )
+        return documents is not None or len(lengths) - 1 == batch
+    if documents is None:
+        return lengths.tolist() == [row * time for row in range(batch + 1)]
+    return torch.equal(lengths.to(documents.device).int(), document_borders(documents))
 
 
 def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
@@ -257,18 +239,57 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
     return runs
 
 
-def padding_of(
+def _separate_documents(
+    context: Context,
+    config: AttentionSettings,
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    borders: Tensor | None,
+) -> Any:
+    """Tell the context what keeps documents apart; return the mask's function where a mask does."""
+    documents, padding = context.documents, context.padding
+    context.document_positions = document_positions(documents).int()
+    by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
+    # Borders that a graph would have to find are of a length that it cannot know.
+    is_known = borders is not None or not torch.compiler.is_compiling()
+    is_plain = attention_mask is None and padding is None
+    if by == "flash" or (by == "varlen" and is_plain and is_known):
+        if padding is not None:
+            raise ValueError("flash attention takes document_ids or padding, not both")
+        borders = document_borders(documents) if borders is None else borders
+        if by == "varlen":
+            context.document_borders = borders
+        else:
+            # No document is longer than a row, and the host need not wait for the longest.
+            lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            most = dict.fromkeys(("max_length_q", "max_length_k"), documents.shape[1])
+            context.arguments |= lengths | most
+        return None
+    if by == "rows" and is_plain:
+        context.by_rows = True
+        return None
+    _check_function(config)
+
+    def same_document(batch, head, query, key):
+        return documents[batch, query] == documents[batch, key]
+
+    return same_document
+
+
+# Padding
+
+
+def _padding_of(
     config: Any,
     attention_mask: Any,
     padding_mask: Tensor | None,
     time: int,
-    documents: Tensor | None = None,
-    cache: Cache | None = None,
+    documents: Tensor | None,
+    cache: Cache | None,
 ) -> Tensor | None:
     """Return which of the `time` new tokens are real, [B, T] bool; None where all are.
 
-    The cache's first layer keeps which of its tokens are padding. Masks without padding cost one
-    wait for a GPU, as do those of single tokens.
+    The cache's first layer keeps which of its tokens are padding. Masks cost one wait for a GPU.
 
     Args:
         config: says by `reads_padding` whether that matters to the model, by `takes_gaps` whether
@@ -278,9 +299,11 @@ def padding_of(
 
     Raises:
         ValueError: padding between the tokens of a document, or a mask by which cached tokens are
-            others than those that were read.
+            others than those that were read. A compiled graph raises RuntimeError.
     """
-    _check_width(attention_mask, time, cache)
+    past = 0 if cache is None else cache.get_seq_length()
+    if cache is not None:
+        _check_width("attention_mask", attention_mask, time, past)
     if not config.reads_padding:
         return None
     record = next(iter(getattr(cache, "layers", ())), None)
@@ -292,25 +315,79 @@ def padding_of(
                 "cached and the new tokens"
             )
         return None
-    real = _real_tokens(attention_mask, padding_mask)
+    if padding_mask is None and not _is_plain_mask(attention_mask):
+        raise ValueError(
+            "the convolution cannot read padding or documents off a prepared attention mask; "
+            "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
+            "attention_mask as [B, T]"
+        )
+    real = (attention_mask if padding_mask is None else padding_mask).bool()
     new = real[:, -time:]
+    if new.shape[1] < real.shape[1]:
+        _check_width("padding_mask", real, time, past)
+    faults = _padding_faults(config, real, kept, time, documents, cache)
     if torch.compiler.is_compiling():
-        _check_compiled(config, real, kept, time, documents, cache)
+        for said, is_found in faults.items():
+            torch._assert_async(~is_found, said)
         if time > 1 and hasattr(record, "real") and padding_mask is None:
             record.real = real  # of all tokens so far, for later calls
         return new
-    if not config.keeps_padding:
-        if not config.takes_gaps:
-            check_gaps(real, documents)
-        return None if new.all() else new
-    if (kept is None or real.shape[1] == time) and real.all():
+    *found, is_whole = torch.stack([*faults.values(), new.all()]).tolist()
+    for said, is_found in zip(faults, found, strict=True):
+        if is_found:
+            raise ValueError(said)
+    if is_whole:
         return None
-    before = _cached_tokens(new, kept, cache)
-    if _check_padding(real, before, new, documents):
-        return None
-    if hasattr(record, "real"):
+    if config.keeps_padding and hasattr(record, "real"):
+        before = new.new_ones(len(new), int(past))
+        if kept is not None:
+            before[:, : kept.shape[1]] = kept
         record.real = torch.cat([before, new], dim=1)
     return new
+
+
+def _check_width(name: str, mask: Any, time: int, past: Any) -> None:
+    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
+
+    How many there are in a static cache is not known to the host.
+    """
+    if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
+        raise ValueError(
+            f"{name}: says what {mask.shape[1]} tokens are, of {past + time} with those in the "
+            "cache; give [B, S] with all of them"
+        )
+
+
+def _padding_faults(
+    config: Any,
+    real: Tensor,
+    kept: Tensor | None,
+    time: int,
+    documents: Tensor | None,
+    cache: Cache | None,
+) -> dict[str, Tensor]:
+    """Return by its message whether there is what padding must not be, each a single bool.
+
+    Args:
+        real: [B, S] or [B, T] bool, what the call says.
+        kept: [B, n] bool, how the first cached tokens were read, see `PaddingRecord`.
+    """
+    faults, row = {}, real
+    if config.keeps_padding:
+        said, row = real[:, :-time], real[:, -time:]
+        read = said[:, :0] if kept is None else kept
+        if said.shape[1] > 0:
+            count = min(read.shape[1], said.shape[1])
+            differs = (said[:, :count] != read[:, :count]).any()
+            faults[_OTHER_MASK] = differs | ~said[:, count:].all()
+            read = said
+        if documents is None and cache is not None:
+            # Tokens after those that are recorded are real.
+            has_real = read.any(dim=1) | (cache.get_seq_length() > read.shape[1])
+            row = torch.cat([has_real[:, None], row], dim=1)
+    if not config.takes_gaps and not (config.keeps_padding and time == 1):
+        faults[_GAP] = interior_padding(row, documents).any()
+    return faults
 
 
 def check_gaps(real: Tensor, documents: Tensor | None) -> None:
@@ -324,119 +401,24 @@ def check_gaps(real: Tensor, documents: Tensor | None) -> None:
         raise ValueError(_GAP)
 
 
-def _check_width(attention_mask: Any, time: int, cache: Cache | None) -> None:
-    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
-
-    How many there are in a static cache is not known to the host.
-    """
-    if cache is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return
-    past = cache.get_seq_length()
-    if isinstance(past, int) and attention_mask.shape[1] != past + time:
-        raise ValueError(
-            f"attention_mask: says what {attention_mask.shape[1]} tokens are, of {past + time} "
-            "with those in the cache; give [B, S] with all of them"
-        )
+# Positions
 
 
-def _real_tokens(attention_mask: Any, padding_mask: Tensor | None) -> Tensor:
-    """Return what the masks say of tokens, [B, T] or [B, S] bool. Raises ValueError."""
-    if padding_mask is not None:
-        return padding_mask.bool()
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        raise ValueError(
-            "the convolution cannot read padding or documents off a prepared attention mask; "
-            "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
-            "attention_mask as [B, T]"
-        )
-    return attention_mask.bool()
-
-
-def _cached_tokens(new: Tensor, kept: Tensor | None, cache: Cache | None) -> Tensor:
-    """Return which cached tokens were read as real, [B, past] bool. `kept`: see PaddingRecord."""
-    past = 0 if cache is None else int(cache.get_seq_length())
-    before = new.new_ones(len(new), past)
-    if kept is not None:
-        before[:, : kept.shape[1]] = kept
-    return before
-
-
-def _check_padding(real: Tensor, before: Tensor, new: Tensor, documents: Tensor | None) -> bool:
-    """Check masks against the cache; return whether all new tokens are real. Waits for a GPU once.
-
-    Args:
-        real: [B, S] or [B, T] bool, what the call says.
-        before: [B, past] bool, how the cached tokens were read.
-        new: [B, T] bool.
-
-    Raises:
-        ValueError: see `padding_of`.
-    """
-    past = before.shape[1]
-    said = real[:, : -new.shape[1]] if real.shape[1] > new.shape[1] else before
-    if said.shape[1] != past:
-        raise ValueError(
-            f"padding_mask: says what {said.shape[1]} cached tokens are, of {past}; give [B, S] "
-            "with all of them, or [B, T]"
-        )
-    row = new if documents is not None else torch.cat([before.any(1, keepdim=True), new], dim=1)
-    tests = (said != before).any(), interior_padding(row, documents).any(), new.all()
-    differs, has_gaps, is_whole = torch.stack(tests).tolist()
-    if differs:
-        raise ValueError(_OTHER_MASK)
-    if has_gaps:
-        raise ValueError(_GAP)
-    return is_whole
-
-
-def _check_compiled(
-    config: Any,
-    real: Tensor,
-    kept: Tensor | None,
-    time: int,
-    documents: Tensor | None,
-    cache: Cache | None,
-) -> None:
-    """Put the checks of `_check_padding` into a compiled graph, which raises RuntimeError."""
-    said, new = real[:, :-time], real[:, -time:]
-    if config.keeps_padding and said.shape[1] > 0:
-        count = 0 if kept is None else min(kept.shape[1], said.shape[1])
-        read_so = said[:, count:].all()
-        if count:
-            read_so = read_so & (said[:, :count] == kept[:, :count]).all()
-        torch._assert_async(read_so, _OTHER_MASK)
-    if config.takes_gaps or time == 1:
-        return
-    row = new
-    if documents is None and cache is not None:
-        before = said if said.shape[1] > 0 else kept
-        count = 0 if before is None else before.shape[1]
-        has_real = torch.as_tensor(cache.get_seq_length() > count, device=new.device)
-        has_real = has_real.expand(len(new)) if before is None else has_real | before.any(1)
-        row = torch.cat([has_real[:, None], new], dim=1)
-    torch._assert_async(~interior_padding(row, documents).any(), _GAP)
-
-
-def positions_of(
-    inputs_embeds: Tensor,
-    attention_mask: Any,
-    documents: Tensor | None,
-    cache: Cache | None,
+def _positions_of(
+    inputs_embeds: Tensor, attention_mask: Any, documents: Tensor | None, cache: Cache | None
 ) -> Tensor:
     """Count real tokens, from 0 in every document; [B or 1, T]."""
     time, device = inputs_embeds.shape[1], inputs_embeds.device
-    is_known = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
     if documents is not None:
         positions = document_positions(documents)
-        if not is_known:
+        if not _is_plain_mask(attention_mask):
             return positions
         real = attention_mask.long()
-        counted = real.cumsum(dim=1) - real  # before each token, in its row
+        before = real.cumsum(dim=1) - real  # each token, in its row
         starts = torch.arange(time, device=device) - positions
-        return counted - counted.gather(1, starts)
-    if is_known:
-        counted = attention_mask.long().cumsum(dim=1) - 1
-        return counted.clamp(min=0)[:, -time:]
+        return before - before.gather(1, starts)
+    if _is_plain_mask(attention_mask):
+        return counted(attention_mask, attention_mask.shape[1])[:, -time:]
     past = 0 if cache is None else cache.get_seq_length()
     return (torch.arange(time, device=device) + past)[None]
 
@@ -448,50 +430,24 @@ def counted(attention_mask: Tensor, length: int) -> Tensor:
 
 
 def _key_positions(
-    attention_mask: Any, padding_mask: Tensor | None, position_ids: Tensor, cache: Cache | None
+    context: Context, attention_mask: Any, padding_mask: Tensor | None
 ) -> Tensor | None:
-    """Positions of the cached keys and the new ones, [B or 1, S]; None where every slot counts."""
+    """Return positions of cached and new keys, [B or 1, S]; None where every slot counts.
+
+    Raises:
+        ValueError: a prepared mask hides which of the cached keys are padding.
+    """
+    cache, time = context.cache, context.positions.shape[1]
     if cache is None:
-        return position_ids
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        _check_covers_cache(attention_mask, padding_mask, position_ids.shape[1], cache)
-        attention_mask = padding_mask
+        return context.positions
     if attention_mask is None:
-        return None
-    return counted(attention_mask, attention_mask.shape[1])
-
-
-def _check_covers_cache(
-    attention_mask: Any, padding_mask: Tensor | None, time: int, cache: Cache
-) -> None:
-    """Check that padding among cached keys is known, whose mask was prepared elsewhere."""
-    if attention_mask is None or padding_mask.shape[1] > time or torch.compiler.is_compiling():
-        return
-    if cache.get_seq_length() > 0:
+        return None if padding_mask is None else counted(padding_mask, padding_mask.shape[1])
+    if _is_plain_mask(attention_mask):
+        return counted(attention_mask, attention_mask.shape[1])
+    is_short = padding_mask.shape[1] <= time and not torch.compiler.is_compiling()
+    if is_short and cache.get_seq_length() > 0:
         raise ValueError(
             "padding_mask must be [B, S] beside a prepared attention mask, S the cached and the "
             "new tokens, as positions of all keys are read"
         )
-
-
-def _same_document_function(documents: Tensor):
-    def same_document(batch, head, query, key):
-        return documents[batch, query] == documents[batch, key]
-
-    return same_document
-
-
-def _flash_documents(
-    documents: Tensor, padding_mask: Tensor | None, borders: Tensor | None
-) -> dict[str, Any]:
-    """Cumulative lengths for flash attention's packed form, all rows joined end to end."""
-    if padding_mask is not None:
-        raise ValueError("flash attention takes document_ids or padding, not both")
-    borders = document_borders(documents) if borders is None else borders
-    time = documents.shape[1]  # no document is longer, and the host need not wait for the longest
-    return {
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
-        "max_length_q": time,
-        "max_length_k": time,
-    }
+    return counted(padding_mask, padding_mask.shape[1])

@@ -123,8 +123,7 @@ class AttentionSettings:
             return True
         if canon_places(self) and self.canon_window > 1:
             return True
-        entries = attention.pattern(self), attention.value_transform(self)
-        return any(entry is not None and entry.holds_state(self) for entry in entries)
+        return any(entry.holds_state(self) for entry in attention.chosen_entries(self).values())
 
     @property
     def reads_positions(self) -> bool:

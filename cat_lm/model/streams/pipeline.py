@@ -210,7 +210,7 @@ class StreamPipeline(NothingDecays):
         """Add what the mixing of maps takes beside queries, keys and values, if maps are mixed.
 
         These are the `mixed_values` [B, T, H, H D], or, after a cache, the values' filters
-        [W, H, H], with which `attend_mixing_maps` goes on. Values are then zero at padding.
+        [W, H, H], with which `MapMixingCore` goes on. Values are then zero at padding.
         """
         if not self.mixes_maps:
             return streams

@@ -186,7 +186,7 @@ def _drawn(
 def _attend(core: LandmarkCore, layer: LandmarkDynamicLayer, *streams: Tensor) -> Tensor:
     """Attend by the landmark module: [B, H, 1, D]."""
     scaling = streams[0].shape[3] ** -0.5
-    call = AttentionCall(None, None, scaling, 0.0, True, layer, None, None, None, None)
+    call = AttentionCall(scaling=scaling, continues=True, state=layer)
     return core(*streams, None, call)[0].transpose(1, 2)
 
 

@@ -4,52 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from cat_lm.model.cache import LayerStateMixin
-    from cat_lm.model.sequence import SequenceGroup
+from cat_lm.model.context import Context
 
 
 @dataclass
-class AttentionCall:
-    """What a pattern's module gets beside queries, keys and values.
+class AttentionCall(Context):
+    """The context of a layer, and what else its attention is given.
+
+    `mask` is what `Pattern.mask` made. `key_positions` are those of all keys, [B or 1, S]; None
+    unless a pattern or a transform reads positions.
 
     Attributes:
         attend: the configuration's attention function with its transform of scores: takes query
             [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
             maps or None. A pattern that cuts rows also gives the mask, as the function takes it
             (None for a causal one), and the positions of queries and keys, all three or none.
-        mask: what `Pattern.mask` made; None for a pattern that masks keys itself.
         scaling: of q·k, 1 / (t sqrt(D)).
         dropout: the part of the maps to drop, 0 outside training.
-        continues: whether there are keys that are not among the new ones.
-        state: the layer's named states, see `cat_lm.model.cache`; None without a cache.
-        documents: [B, T]; None where rows are not packed.
-        padding: [B, T] bool, False at padding; None where there is none.
-        query_positions: [B or 1, T], and key_positions: [B or 1, S]; None unless a pattern or a
-            transform reads positions.
-        losses: where to add a loss of the layer's own, a number; None where nobody asks for it.
-        borders: of the documents, as `document_borders` returns them; None if unknown.
-        group: the ranks that share the heads, see `cat_lm.model.sequence`; None for one alone.
     """
 
-    attend: Callable[..., tuple[Tensor, Tensor | None]]
-    mask: Any
-    scaling: float
-    dropout: float
-    continues: bool
-    state: LayerStateMixin | None
-    documents: Tensor | None
-    padding: Tensor | None
-    query_positions: Tensor | None
-    key_positions: Tensor | None
-    losses: list[Tensor] | None = None
-    borders: Tensor | None = None
-    group: SequenceGroup | None = None
+    attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def query_positions(self) -> Tensor:
+        """The positions of the queries, [B or 1, T]."""
+        return self.positions
 
 
 class SoftmaxCore(nn.Module):
@@ -87,3 +74,18 @@ def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | No
     else:
         visible = attention_mask >= 0  # `eager` adds it to the scores
     return visible.expand(batch, 1, time, keys)
+
+
+def only_visible(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Return scores [B, H, T, S] that are lowest where `visible` [B, 1, T, S] is False."""
+    if visible is None:
+        return scores
+    # Not -inf: a query of a padding token may see nothing, and must not become NaN.
+    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+
+
+def softmax(scores: Tensor, visible: Tensor | None, dropout: float, dtype: torch.dtype) -> Tensor:
+    """Return the maps of scores [B, H, T, S], computed in fp32 or fp64."""
+    computed = torch.promote_types(scores.dtype, torch.float32)
+    maps = only_visible(scores, visible).softmax(dim=-1, dtype=computed).to(dtype)
+    return F.dropout(maps, dropout, training=dropout > 0)

@@ -45,23 +45,17 @@ class DecayScores(ScoreModule):
         Raises:
             ValueError: flash attention, which has nothing else, for too many queries.
         """
-        is_flash = "flash" in implementation
-        if self.is_two_sided and is_flash:
-            raise ValueError(
-                f"attn_implementation={implementation}: logits that decay to both sides have no "
-                "factors; use sdpa"
-            )
-        is_scored = implementation == "eager" or (queries == 1 and not is_flash)
-        if self.is_two_sided or is_scored:
-            return False
         reach = REACH_HALF if dtype == torch.float16 else REACH
-        is_within = self.largest * (queries - 1) <= reach
-        if is_flash and not is_within:
+        has_factors = not self.is_two_sided and self.largest * (queries - 1) <= reach
+        if "flash" not in implementation:
+            return has_factors and implementation != "eager" and queries > 1
+        if not has_factors:
             raise ValueError(
                 f"attn_implementation={implementation}: logits decay by more than e^-{reach:.0f} "
-                f"over {queries} tokens of {str(dtype).removeprefix('torch.')}; use sdpa"
+                f"over {queries} tokens of {str(dtype).removeprefix('torch.')}, or to both sides; "
+                "use sdpa"
             )
-        return is_within
+        return True
 
     def score(
         self, logits: Tensor, query_position: Tensor, key_position: Tensor, head: Tensor

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.model.attention.modules.call import AttentionCall
-from cat_lm.model.attention.modules.varlen import (
+from cat_lm.model.attention.documents import (
     attend_within_borders,
     computing_dtype,
     why_no_kernel,
 )
+from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.attend import attend_blocks, choose_backend
 from cat_lm.ops.landmark.decode import can_decode, decode
@@ -44,7 +44,6 @@ from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
-from cat_lm.ops.runtime.fake import is_fake
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -96,17 +95,13 @@ class LandmarkCore(NothingDecays):
             values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
         return values
 
-    def weights(self, device: torch.device, group: SequenceGroup | None = None) -> Tensor:
-        """Return the filter [1 or heads of keys, b], lag 0 first."""
-        if self.filter_name == "learned":
-            # A copy, because an engine may take the parameter away after this forward.
-            return own_heads(group, self.filter).clone()
-        return block_weights(self.filter_name, self.block).to(device)
-
-    def modes(self, group: SequenceGroup | None = None) -> Modes:
-        """Compute the filters that are as long as the text, of a copy as `weights` are."""
-        own = own_heads(group, self.filter)
-        return self.long_filter.modes_of(own.clone(), self.filter_state)
+    def _weights(self, device: torch.device, group: SequenceGroup | None = None) -> Tensor | Modes:
+        """Return the filter [1 or heads of keys, b], lag 0 first, or one as long as the text."""
+        if self.long_filter is None and self.filter_name != "learned":
+            return block_weights(self.filter_name, self.block).to(device)
+        # A copy, because an engine may take the parameter away after this forward.
+        own = own_heads(group, self.filter).clone()
+        return self.long_filter.modes_of(own, self.filter_state) if self.long_filter else own
 
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Make landmarks of blocks [B, H, m, b, D] and the state after them, for a cache's layer.
@@ -114,50 +109,49 @@ class LandmarkCore(NothingDecays):
         Args:
             before: that state after the blocks before them; None at the beginning.
         """
+        weights = self._weights(blocks.device)
         if self.long_filter is not None:
-            return next_long_landmarks(blocks, self.modes(), before)
-        carries = self.filter_name == "exponential"
-        return next_landmarks(blocks, self.weights(blocks.device), carries, before)
+            return next_long_landmarks(blocks, weights, before)
+        return next_landmarks(blocks, weights, self.filter_name == "exponential", before)
 
     def _landmarks(self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None) -> Tensor:
         """Make the landmarks [B, H, n, D] of whole rows of keys."""
+        weights = self._weights(key.device, group)
         if self.long_filter is not None:
-            return long_landmark_keys(key, self.modes(group), layout)
-        carries = self.filter_name == "exponential"
-        return landmark_keys(key, self.weights(key.device, group), layout, carries)
+            return long_landmark_keys(key, weights, layout)
+        return landmark_keys(key, weights, layout, self.filter_name == "exponential")
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
-        if call.state is not None:
-            output, maps = self._continue(query, key, value, call)
-            return output.transpose(1, 2).contiguous(), maps
-        layout = sequence_blocks(
-            query.shape[2], self.block, call.documents, call.padding, key.device
-        )
-        way = self.training_by if self.training else "hard"
-        own = [x.detach() if way == CALIBRATE else x for x in (query, key)]
-        landmarks = self._landmarks(own[1], layout, call.group)
-        if way in TAUGHT and call.losses is not None:
-            call.losses.append(self._guided_loss(*own, landmarks, layout, call))
-        if way in DENSE:
-            return self._attend_densely(query, key, value, layout, call), None
-        output, maps = self._attend(query, key, value, landmarks, layout, call)
+        attend = self._attend_whole if call.state is None else self._continue
+        output, maps = attend(query, key, value, call)
         return output.transpose(1, 2).contiguous(), maps
 
-    def _attend_densely(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, call: AttentionCall
-    ) -> Tensor:
-        """Attend to all earlier keys, within the documents' borders or by a mask: [B, T, H, D]."""
-        if call.borders is not None:
-            kind = query.device, computing_dtype(query), query.shape[3]
-            if why_no_kernel(*kind) is None:
-                how = call.borders, call.scaling, call.dropout
-                return attend_within_borders(query, key, value, *how)
+    def _attend_whole(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with all tokens of a row: [B, H, T, D], and maybe the maps."""
+        time, way = query.shape[2], self.training_by if self.training else "hard"
+        layout = sequence_blocks(time, self.block, call.documents, call.padding, key.device)
+        taught = [x.detach() if way == CALIBRATE else x for x in (query, key)]
+        landmarks = self._landmarks(taught[1], layout, call.group)
+        if way in TAUGHT and call.losses is not None:
+            sharpness = math.sqrt(self.config.head_width)
+            if "sharpness" in self._parameters:
+                sharpness = own_heads(call.group, self.sharpness).exp()
+            how = self.choice.local, call.scaling, sharpness, self.rows
+            call.losses.append(guided_loss(*taught, landmarks, layout, *how))
+        if way not in DENSE:
+            return self._attend(query, key, value, landmarks, layout, call)
+        how = call.scaling, call.dropout
+        kind = query.device, computing_dtype(query), query.shape[3]
+        if call.document_borders is not None and why_no_kernel(*kind) is None:
+            output = attend_within_borders(query, key, value, call.document_borders, *how)
+            return output.transpose(1, 2), None
         is_plain = call.documents is None and call.padding is None
-        output = attend_densely(query, key, value, layout, call.scaling, call.dropout, is_plain)
-        return output.transpose(1, 2).contiguous()
+        return attend_densely(query, key, value, layout, *how, is_plain), None
 
     def _attend(
         self,
@@ -185,32 +179,15 @@ class LandmarkCore(NothingDecays):
         if landmarks is None:  # no block is complete
             landmarks = key[:, :, :0]
         by = self.config._attn_implementation
-        name = choose_backend(by, time, key.shape[2], call.dropout)
-        if name == "gather" and can_decode(query, key, value):
-            output = decode(
-                query, key, value, landmarks, past, padding, self.block, self.choice, call.scaling
-            )
-            return output, None
+        if choose_backend(by, time, key.shape[2], call.dropout) == "gather":
+            if can_decode(query, key, value):
+                how = torch.tensor(padding), self.block, self.choice, call.scaling
+                return decode(query, key, value, landmarks, past, *how), None
+        slots = torch.tensor(padding, device=key.device)
         # The cache has no landmarks of blocks that no row has.
-        least = 0 if is_fake(key) else int(padding.min())
-        layout = cached_blocks(past, time, self.block, padding.to(key.device), least)
+        layout = cached_blocks(past, time, self.block, slots, min(padding))
         landmarks = landmarks[:, :, : layout.numbers.shape[1]]
         return self._attend(query, key, value, landmarks, layout, call)
-
-    def _guided_loss(
-        self,
-        query: Tensor,
-        key: Tensor,
-        landmarks: Tensor,
-        layout: BlockLayout,
-        call: AttentionCall,
-    ) -> Tensor:
-        sharpness = math.sqrt(self.config.head_width)
-        if "sharpness" in self._parameters:
-            sharpness = own_heads(call.group, self.sharpness).exp()
-        return guided_loss(
-            query, key, landmarks, layout, self.choice.local, call.scaling, sharpness, self.rows
-        )
 
 
 def train_landmarks(model: nn.Module, way: str, rows: int) -> None:

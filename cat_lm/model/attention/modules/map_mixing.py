@@ -14,7 +14,7 @@ so that any attention function serves, which need not hold maps of T × T: head 
 channels of all F_{i,h} * V_i side by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and
 its outputs are summed over h (`sum_over_maps`). With the values of earlier tokens in a cache, few
 queries meet many keys, and it is the maps that are small: then they are mixed as the first line
-reads (`attend_mixing_maps`).
+reads.
 
 V_i includes its bias. With one head this is therefore the convolution of the values
 (`conv_mixing: embeddings`), except that the filter meets the bias too: with a bias b, outputs
@@ -26,15 +26,12 @@ This is the reading under which maps of one head are what one head's embeddings 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
+from cat_lm.model.attention.modules.call import AttentionCall, softmax, visible_keys
 from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
 
 # Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
@@ -55,56 +52,31 @@ class MapMixingCore(nn.Module):
             extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
 
         Returns:
-            Y [B, T, H, D], and the maps A [B, H, T, S] if the attention function gives them.
+            Y [B, T, H, D], and the maps A [B, H, T, S], before they are mixed, if the attention
+            function gives them.
         """
         shared = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, shared), repeat_kv(value, shared)
         if call.continues:
-            return attend_mixing_maps(
-                query, key, value, extra, call.mask, call.scaling, call.dropout
-            )
+            return _attend_mixing_maps(query, key, value, extra, call)
         output, maps = call.attend(query, key, extra.transpose(1, 2))
         return sum_over_maps(output), maps
 
 
-def attend_mixing_maps(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    filters: Tensor,
-    attention_mask: Any,
-    scaling: float,
-    dropout: float = 0.0,
+def _attend_mixing_maps(
+    query: Tensor, key: Tensor, value: Tensor, filters: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """Attention of T queries to S keys whose maps are mixed.
-
-    Args:
-        query: [B, H, T, D].
-        key, value: [B, H, S, D], values zero at padding.
-        filters: [W, H, H].
-        attention_mask: as for transformers' `eager`, `sdpa` or `flex_attention`.
-        scaling: of the scores.
-        dropout: the part of the maps that is dropped.
-
-    Returns:
-        Y [B, T, H, D], and the maps A [B, H, T, S] before they are mixed.
-    """
-    time = query.shape[2]
-    visible = visible_keys(attention_mask, query, key)
+    """Attend with T queries to S keys, and mix the maps. `filters`: [W, H, H]."""
+    visible = visible_keys(call.mask, query, key)
     place = None if visible is None else places_of_real_keys(visible[:, 0, -1])
     outputs, maps = [], []
-    for start in range(0, time, QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, time))
-        scores = query[:, :, rows] @ key.mT * scaling
-        if visible is not None:
-            # Not -inf: a query of a padding token may see nothing, and must not become NaN.
-            lowest = torch.finfo(scores.dtype).min
-            scores = scores.masked_fill(~visible[:, :, rows], lowest)
-        attention = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-        attention = F.dropout(attention, dropout, training=dropout > 0)
-        outputs.append(_mixed_maps(attention, filters, place) @ value)
-        maps.append(attention)
-    return _joined(outputs).transpose(1, 2), _joined(maps)
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        rows = slice(start, start + QUERY_BLOCK)
+        scores = query[:, :, rows] @ key.mT * call.scaling
+        seen = None if visible is None else visible[:, :, rows]
+        maps.append(softmax(scores, seen, call.dropout, query.dtype))
+        outputs.append(_mixed_maps(maps[-1], filters, place) @ value)
+    return torch.cat(outputs, dim=2).transpose(1, 2), torch.cat(maps, dim=2)
 
 
 def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
@@ -118,7 +90,3 @@ def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
     mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
     mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
     return mixed if place is None else opened(mixed, place)
-
-
-def _joined(blocks: Sequence[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)

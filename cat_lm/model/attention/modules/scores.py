@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.model.attention.modules.call import visible_keys
+from cat_lm.model.attention.modules.call import (
+    AttentionCall,
+    only_visible,
+    softmax,
+    visible_keys,
+)
 from cat_lm.model.sequence import SequenceGroup
+
+ROWS = 128  # queries whose logits are computed at a time, where no maps of [T, S] are held
 
 
 class ScoreModule(nn.Module):
@@ -125,79 +133,64 @@ def attend_with_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    dropout: float,
+    call: AttentionCall,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with scores that a function makes of logits.
 
     Args:
-        implementation: eager, sdpa or flex_attention; the last for additive scores alone.
+        implementation: eager, sdpa or flex_attention; sdpa for additive scores alone.
         query: [B, H, T, D].
         key, value: [B, H or fewer, S, D].
-        mask: as transformers makes it for the implementation.
-        query_positions: [B or 1, T].
-        key_positions: [B or 1, S].
+        call: `mask` as transformers makes it for the implementation.
 
     Returns:
         [B, T, H, D], and from eager the maps [B, H, T, S].
     """
-    tensors = module()
     if implementation == "flex_attention":
-        output = _flex(
-            module, tensors, query, key, value, mask, query_positions, key_positions, scaling,
-            dropout, training,
-        )  # fmt: skip
+        output = _flex(module, query, key, value, call, training)
         return output.transpose(1, 2).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    visible = visible_keys(mask, query, key)
-    head = module.heads_of(query)[:, None, None]
-    where = query_positions[:, None, :, None], key_positions[:, None, None, :], head
+    visible = visible_keys(call.mask, query, key)
     is_sdpa = implementation == "sdpa"
-    logits = query.new_zeros(1, 1, 1, 1) if is_sdpa else query @ key.mT * scaling
-    scores = module.score(logits, *where, *tensors).to(query.dtype)
-    if visible is not None:
-        # Not -inf: a query of a padding token may see nothing, and must not become NaN.
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    logits = query.new_zeros(1, 1, 1, 1) if is_sdpa else query @ key.mT * call.scaling
+    where = _places(module, query, call.positions, call.key_positions)
+    scores = module.score(logits, *where, *module()).to(query.dtype)
     if is_sdpa:
+        scores = only_visible(scores, visible)
         output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=scores, dropout_p=dropout, scale=scaling
+            query, key, value, attn_mask=scores, dropout_p=call.dropout, scale=call.scaling
         )
         return output.transpose(1, 2).contiguous(), None
-    maps = softmax(scores).to(query.dtype)
-    maps = F.dropout(maps, dropout, training=dropout > 0)
+    maps = softmax(scores, visible, call.dropout, query.dtype)
     return (maps @ value).transpose(1, 2).contiguous(), maps
 
 
-def softmax(scores: Tensor) -> Tensor:
-    """Return maps over the last dimension, in fp32 or fp64."""
-    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+def _places(
+    module: ScoreModule, query: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return positions of queries and keys, and heads, that broadcast to logits [B, H, T, S]."""
+    head = module.heads_of(query)[:, None, None]
+    return query_positions[:, None, :, None], key_positions[:, None, None, :], head
 
 
 def _flex(
     module: ScoreModule,
-    tensors: tuple[Tensor, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    dropout: float,
+    call: AttentionCall,
     training: bool,
 ) -> Tensor:
     from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
-    if dropout > 0:
+    if call.dropout > 0:
         raise ValueError("attn_implementation='flex_attention' has no dropout; use 'sdpa'")
-    rows, first = query.shape[0], module.first_head(query.shape[1])
+    tensors, (rows, heads) = module(), query.shape[:2]
+    first = module.first_head(heads)
     query_positions, key_positions = (
-        positions.expand(rows, -1) for positions in (query_positions, key_positions)
+        positions.expand(rows, -1) for positions in (call.positions, call.key_positions)
     )
 
     def score_mod(score, batch, head, row, column):
@@ -210,7 +203,87 @@ def _flex(
         value,
         training=training,
         score_mod=score_mod,
-        block_mask=mask,
-        enable_gqa=key.shape[1] != query.shape[1],
-        scale=scaling,
+        block_mask=call.mask,
+        enable_gqa=key.shape[1] != heads,
+        scale=call.scaling,
     )
+
+
+def attend_by_rows(
+    module: ScoreModule, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+) -> Tensor:
+    """Attend with `module.score`, for some queries at a time: no maps of [T, S] are held.
+
+    A part's maps are computed again in the backward pass. Without a mask, documents are kept apart
+    by their numbers.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H or fewer, S, D].
+        call: `mask` as transformers makes it for sdpa; None for a causal one, or a single query.
+
+    Returns:
+        [B, T, H, D].
+    """
+    time, keys, tensors, mask = query.shape[2], key.shape[2], module(), call.mask
+    outputs = []
+    # Without a mask queries are the keys, of which later ones are not seen.
+    is_causal = mask is None and time > 1
+    documents = call.documents if is_causal else None
+    for start in range(0, time, ROWS):
+        part = slice(start, min(start + ROWS, time))
+        read = slice(0, part.stop if is_causal else keys)
+        # Views, and what is seen is found inside: else every layer would keep it, a number a pair.
+        inputs = (
+            module, query[:, :, part], key[:, :, read], value[:, :, read],
+            None if mask is None else mask[:, :, part],
+            None if documents is None else documents[:, read],
+            start if is_causal else None,
+            call.positions[:, part], call.key_positions[:, read], call.scaling, call.dropout,
+            *tensors,
+        )  # fmt: skip
+        if time > ROWS and torch.is_grad_enabled():
+            outputs.append(checkpoint(_attend_part, *inputs, use_reentrant=False))
+        else:
+            outputs.append(_attend_part(*inputs))
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _attend_part(
+    module: ScoreModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    start: int | None,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scaling: float,
+    dropout: float,
+    *tensors: Tensor,
+) -> Tensor:
+    """Attend with n queries, [B, H, n, D], to m keys.
+
+    Args:
+        mask: of these queries.
+        documents: [B, m], of the keys, the last n of which are the queries.
+        start: of the queries among the keys; None where there is a mask, or all are seen.
+    """
+    batch, heads, time, _ = query.shape
+    visible = None
+    if mask is not None:
+        visible = visible_keys(mask, query, key)
+    elif start is not None:
+        slots = torch.arange(key.shape[2], device=query.device)
+        visible = (slots <= slots[start:, None])[None]
+        if documents is not None:
+            visible = visible & (documents[:, start:, None] == documents[:, None])
+        visible = visible[:, None]
+    where = _places(module, query, query_positions, key_positions)
+    # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
+    query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+    logits = (query @ key.mT * scaling).view(batch, heads, time, -1)
+    maps = softmax(module.score(logits, *where, *tensors), visible, dropout, value.dtype)
+    output = maps.view(batch, key.shape[1], -1, maps.shape[3]) @ value
+    return output.view(batch, heads, time, -1)

@@ -30,35 +30,29 @@ class SmoothedValues(nn.Module):
 
     def forward(self, value: Tensor, context: Context) -> Tensor:
         """Average values [B, T, H, D]; with chunks the context has the tokens' positions."""
-        value, document_ids = context.without_padding(value), context.documents
-        positions, state = context.positions, context.state
+        value, documents = context.without_padding(value), context.documents
         taps = value.new_full((value.shape[2], self.width), 1 / self.width)
+        how = {"backend": context.conv_backend}
         if self.is_centred:
-            if document_ids is not None or state is not None:
+            if documents is not None or context.state is not None:
                 raise ValueError("a centred box reads later values: not with documents or a state")
-            return centred_conv(value, taps, backend=context.conv_backend)
-        before = None
-        if state is not None:
-            before = state.exchange_inputs("value", value, self.width, context.padding)
-        backend = context.conv_backend
-        if self.run is None:
-            how = {"document_ids": document_ids, "initial_state": before}
-            return head_conv(value, taps, **how, backend=backend)
-        runs = self._runs(value, positions, document_ids)
-        if before is None:
-            return head_conv(value, taps, document_ids=runs, backend=backend)
+            return centred_conv(value, taps, **how)
+        before = context.inputs_before("value", value, self.width)
+        if self.run is not None:
+            documents = self._runs(value, context.positions, documents)
+        if self.run is None or before is None:
+            return head_conv(value, taps, document_ids=documents, initial_state=before, **how)
         # Of the values before, those that the first new token's chunk holds.
         past = before.shape[1]
         ages = torch.arange(past, 0, -1, device=value.device)
-        is_same = ages <= positions[:, :1] % self.run
-        runs = torch.cat([(is_same.int() - 1).expand(len(value), -1), runs], dim=1)
+        is_same = ages <= context.positions[:, :1] % self.run
+        runs = torch.cat([(is_same.int() - 1).expand(len(value), -1), documents], dim=1)
         whole = torch.cat([before, value], dim=1)
-        return head_conv(whole, taps, document_ids=runs, backend=backend)[:, past:]
+        return head_conv(whole, taps, document_ids=runs, **how)[:, past:]
 
     def _runs(self, value: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
         """Number the chunks of new tokens, [B, T], from 0."""
-        starts = positions % self.run == 0
-        starts = starts.expand(*value.shape[:2]).clone()
+        starts = (positions % self.run == 0).expand(*value.shape[:2]).clone()
         if document_ids is not None:
             starts[:, 1:] |= document_ids.diff(dim=1) != 0
         starts[:, 0] = False

@@ -25,6 +25,7 @@ class Chunk(Pattern):
     implementations = ("eager", "sdpa")
     reads_positions = True
     takes_any_weights = True
+    divides = True  # no head knows of another
     options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
@@ -69,10 +70,6 @@ class Chunk(Pattern):
             if is_read and not interior_padding(given.bool(), None).any():
                 return None
         return super().mask(config, **inputs)
-
-    def division_problems(self, model: Any) -> list[str]:
-        """Return no problem: no head knows of another."""
-        return []
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""

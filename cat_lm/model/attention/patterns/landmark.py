@@ -16,7 +16,6 @@ from cat_lm.ops.landmark.options import (
     FILTERS,
     TAUGHT,
     USUAL_ROWS,
-    is_sharp,
     value_problems,
 )
 from cat_lm.ops.long_filter import filters
@@ -80,30 +79,40 @@ class Landmark(Pattern):
 
     def objective_problems(self, config: Any) -> list[str]:
         """Return which keys have no effect, or leave parameters untrained."""
-        train, way = config.train, f"train.landmark_loss={config.train.landmark_loss}"
-        told = {"landmark_weight": ("guided",), "landmark_rows": TAUGHT}
-        errors = [
-            f"train.{key}={getattr(train, key)}: says nothing with {way}; only "
-            f"{' and '.join(ways)} {'have' if len(ways) > 1 else 'has'} {what}"
-            for (key, ways), what in zip(told.items(), ("that loss", "such queries"), strict=True)
-            if getattr(train, key) is not None and train.landmark_loss not in ways
-        ]
+        train, loss = config.train, config.train.landmark_loss
+        way, errors = f"train.landmark_loss={loss}", []
+        for key, ways, what in (
+            ("landmark_weight", ("guided",), "has that loss"),
+            ("landmark_rows", TAUGHT, "have such queries"),
+        ):
+            value = getattr(train, key)
+            if value is not None and loss not in ways:
+                only = f"says nothing with {way}; only {' and '.join(ways)} {what}"
+                errors.append(f"train.{key}={value}: {only}")
         if getattr(config.model, "attention", None) != self.name:
             needs = [f"{way}: needs model.attention=landmark"]
-            return errors + (needs if train.landmark_loss != "hard" else [])
+            return errors + (needs if loss != "hard" else [])
         given = config.model.attention_options
         options = self.resolved(given if isinstance(given, dict) else {})
-        is_taught = train.landmark_loss in TAUGHT
-        if is_taught and options["top_k"] == 0:
+        if loss in TAUGHT and options["top_k"] == 0:
             errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
         learns = bool(options["filter"] == "learned" or options["filter_state"])
-        if learns and not is_taught:
+        if learns and loss not in TAUGHT:
             errors.append(
                 f"{way}: gives the landmarks' parameters no "
                 "gradient; use guided, or attention_options.filter=box"
             )
-        if train.landmark_loss == CALIBRATE:
-            errors += _calibration_problems(config, learns)
+        if loss != CALIBRATE:
+            return errors
+        if not learns:
+            only = "a fixed filter learns nothing; use attention_options.filter=learned"
+            errors.append(f"{way}: {only}")
+        if train.init_from is None:
+            only = "changes nothing but landmarks; give the model as train.init_from"
+            errors.append(f"{way}: {only}")
+        if decay := config.optimizer.weight_decay:
+            only = f"optimizer.weight_decay={decay} would change the other weights; set it to 0"
+            errors.append(f"{way}: {only}")
         return errors
 
     def row_problems(self, config: Any) -> list[str]:
@@ -126,8 +135,8 @@ class Landmark(Pattern):
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
     ) -> bool:
         """Keep a filter, and how sharp its scores are, for blocks of the size that it is for."""
-        before, now = (_learned_with(self.resolved(options)) for options in (theirs, ours))
-        return before == now
+        before, now = self.resolved(theirs), self.resolved(ours)
+        return all(before[key] == now[key] for key in ("filter", "filter_state", "block"))
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Return what is wrong with the options, and which say nothing with the others."""
@@ -196,28 +205,6 @@ class Landmark(Pattern):
         from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
-
-
-def _calibration_problems(config: Any, learns: bool) -> list[str]:
-    """Return what contradicts a run of which only the landmarks' parameters learn."""
-    train, way = config.train, "train.landmark_loss=calibrate"
-    errors = []
-    if not learns:
-        errors.append(f"{way}: a fixed filter learns nothing; use attention_options.filter=learned")
-    if train.init_from is None:
-        errors.append(f"{way}: changes nothing but landmarks; give the model as train.init_from")
-    if config.optimizer.weight_decay:
-        errors.append(
-            f"{way}: optimizer.weight_decay={config.optimizer.weight_decay} would change the other "
-            "weights; set it to 0"
-        )
-    return errors
-
-
-def _learned_with(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what the landmarks' parameters depend on."""
-    name, state = options["filter"], options["filter_state"]
-    return name, state, options["block"], is_sharp(name, state)
 
 
 def _state_problems(name: str, state: Any) -> list[str]:

@@ -39,16 +39,12 @@ class MultiToken(Pattern):
 
     def holds_state(self, model: Any) -> bool:
         """Return True if a score reads earlier queries."""
-        return self._past(model) > 0
+        return self.resolved(model.attention_options)["query_window"] > 1
 
     def reads_neighbours(self, model: Any) -> bool:
         """Return True if a score reads others of queries or keys side by side."""
         options = self.resolved(model.attention_options)
         return max(options["query_window"], options["key_window"]) > 1
-
-    def _past(self, model: Any) -> int:
-        """Count the earlier queries that a score reads."""
-        return self.resolved(model.attention_options)["query_window"] - 1
 
     def build(self, config: Any) -> nn.Module:
         """Make the module."""

@@ -16,10 +16,7 @@ class Softmax(Pattern):
     name = "softmax"
     title = "softmax attention"
     takes_ranks = True
-
-    def division_problems(self, model: Any) -> list[str]:
-        """Return no problem: no head knows of another."""
-        return []
+    divides = True  # no head knows of another
 
     def build(self, config: Any) -> nn.Module:
         """Make the module, which has no parameters."""

@@ -28,6 +28,7 @@ class Smoothing(ValueTransform):
     name = "smoothing"
     title = words = "smoothed values"
     takes_any_weights = True
+    divides = True  # no head knows of another
     options: ClassVar[dict[str, Any]] = {"width": 5, "mode": "causal"}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
@@ -65,10 +66,6 @@ class Smoothing(ValueTransform):
     def holds_state(self, model: Any) -> bool:
         """Return True: decoding reads earlier values as they were."""
         return True
-
-    def division_problems(self, model: Any) -> list[str]:
-        """Return no problem: every head has the same box."""
-        return []
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""
