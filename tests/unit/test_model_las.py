@@ -16,7 +16,7 @@ from cat_lm.model.attention.modules.decay import DecayScores
 from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.upcycle import Convolution, upcycle
 from tests.conftest import REPOSITORY
-from tests.unit.tiny_models import SIZES, cat_model, random_ids
+from tests.unit.tiny_models import cat_model, random_ids
 
 DECAY = {"score_transform": "exponential_decay"}
 SLOW = DECAY | {"score_options": {"bound": 0.9}}  # some of e^-33 over 37 tokens
@@ -184,12 +184,6 @@ def test_rows_that_are_too_short_or_too_long():
     assert problems(3, **SMOOTH) == problems(7, **CHUNK) == []
     assert problems(2, **SMOOTH)[0].startswith("value_options.width=3: is beyond data.context_len")
     assert problems(6, **CHUNK)[0].startswith("attention_options.size=7: is beyond data.context_l")
-
-
-def test_decoding_reads_a_chunk():
-    chunk, width = cat_model(**CHUNK).config, SIZES["hidden_size"]
-    for length, read in ((3, 3), (400, 7)):
-        assert attention.pattern(chunk).decode_bytes(chunk, length, 2) == 2 * read * width * 2
 
 
 ROWS = {"vanilla": (), "l": ("score",), "s": ("value",), "las": ("score", "value")}

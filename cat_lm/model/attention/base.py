@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cat_lm.core.numbers import Range
+from cat_lm.core.readers import short
 from cat_lm.model.attention.objective import Objective
-from cat_lm.model.rules import head_width, key_heads
 
 if TYPE_CHECKING:
     import torch
@@ -119,10 +120,6 @@ class Pattern(Entry):
             f"attention={self.name}: reads rows of at most {self.longest} tokens, not of {length}"
         ]
 
-    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the bytes of keys and values that a layer reads for a token after `length`."""
-        return 2 * length * key_heads(model) * head_width(model) * itemsize
-
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         """Return what will compute it; "" where `attn_implementation` says it all."""
         return ""
@@ -226,3 +223,11 @@ class ValueTransform(Entry):
     def taps(self, model: Any) -> int:
         """Count the taps of the filters, one for each head, that it convolves values with, or 0."""
         return 0
+
+
+def whole_problems(key: str, value: Any, known: Range) -> list[str]:
+    """Return whether the option of a key is no whole number of a range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return [f"{key}={short(value)}: must be a whole number"]
+    problem = known.problem(value)
+    return [f"{key}={value}: {problem}"] if problem else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +71,11 @@ def context_of(
         check_attention(config)
     further = further or {}
     shape = inputs_embeds.shape[:2]
-    documents = _documents_of(document_ids, position_ids, attention_mask, cache, further, shape)
-    real = _padding_of(config, attention_mask, padding_mask, shape[1], documents, cache)
+    rows = _Rows(config, shape, attention_mask, padding_mask, position_ids, cache, further)
+    documents = rows.documents(document_ids)
+    real = rows.padding(documents)
     if position_ids is None:
-        position_ids = _positions_of(inputs_embeds, attention_mask, documents, cache)
+        position_ids = rows.positions(documents, inputs_embeds.device)
     plain = {k: v for k, v in further.items() if k not in ("auxiliary_losses", "key_positions")}
     context = Context(
         documents,
@@ -99,7 +101,7 @@ def context_of(
     if config.reads_positions:
         context.key_positions = further.get("key_positions")
         if context.key_positions is None:
-            context.key_positions = _key_positions(context, attention_mask, padding_mask)
+            context.key_positions = rows.key_positions(position_ids)
     context.mask = attention.pattern(config).mask(
         config,
         inputs_embeds=inputs_embeds,
@@ -150,64 +152,209 @@ def _check_function(config: Any) -> None:
         )
 
 
+@dataclass
+class _Rows:
+    """What a call says of its rows, see `context_of`. `shape`: B and T."""
+
+    config: AttentionSettings
+    shape: tuple[int, int]
+    attention_mask: Any
+    padding_mask: Tensor | None
+    position_ids: Tensor | None
+    cache: Cache | None
+    further: Mapping[str, Any]
+
+    def documents(self, document_ids: Tensor | None) -> Tensor | None:
+        """Number the documents, [B, T]; None where rows are not packed.
+
+        Raises:
+            ValueError: documents beside a cache, or lengths that say others.
+        """
+        name, positions = "document_ids", self.position_ids
+        if document_ids is None:
+            name, document_ids = "seq_idx", self.further.get("seq_idx")
+        found = None
+        if document_ids is not None:
+            found = document_runs(document_ids)
+        elif positions is not None and self.attention_mask is None and positions.shape[1] > 1:
+            name = "position_ids that start anew"
+            found = _runs_of_positions(positions.expand(self.shape[0], -1), self.cache)
+        if found is not None and self.cache is not None:
+            if not torch.compiler.is_compiling() and not found.any():
+                return None  # one document
+            raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
+        for name in _LENGTHS:
+            lengths = self.further.get(name)
+            if lengths is not None and not self._are_lengths(lengths, found):
+                raise ValueError(
+                    f"{name}: the layers read documents off document_ids or position_ids, which "
+                    "say others; pass document_ids, and no cache"
+                )
+        return found
+
+    def _are_lengths(self, lengths: Tensor, documents: Tensor | None) -> bool:
+        """Return True if cumulative lengths, which no layer reads, are of documents or rows."""
+        batch, time = self.shape
+        is_continued = self.cache is not None and self.cache.get_seq_length() > 0
+        if torch.compiler.is_compiling() or is_continued:
+            # Values are not known while compiling, and cached keys are counted, too.
+            return documents is not None or len(lengths) - 1 == batch
+        if documents is None:
+            return lengths.tolist() == [row * time for row in range(batch + 1)]
+        return torch.equal(lengths.to(documents.device).int(), document_borders(documents))
+
+    def padding(self, documents: Tensor | None) -> Tensor | None:
+        """Return which of the new tokens are real, [B, T] bool; None where all are.
+
+        The cache's first layer keeps which of its tokens are padding. Masks cost one wait for a
+        GPU. The configuration says by `reads_padding` whether that matters to the model, by
+        `takes_gaps` whether padding may stand between tokens, and by `keeps_padding` whether states
+        hold it.
+
+        Raises:
+            ValueError: padding between the tokens of a document, or a mask by which cached tokens
+                are others than those that were read. A compiled graph raises RuntimeError.
+        """
+        config, (_, time) = self.config, self.shape
+        past = 0 if self.cache is None else self.cache.get_seq_length()
+        if self.cache is not None:
+            _check_width("attention_mask", self.attention_mask, past, time)
+        if not config.reads_padding:
+            return None
+        record = next(iter(getattr(self.cache, "layers", ())), None)
+        kept = getattr(record, "real", None)
+        mask = self.attention_mask if self.padding_mask is None else self.padding_mask
+        if mask is None:
+            if kept is not None:
+                raise ValueError(
+                    "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
+                    "cached and the new tokens"
+                )
+            return None
+        if self.padding_mask is None and not _is_plain_mask(mask):
+            raise ValueError(
+                "the convolution cannot read padding or documents off a prepared attention mask; "
+                "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
+                "attention_mask as [B, T]"
+            )
+        real = mask.bool()
+        new = real[:, -time:]
+        if new.shape[1] < real.shape[1]:
+            _check_width("padding_mask", real, past, time)
+        faults = self._padding_faults(real, kept, documents)
+        if torch.compiler.is_compiling():
+            for said, is_found in faults.items():
+                torch._assert_async(~is_found, said)
+            if time > 1 and hasattr(record, "real") and self.padding_mask is None:
+                record.real = real  # of all tokens so far, for later calls
+            return new
+        *found, is_whole = torch.stack([*faults.values(), new.all()]).tolist()
+        for said, is_found in zip(faults, found, strict=True):
+            if is_found:
+                raise ValueError(said)
+        if is_whole:
+            return None
+        if config.keeps_padding and hasattr(record, "real"):
+            before = new.new_ones(len(new), int(past))
+            if kept is not None:
+                before[:, : kept.shape[1]] = kept
+            record.real = torch.cat([before, new], dim=1)
+        return new
+
+    def _padding_faults(
+        self, real: Tensor, kept: Tensor | None, documents: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return by its message whether there is what padding must not be, each a single bool.
+
+        Args:
+            real: [B, S] or [B, T] bool, what the call says.
+            kept: [B, n] bool, how the first cached tokens were read, see `PaddingRecord`.
+        """
+        faults, row, time = {}, real, self.shape[1]
+        if self.config.keeps_padding:
+            said, row = real[:, :-time], real[:, -time:]
+            read = said[:, :0] if kept is None else kept
+            if said.shape[1] > 0:
+                count = min(read.shape[1], said.shape[1])
+                differs = (said[:, :count] != read[:, :count]).any()
+                faults[_OTHER_MASK] = differs | ~said[:, count:].all()
+                read = said
+            if documents is None and self.cache is not None:
+                # Tokens after those that are recorded are real.
+                has_real = read.any(dim=1) | (self.cache.get_seq_length() > read.shape[1])
+                row = torch.cat([has_real[:, None], row], dim=1)
+        if not self.config.takes_gaps and not (self.config.keeps_padding and time == 1):
+            faults[_GAP] = interior_padding(row, documents).any()
+        return faults
+
+    def positions(self, documents: Tensor | None, device: torch.device) -> Tensor:
+        """Count real tokens, from 0 in every document; [B or 1, T]."""
+        time, is_plain = self.shape[1], _is_plain_mask(self.attention_mask)
+        if documents is not None:
+            positions = document_positions(documents)
+            if not is_plain:
+                return positions
+            real = self.attention_mask.long()
+            before = real.cumsum(dim=1) - real  # each token, in its row
+            starts = torch.arange(time, device=device) - positions
+            return before - before.gather(1, starts)
+        if is_plain:
+            return counted(self.attention_mask)[:, -time:]
+        past = 0 if self.cache is None else self.cache.get_seq_length()
+        return (torch.arange(time, device=device) + past)[None]
+
+    def key_positions(self, positions: Tensor) -> Tensor | None:
+        """Return positions of cached and new keys, [B or 1, S]; None where every slot counts.
+
+        Raises:
+            ValueError: a prepared mask hides which of the cached keys are padding.
+        """
+        if self.cache is None:
+            return positions
+        mask = self.attention_mask
+        if not _is_plain_mask(mask):
+            is_prepared, mask = mask is not None, self.padding_mask
+            is_short = is_prepared and mask.shape[1] <= self.shape[1]
+            if is_short and not torch.compiler.is_compiling() and self.cache.get_seq_length() > 0:
+                raise ValueError(
+                    "padding_mask must be [B, S] beside a prepared attention mask, S the cached "
+                    "and the new tokens, as positions of all keys are read"
+                )
+        return None if mask is None else counted(mask)
+
+
 def _is_plain_mask(mask: Any) -> bool:
     """Return True for [B, S] with 1 at real tokens, and not what was prepared for a function."""
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
-# Documents
+def _check_width(name: str, mask: Any, past: Any, time: int) -> None:
+    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
+
+    How many there are in a static cache is not known to the host.
+    """
+    if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
+        raise ValueError(
+            f"{name}: says what {mask.shape[1]} tokens are, of {past + time} with those in the "
+            "cache; give [B, S] with all of them"
+        )
 
 
-def _documents_of(
-    document_ids: Tensor | None,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    cache: Cache | None,
-    further: Mapping[str, Any],
-    shape: tuple[int, int],
-) -> Tensor | None:
-    """Number the documents, [B, T]; None where rows are not packed. As `context_of`.
+def check_gaps(real: Tensor, documents: Tensor | None) -> None:
+    """Check that no padding stands between a row's tokens; waits for a GPU. Raises ValueError.
 
     Args:
-        shape: B and T.
-
-    Raises:
-        ValueError: documents beside a cache, or lengths that say others.
+        real: [B, T] bool, False at padding.
+        documents: [B, T]; None where rows are not packed.
     """
-    name = "document_ids" if document_ids is not None else "seq_idx"
-    document_ids = further.get("seq_idx") if document_ids is None else document_ids
-    documents = None
-    if document_ids is not None:
-        documents = document_runs(document_ids)
-    elif position_ids is not None and attention_mask is None and position_ids.shape[1] > 1:
-        name = "position_ids that start anew"
-        documents = _runs_of_positions(position_ids.expand(shape[0], -1), cache)
-    if documents is not None and cache is not None:
-        if not torch.compiler.is_compiling() and not documents.any():
-            return None  # one document
-        raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
-    for name in _LENGTHS:
-        if further.get(name) is not None and not _are_lengths(
-            further[name], documents, cache, shape
-        ):
-            raise ValueError(
-                f"{name}: the layers read documents off document_ids or position_ids, which say "
-                "others; pass document_ids, and no cache"
-            )
-    return documents
+    if interior_padding(real, documents).any():
+        raise ValueError(_GAP)
 
 
-def _are_lengths(
-    lengths: Tensor, documents: Tensor | None, cache: Cache | None, shape: tuple[int, int]
-) -> bool:
-    """Return True if cumulative lengths, which no layer reads, are of the documents or the rows."""
-    batch, time = shape
-    if torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
-        # Values are not known while compiling, and cached keys are counted, too.
-        return documents is not None or len(lengths) - 1 == batch
-    if documents is None:
-        return lengths.tolist() == [row * time for row in range(batch + 1)]
-    return torch.equal(lengths.to(documents.device).int(), document_borders(documents))
+def counted(attention_mask: Tensor, length: int = 0) -> Tensor:
+    """Compute the positions of real tokens [B, S], and zeros up to `length` slots."""
+    positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return F.pad(positions, (0, max(0, length - positions.shape[1])))
 
 
 def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
@@ -274,180 +421,3 @@ def _separate_documents(
         return documents[batch, query] == documents[batch, key]
 
     return same_document
-
-
-# Padding
-
-
-def _padding_of(
-    config: Any,
-    attention_mask: Any,
-    padding_mask: Tensor | None,
-    time: int,
-    documents: Tensor | None,
-    cache: Cache | None,
-) -> Tensor | None:
-    """Return which of the `time` new tokens are real, [B, T] bool; None where all are.
-
-    The cache's first layer keeps which of its tokens are padding. Masks cost one wait for a GPU.
-
-    Args:
-        config: says by `reads_padding` whether that matters to the model, by `takes_gaps` whether
-            padding may stand between tokens, and by `keeps_padding` whether states hold it.
-        attention_mask, padding_mask, cache: as of `context_of`.
-        documents: [B, T]; None where rows are not packed.
-
-    Raises:
-        ValueError: padding between the tokens of a document, or a mask by which cached tokens are
-            others than those that were read. A compiled graph raises RuntimeError.
-    """
-    past = 0 if cache is None else cache.get_seq_length()
-    if cache is not None:
-        _check_width("attention_mask", attention_mask, time, past)
-    if not config.reads_padding:
-        return None
-    record = next(iter(getattr(cache, "layers", ())), None)
-    kept = getattr(record, "real", None)
-    if attention_mask is None and padding_mask is None:
-        if kept is not None:
-            raise ValueError(
-                "attention_mask: the cache holds padding; give [B, S] with 0 at padding, S the "
-                "cached and the new tokens"
-            )
-        return None
-    if padding_mask is None and not _is_plain_mask(attention_mask):
-        raise ValueError(
-            "the convolution cannot read padding or documents off a prepared attention mask; "
-            "pass padding_mask [B, T] (and document_ids for packed documents) beside it, or "
-            "attention_mask as [B, T]"
-        )
-    real = (attention_mask if padding_mask is None else padding_mask).bool()
-    new = real[:, -time:]
-    if new.shape[1] < real.shape[1]:
-        _check_width("padding_mask", real, time, past)
-    faults = _padding_faults(config, real, kept, time, documents, cache)
-    if torch.compiler.is_compiling():
-        for said, is_found in faults.items():
-            torch._assert_async(~is_found, said)
-        if time > 1 and hasattr(record, "real") and padding_mask is None:
-            record.real = real  # of all tokens so far, for later calls
-        return new
-    *found, is_whole = torch.stack([*faults.values(), new.all()]).tolist()
-    for said, is_found in zip(faults, found, strict=True):
-        if is_found:
-            raise ValueError(said)
-    if is_whole:
-        return None
-    if config.keeps_padding and hasattr(record, "real"):
-        before = new.new_ones(len(new), int(past))
-        if kept is not None:
-            before[:, : kept.shape[1]] = kept
-        record.real = torch.cat([before, new], dim=1)
-    return new
-
-
-def _check_width(name: str, mask: Any, time: int, past: Any) -> None:
-    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
-
-    How many there are in a static cache is not known to the host.
-    """
-    if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
-        raise ValueError(
-            f"{name}: says what {mask.shape[1]} tokens are, of {past + time} with those in the "
-            "cache; give [B, S] with all of them"
-        )
-
-
-def _padding_faults(
-    config: Any,
-    real: Tensor,
-    kept: Tensor | None,
-    time: int,
-    documents: Tensor | None,
-    cache: Cache | None,
-) -> dict[str, Tensor]:
-    """Return by its message whether there is what padding must not be, each a single bool.
-
-    Args:
-        real: [B, S] or [B, T] bool, what the call says.
-        kept: [B, n] bool, how the first cached tokens were read, see `PaddingRecord`.
-    """
-    faults, row = {}, real
-    if config.keeps_padding:
-        said, row = real[:, :-time], real[:, -time:]
-        read = said[:, :0] if kept is None else kept
-        if said.shape[1] > 0:
-            count = min(read.shape[1], said.shape[1])
-            differs = (said[:, :count] != read[:, :count]).any()
-            faults[_OTHER_MASK] = differs | ~said[:, count:].all()
-            read = said
-        if documents is None and cache is not None:
-            # Tokens after those that are recorded are real.
-            has_real = read.any(dim=1) | (cache.get_seq_length() > read.shape[1])
-            row = torch.cat([has_real[:, None], row], dim=1)
-    if not config.takes_gaps and not (config.keeps_padding and time == 1):
-        faults[_GAP] = interior_padding(row, documents).any()
-    return faults
-
-
-def check_gaps(real: Tensor, documents: Tensor | None) -> None:
-    """Check that no padding stands between a row's tokens; waits for a GPU. Raises ValueError.
-
-    Args:
-        real: [B, T] bool, False at padding.
-        documents: [B, T]; None where rows are not packed.
-    """
-    if interior_padding(real, documents).any():
-        raise ValueError(_GAP)
-
-
-# Positions
-
-
-def _positions_of(
-    inputs_embeds: Tensor, attention_mask: Any, documents: Tensor | None, cache: Cache | None
-) -> Tensor:
-    """Count real tokens, from 0 in every document; [B or 1, T]."""
-    time, device = inputs_embeds.shape[1], inputs_embeds.device
-    if documents is not None:
-        positions = document_positions(documents)
-        if not _is_plain_mask(attention_mask):
-            return positions
-        real = attention_mask.long()
-        before = real.cumsum(dim=1) - real  # each token, in its row
-        starts = torch.arange(time, device=device) - positions
-        return before - before.gather(1, starts)
-    if _is_plain_mask(attention_mask):
-        return counted(attention_mask, attention_mask.shape[1])[:, -time:]
-    past = 0 if cache is None else cache.get_seq_length()
-    return (torch.arange(time, device=device) + past)[None]
-
-
-def counted(attention_mask: Tensor, length: int) -> Tensor:
-    """Compute the positions of real tokens [B, S], and zeros up to `length` slots."""
-    positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return F.pad(positions, (0, length - positions.shape[1]))
-
-
-def _key_positions(
-    context: Context, attention_mask: Any, padding_mask: Tensor | None
-) -> Tensor | None:
-    """Return positions of cached and new keys, [B or 1, S]; None where every slot counts.
-
-    Raises:
-        ValueError: a prepared mask hides which of the cached keys are padding.
-    """
-    cache, time = context.cache, context.positions.shape[1]
-    if cache is None:
-        return context.positions
-    if attention_mask is None:
-        return None if padding_mask is None else counted(padding_mask, padding_mask.shape[1])
-    if _is_plain_mask(attention_mask):
-        return counted(attention_mask, attention_mask.shape[1])
-    is_short = padding_mask.shape[1] <= time and not torch.compiler.is_compiling()
-    if is_short and cache.get_seq_length() > 0:
-        raise ValueError(
-            "padding_mask must be [B, S] beside a prepared attention mask, S the cached and the "
-            "new tokens, as positions of all keys are read"
-        )
-    return counted(padding_mask, padding_mask.shape[1])

@@ -8,7 +8,7 @@ landmark attention, all from the same cache, whose buffers grow without a copy o
 Times of the dense model are so those of attention alone, not of a cache that copies.
 
 Bytes are those that a token's attention has to read: keys, values and landmarks, by
-`Pattern.decode_bytes`.
+`_vectors_read`.
 """
 
 from __future__ import annotations
@@ -89,16 +89,26 @@ def measure(case: ContextCase, dense: nn.Module, sparse: nn.Module, repeats: int
     layer = _timed(_layer_steps(core, cache.layers[0], case), [cache.layers[0]], case, repeats)
     whole = _timed(_model_steps(dense, sparse, cache, case), cache.layers, case, repeats)
     itemsize = getattr(torch, case.size.dtype).itemsize
-    read = {}
-    for name, model in (("dense", dense), ("landmark", sparse)):
-        pattern = attention.pattern(model.config)
-        read[name] = case.batch_size * pattern.decode_bytes(model.config, case.context, itemsize)
+    of_vectors = case.batch_size * key_heads(sparse.config) * head_width(sparse.config) * itemsize
+    read = {name: vectors * of_vectors for name, vectors in _vectors_read(case).items()}
     return {
         "case": asdict(case),
         "layer_bytes": read,
         "layer": compared(layer),
         "model": compared(whole),
     }
+
+
+def _vectors_read(case: ContextCase) -> dict[str, int]:
+    """Count the vectors that a token reads of each head of keys: keys, values and landmarks.
+
+    Each head of keys is read by one choice, and the newest block as if it were full.
+    """
+    options = attention.PATTERNS.get("landmark").resolved(case.landmark)
+    block, chosen = options["block"], options["top_k"]
+    read = min(case.context, (chosen + options["local"] + options["sink"]) * block)
+    landmarks = case.context // block if chosen else 0
+    return {"dense": 2 * case.context, "landmark": landmarks + 2 * read}
 
 
 def random_cache(model: nn.Module, case: ContextCase) -> Cache:

@@ -225,65 +225,37 @@ def attend_by_rows(
     Returns:
         [B, T, H, D].
     """
-    time, keys, tensors, mask = query.shape[2], key.shape[2], module(), call.mask
-    outputs = []
+    (batch, heads, time, width), shared = query.shape, key.shape[1]
+    tensors = module()
     # Without a mask queries are the keys, of which later ones are not seen.
-    is_causal = mask is None and time > 1
-    documents = call.documents if is_causal else None
-    for start in range(0, time, ROWS):
+    is_causal = call.mask is None and time > 1
+
+    def attend(start: int) -> Tensor:
+        """Attend with the queries from `start` on, [B, H, n, D]."""
         part = slice(start, min(start + ROWS, time))
-        read = slice(0, part.stop if is_causal else keys)
-        # Views, and what is seen is found inside: else every layer would keep it, a number a pair.
-        inputs = (
-            module, query[:, :, part], key[:, :, read], value[:, :, read],
-            None if mask is None else mask[:, :, part],
-            None if documents is None else documents[:, read],
-            start if is_causal else None,
-            call.positions[:, part], call.key_positions[:, read], call.scaling, call.dropout,
-            *tensors,
-        )  # fmt: skip
-        if time > ROWS and torch.is_grad_enabled():
-            outputs.append(checkpoint(_attend_part, *inputs, use_reentrant=False))
-        else:
-            outputs.append(_attend_part(*inputs))
+        read = slice(0, part.stop if is_causal else key.shape[2])
+        # What is seen is found here: else every layer would keep it, a number a pair.
+        visible = None
+        if call.mask is not None:
+            visible = visible_keys(call.mask[:, :, part], query[:, :, part], key)
+        elif is_causal:
+            slots = torch.arange(part.stop, device=query.device)
+            visible = (slots <= slots[part, None])[None, None]
+            if (documents := call.documents) is not None:
+                is_same = documents[:, part, None] == documents[:, None, read]
+                visible = visible & is_same[:, None]
+        # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
+        grouped = query[:, :, part].reshape(batch, shared, -1, width)
+        logits = (grouped @ key[:, :, read].mT * call.scaling).view(batch, heads, -1, read.stop)
+        positions = call.positions[:, part], call.key_positions[:, read]
+        scores = module.score(logits, *_places(module, query, *positions), *tensors)
+        maps = softmax(scores, visible, call.dropout, value.dtype)
+        output = maps.view(batch, shared, -1, read.stop) @ value[:, :, read]
+        return output.view(batch, heads, -1, value.shape[3])
+
+    is_kept = time > ROWS and torch.is_grad_enabled()
+    outputs = [
+        checkpoint(attend, start, use_reentrant=False) if is_kept else attend(start)
+        for start in range(0, time, ROWS)
+    ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
-
-
-def _attend_part(
-    module: ScoreModule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    documents: Tensor | None,
-    start: int | None,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scaling: float,
-    dropout: float,
-    *tensors: Tensor,
-) -> Tensor:
-    """Attend with n queries, [B, H, n, D], to m keys.
-
-    Args:
-        mask: of these queries.
-        documents: [B, m], of the keys, the last n of which are the queries.
-        start: of the queries among the keys; None where there is a mask, or all are seen.
-    """
-    batch, heads, time, _ = query.shape
-    visible = None
-    if mask is not None:
-        visible = visible_keys(mask, query, key)
-    elif start is not None:
-        slots = torch.arange(key.shape[2], device=query.device)
-        visible = (slots <= slots[start:, None])[None]
-        if documents is not None:
-            visible = visible & (documents[:, start:, None] == documents[:, None])
-        visible = visible[:, None]
-    where = _places(module, query, query_positions, key_positions)
-    # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
-    query = query.reshape(batch, key.shape[1], -1, query.shape[3])
-    logits = (query @ key.mT * scaling).view(batch, heads, time, -1)
-    maps = softmax(module.score(logits, *where, *tensors), visible, dropout, value.dtype)
-    output = maps.view(batch, key.shape[1], -1, maps.shape[3]) @ value
-    return output.view(batch, heads, time, -1)

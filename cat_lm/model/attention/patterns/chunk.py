@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core import numbers
-from cat_lm.core.readers import short
-from cat_lm.model.attention.base import Pattern
+from cat_lm.model.attention.base import Pattern, whole_problems
 from cat_lm.model.rules import CHUNK_SIZE, chunk_size
 
 if TYPE_CHECKING:
@@ -30,11 +29,7 @@ class Chunk(Pattern):
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Return whether the size is none."""
-        size = options["size"]
-        if isinstance(size, bool) or not isinstance(size, int):
-            return [f"attention_options.size={short(size)}: must be a whole number"]
-        problem = numbers.CONTEXT.problem(size)
-        return [f"attention_options.size={size}: {problem}"] if problem else []
+        return whole_problems("attention_options.size", options["size"], numbers.CONTEXT)
 
     def length_problems(self, model: Any, length: int) -> list[str]:
         """Return whether a chunk is longer than a row."""
@@ -45,10 +40,6 @@ class Chunk(Pattern):
             f"attention_options.size={size}: is beyond data.context_length={length}; use "
             "attention=softmax"
         ]
-
-    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count the keys and values of a whole chunk, however many more the cache holds."""
-        return super().decode_bytes(model, min(length, chunk_size(model)), itemsize)
 
     def mask(self, config: Any, **inputs: Any) -> Any:
         """Make a causal mask, which says what is padding, after a cache or beside odd padding.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.numbers import CONV_STATE
-from cat_lm.core.readers import short
-from cat_lm.model.attention.base import Pattern
+from cat_lm.model.attention.base import Pattern, whole_problems
 from cat_lm.model.attention.objective import OWN_WEIGHT, Objective
-from cat_lm.model.rules import head_width, key_heads
+from cat_lm.model.rules import head_width
 from cat_lm.ops.landmark.options import (
     CALIBRATE,
     DENSE,
@@ -141,8 +140,9 @@ class Landmark(Pattern):
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Return what is wrong with the options, and which say nothing with the others."""
         found = value_problems(options, filter_names(), "attention_options.")
-        found = found or _state_problems(options["filter"], options["filter_state"])
-        if found:
+        state = options["filter_state"]
+        found = found or whole_problems("attention_options.filter_state", state, CONV_STATE)
+        if found := found or _state_problems(options["filter"], state):
             return found
         if options["top_k"] == 0:
             for key, usual in (("filter", "box"), ("share", "head")):
@@ -152,18 +152,6 @@ class Landmark(Pattern):
                         f"chooses no blocks; leave it {usual}"
                     )
         return found
-
-    def decode_bytes(self, model: Any, length: int, itemsize: int) -> int:
-        """Count landmarks, and keys and values of the chosen blocks and of the local ones.
-
-        Each head of keys is read by one choice, and the newest block as if it were full.
-        """
-        options = self.resolved(model.attention_options)
-        block, chooses = options["block"], options["top_k"] > 0
-        blocks = options["top_k"] + options["local"] + options["sink"]
-        landmarks = length // block if chooses else 0
-        read = min(length, blocks * block)
-        return (landmarks + 2 * read) * key_heads(model) * head_width(model) * itemsize
 
     def holds_state(self, model: Any) -> bool:
         """Return True: decoding keeps landmarks."""
@@ -207,13 +195,9 @@ class Landmark(Pattern):
         return LandmarkCore(config, self.resolved(config.attention_options))
 
 
-def _state_problems(name: str, state: Any) -> list[str]:
-    """Return what is wrong with N, or with a filter that needs it."""
-    said = f"attention_options.filter_state={short(state)}"
-    if isinstance(state, bool) or not isinstance(state, int):
-        return [f"{said}: must be a whole number"]
-    if problem := CONV_STATE.problem(state):
-        return [f"{said}: {problem}"]
+def _state_problems(name: str, state: int) -> list[str]:
+    """Return whether N is none of the filter's, or a filter needs it."""
+    said = f"attention_options.filter_state={state}"
     if name not in filters.names():
         known = " or ".join(f"filter={known}" for known in filters.names())
         return [f"{said}: says nothing with filter={name}; choose {known}"] if state else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.numbers import WINDOW
 from cat_lm.core.readers import short
-from cat_lm.model.attention.base import ValueTransform
+from cat_lm.model.attention.base import ValueTransform, whole_problems
 from cat_lm.model.rules import chunk_size
 
 if TYPE_CHECKING:
@@ -33,12 +33,9 @@ class Smoothing(ValueTransform):
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
         """Return which options are wrong, or would let tokens see later ones."""
-        width, mode, found = options["width"], options["mode"], []
-        if isinstance(width, bool) or not isinstance(width, int):
-            found.append(f"value_options.width={short(width)}: must be a whole number")
-        elif problem := WINDOW.problem(width):
-            found.append(f"value_options.width={width}: {problem}")
-        elif width == 1:
+        width, mode = options["width"], options["mode"]
+        found = whole_problems("value_options.width", width, WINDOW)
+        if not found and width == 1:
             found.append("value_options.width=1: smooths nothing; use value_transform=none")
         if mode == "centred":
             found.append(
