@@ -179,10 +179,10 @@ class LandmarkCore(NothingDecays):
         if landmarks is None:  # no block is complete
             landmarks = key[:, :, :0]
         by = self.config._attn_implementation
-        if choose_backend(by, time, key.shape[2], call.dropout) == "gather":
-            if can_decode(query, key, value):
-                how = torch.tensor(padding), self.block, self.choice, call.scaling
-                return decode(query, key, value, landmarks, past, *how), None
+        is_gathered = choose_backend(by, time, key.shape[2], call.dropout) == "gather"
+        if is_gathered and can_decode(query, key, value):
+            how = torch.tensor(padding), self.block, self.choice, call.scaling
+            return decode(query, key, value, landmarks, past, *how), None
         slots = torch.tensor(padding, device=key.device)
         # The cache has no landmarks of blocks that no row has.
         layout = cached_blocks(past, time, self.block, slots, min(padding))
