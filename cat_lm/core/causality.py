@@ -34,20 +34,18 @@ def check_causal(
     """Check what `make` gives, once for each key: a module, what computes with it, and C."""
     if key in _CHECKED or is_apart():
         return
-    with apart():
-        try:
+    try:
+        with apart():
             module, compute, width = make()
             stir(module)
             x = torch.randn(ROWS, TIME, width)
-            y = compute(x)
-            # What is not finite ends a run by itself.
-            is_causal = not y.isfinite().all() or is_same(compute(x[:, :CUT]), y[:, :CUT])
-        except UserError:
-            raise
-        except Exception as error:  # whatever a plugin's module raises
-            said = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
-            raise UserError(said) from error
-    if not is_causal:
+            y, beginning = compute(x), compute(x[:, :CUT])
+    except UserError:
+        raise
+    except Exception as error:  # whatever a plugin's module raises
+        raise UserError(f"{named}: cannot compute {TIME} tokens: {mishap(error)}") from error
+    # What is not finite ends a run by itself.
+    if y.isfinite().all() and not is_same(beginning, y[:, :CUT]):
         raise UserError(f"{named}: its module reads later tokens")
     _CHECKED.add(key)
 

@@ -1,4 +1,4 @@
-"""Keeps commands from importing what lies in the working directory, such as a downloaded model.
+"""Keep commands from importing what lies in the working directory, such as a downloaded model.
 
 `python -m` puts that folder first on the path, with its modules (safetensors.py) and the entry
 points of its packages; so does an empty name in PYTHONPATH, as `$UNSET:/folder` leaves. This module
