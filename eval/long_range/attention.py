@@ -28,7 +28,7 @@ from cat_lm.model.attention.modules.smoothing import SmoothedValues
 from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.centred import centred_conv
+from cat_lm.ops.convolution.api import centred_conv
 from eval.long_range.options import Options
 
 

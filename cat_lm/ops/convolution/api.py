@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.backends import BACKENDS, choose_backend
+from cat_lm.ops.convolution.backends import BACKENDS, serving_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.runtime.documents import (
     check_document_ids,
@@ -125,21 +126,12 @@ def convolve(
     positions = packed_positions(x, document_ids, cu_seqlens, positions)
     if positions is not None and (initial_state is not None or return_state):
         raise ValueError("packed documents cannot be used together with a state")
-    choice = choose_backend(
-        conv_type,
-        device=x.device,
-        dtype=x.dtype,
-        window=window,
-        heads=x.shape[2],
-        head_dim=x.shape[3],
-        backend=backend,
-    )
+    serving = BACKENDS.get(serving_backend(conv_type, x, window, backend))
     past = 0
     if initial_state is not None:
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
     bias = None if bias is None else bias.to(x.dtype)
     inputs = conv_type, x, filters.to(x.dtype), bias, positions
-    serving = BACKENDS.get(choice.name)
     if serving.rotates and rotary is not None and not past:
         y = serving.convolve(*inputs, rotary)
     else:
@@ -147,21 +139,38 @@ def convolve(
         if past:
             y = y[:, past:]
         if rotary is not None:
-            y = rotate(y, *rotary, backend=choice.name)
+            y = rotate(y, *rotary, backend=serving.name)
     return (y, _last_inputs(x, window)) if return_state else y
 
 
+def centred_conv(x: Tensor, filters: Tensor, *, backend: str = "auto") -> Tensor:
+    """Convolve x [B, T, H, D] by filters [H, W], W odd, whose middle tap is a position's own.
+
+    For encoders, never for what predicts tokens.
+
+    `head_conv` of x moved (W − 1)/2 steps to the past; zeros are read beyond both ends.
+
+    Raises:
+        ValueError: a window without a middle.
+    """
+    window = filters.shape[-1]
+    if window % 2 == 0:
+        raise ValueError(f"window={window}: a centred filter needs an odd number of taps")
+    ahead = window // 2
+    padded = F.pad(x, (0, 0, 0, 0, 0, ahead))
+    return head_conv(padded, filters, backend=backend)[:, ahead:]
+
+
 def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
-    """W of filters that fit x [B, T, H, D]; raises ValueError for those that do not."""
+    """Return W of filters that fit x [B, T, H, D]; raise ValueError for those that do not."""
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
-    heads, width = x.shape[2:]
-    sizes = {"W": "W", "H": heads, "I": heads, "D": width}
-    expected = [sizes[axis] for axis in kinds.get(conv_type).filter_axes]
-    axis = expected.index("W")
-    window = filters.shape[axis] if filters.ndim == len(expected) else 0
-    if list(filters.shape) != [window if size == "W" else size for size in expected] or window < 1:
-        shape = ", ".join(str(size) for size in expected)
+    kind, (heads, width) = kinds.get(conv_type), x.shape[2:]
+    window = filters.shape[kind.window_axis] if filters.ndim == len(kind.filter_axes) else 0
+    expected = kind.filter_shape(heads, width, window)
+    if window < 1 or tuple(filters.shape) != expected:
+        named = zip(kind.filter_axes, expected, strict=True)
+        shape = ", ".join("W" if axis == "W" else str(size) for axis, size in named)
         raise ValueError(
             f"filters must be [{shape}] with W >= 1 for x {list(x.shape)}, "
             f"not {list(filters.shape)}"
@@ -203,7 +212,7 @@ def packed_positions(
 def _last_inputs(x: Tensor, window: int) -> Tensor:
     missing = max(0, window - 1 - x.shape[1])
     last = x[:, max(0, x.shape[1] - window + 1) :]
-    return torch.nn.functional.pad(last, (0, 0, 0, 0, missing, 0))
+    return F.pad(last, (0, 0, 0, 0, missing, 0))
 
 
 def _check_shapes(

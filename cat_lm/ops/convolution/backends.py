@@ -104,3 +104,10 @@ def choose_backend(
 
     fast = "cpu" if device.type == "cpu" else "triton"
     return choose("this convolution", backend, device, why_not, (fast,), "reference")
+
+
+def serving_backend(conv_type: str, x: Tensor, window: int, backend: str) -> str:
+    """Return the name of the backend that `choose_backend` chooses for inputs [B, T, H, …, D]."""
+    sizes = {"window": window, "heads": x.shape[2], "head_dim": x.shape[-1]}
+    how = {"device": x.device, "dtype": x.dtype, "backend": backend}
+    return choose_backend(conv_type, **sizes, **how).name

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution import triton
 from cat_lm.ops.convolution.api import check_filters, convolve, packed_positions
-from cat_lm.ops.convolution.backends import choose_backend
+from cat_lm.ops.convolution.backends import serving_backend
 from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.runtime.flops import flops
 
@@ -72,25 +72,17 @@ def head_conv_qkv(
         ValueError: as `head_conv`, and for filters of different windows.
     """
     window = _check(qkv, filters, bias, rotary, initial_state)
-    choice = choose_backend(
-        "head",
-        device=qkv.device,
-        dtype=qkv.dtype,
-        window=window,
-        heads=qkv.shape[2],
-        head_dim=qkv.shape[4],
-        backend=backend,
-    )
+    backend = serving_backend("head", qkv, window, backend)
     positions = packed_positions(qkv, document_ids, cu_seqlens, positions)
-    if choice.name == "triton" and initial_state is None:
+    if backend == "triton" and initial_state is None:
         cast = [None if taps is None else taps.to(qkv.dtype) for taps in filters]
         bias = None if bias is None else bias.to(qkv.dtype)
         return triton.head_conv_qkv(qkv, tuple(cast), bias, rotary, positions)
-    outputs = _convolved(qkv, filters, bias, positions, initial_state, choice.name)
+    outputs = _convolved(qkv, filters, bias, positions, initial_state, backend)
     if rotary is None:
         return outputs
     query, key, value = outputs
-    query, key = (rotate(x, *rotary, backend=choice.name) for x in (query, key))
+    query, key = (rotate(x, *rotary, backend=backend) for x in (query, key))
     return query, key, value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.backends import choose_backend
+from cat_lm.ops.convolution.backends import serving_backend
 from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.runtime.operators import is_differentiated
 from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of
@@ -20,16 +20,7 @@ def can_step(conv_type: str, inputs: Tensor, window: int, backend: str = "auto")
     """Return True if `convolve_step` serves for inputs [B, 1, H, …, D] of a model."""
     if torch.compiler.is_compiling() or is_differentiated(inputs) or window < 2:
         return False
-    choice = choose_backend(
-        conv_type,
-        device=inputs.device,
-        dtype=inputs.dtype,
-        window=window,
-        heads=inputs.shape[2],
-        head_dim=inputs.shape[-1],
-        backend=backend,
-    )
-    return choice.name == "triton"
+    return serving_backend(conv_type, inputs, window, backend) == "triton"
 
 
 def convolve_step(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.landmark.decode import has_kernel
-from cat_lm.ops.landmark.layout import BlockLayout, take_slots
-from cat_lm.ops.landmark.segments import why_not
+from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.landmark.segments import segments_of, why_not
 from cat_lm.ops.runtime.fake import computing_device
 from cat_lm.ops.runtime.flops import flops
 from cat_lm.ops.runtime.precision import at_least_fp32
@@ -197,41 +197,17 @@ def attend_gathered(
         [B, H, T, D].
     """
     batch, heads, time, width = query.shape
-    shared = key.shape[1]
     # Queries of the heads that read the same keys side by side: [B, G, T, H / G, D].
-    query = query.unflatten(1, (shared, -1)).transpose(2, 3)
-    near, sees_near = _local_slots(layout, local)
-    far, sees_far = _slots_of(selected, layout)
-    near_keys, near_values = take_slots(key, near), take_slots(value, near)
-    far_keys, far_values = _take_own(key, far), _take_own(value, far)
-    near_logits = (query @ near_keys.mT * scaling).masked_fill(~sees_near, -torch.inf)
-    far_logits = (query @ far_keys.mT * scaling).masked_fill(~sees_far, -torch.inf)
-    logits = torch.cat([near_logits, far_logits], dim=-1)
-    weights = logits.softmax(dim=-1, dtype=at_least_fp32(logits))
-    of_near, of_far = weights.to(value.dtype).split([near.shape[2], far.shape[3]], dim=-1)
-    output = of_near @ near_values + of_far @ far_values
+    query = query.unflatten(1, (key.shape[1], -1)).transpose(2, 3)
+    firsts, lengths = segments_of(selected, layout, local)
+    inside = torch.arange(layout.block, device=firsts.device)
+    sees = (inside < lengths[..., None]).flatten(3)
+    slots = (firsts[..., None] + inside).flatten(3).where(sees, 0)
+    logits = query @ _take_own(key, slots).mT * scaling
+    logits = logits.masked_fill(~sees[:, :, :, None], -torch.inf)
+    weights = logits.softmax(dim=-1, dtype=at_least_fp32(logits)).to(value.dtype)
+    output = weights @ _take_own(value, slots)
     return output.transpose(2, 3).reshape(batch, heads, time, width)
-
-
-def _local_slots(layout: BlockLayout, local: int) -> tuple[Tensor, Tensor]:
-    """The slots of the local keys [1, T, local b], newest first, and whether they are seen."""
-    back = torch.arange(local * layout.block, device=layout.slots.device)
-    positions = layout.positions[:, :, None]
-    own = positions.div(layout.block, rounding_mode="floor")
-    oldest = ((own - local + 1) * layout.block).clamp(min=0)
-    sees = (positions - back >= oldest) | (back == 0)  # padding sees itself
-    slots = (layout.slots[:, None] - back).clamp(min=0)[None]
-    return slots, sees[:, None, :, None]
-
-
-def _slots_of(selected: Tensor, layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """The slots of chosen blocks [B, G, T, m b], and which there are [B, G, T, 1, m b]."""
-    starts = layout.starts[:, None, None].expand(*selected.shape[:3], -1)
-    first = starts.gather(3, selected.clamp(min=0).long())
-    slots = first[..., None] + torch.arange(layout.block, device=first.device)
-    is_there = (selected >= 0)[..., None].expand_as(slots)
-    slots = torch.where(is_there, slots, 0)
-    return slots.flatten(3), is_there.flatten(3)[:, :, :, None]
 
 
 def _take_own(x: Tensor, slots: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """flash-linear-attention's operators on a GPU.
 
 For `operator=fla` of mixers, which are trained in fp32, the recurrent Triton operators of GLA and
-of the delta rule: the recurrence as it reads, a whole sequence in one kernel, all products and sums
-in fp32, forward and backward. They compute what the torch forms do, and differ by the order of sums
-alone. The gated delta rule's has no backward pass, so that the mixer Gated DeltaNet has the torch
-form alone; Based and linear attention are a few large products in torch already. No operator of the
-package has a rule for torch.func.vmap: models trained in a stack need `operator=torch`.
+of the delta rule: all products and sums in fp32, as the torch forms but for the order of sums. The
+gated delta rule's has no backward pass. No operator of the package has a rule for torch.func.vmap:
+models trained in a stack need `operator=torch`.
 
-For `train.mixer_backend: fla` of language models in bf16 its chunked operators: products on matrix
-units, in bf16, and sums in fp32. In fp32 they do not serve: the delta rule's refuses it, the
+For `train.mixer_backend: fla` of language models in bf16 its chunked operators: products in bf16,
+on matrix units, and sums in fp32. In fp32 they do not serve: the delta rule's refuses it, the
 others' products would be in TF32.
 """
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
-from cat_lm.ops.convolution.centred import centred_conv
+from cat_lm.ops.convolution.api import centred_conv
 
 
 class SmoothedValues(nn.Module):

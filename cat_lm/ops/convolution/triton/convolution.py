@@ -46,10 +46,10 @@ def _launch_forward(
     how = {"documents": positions is not None, "rotary": rotated(cos)}
     tile = choose_tile(x, window, per_channel=per_channel, **how)
     streams = math.prod(x.shape[3:-1])
-    each = tile.tiles_per_program(x, most=8 if tile.use_dot else 1, streams=streams)
+    per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1, streams=streams)
     with on_device_of(x):
-        kernel[tile.grid(x, each, streams)](
-            **given, **_arguments(tile, each, x, window, positions, cos, sin)
+        kernel[tile.grid(x, per_program, streams)](
+            **given, **_arguments(tile, per_program, x, window, positions, cos, sin)
         )
 
 
@@ -71,9 +71,9 @@ def _launch_backward(
     how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
     tile = choose_tile(x, window, per_channel=per_channel, **how)
     lead, width = x.shape[2:-1], x.shape[-1]
-    most = tile.tiles_per_program(x, most=2**20, streams=math.prod(lead[1:]))
-    each = most if tile.use_dot else 1
-    segments = cdiv(tile.tiles(x), each)
+    most = 2**20 if tile.use_dot else 1
+    per_program = tile.tiles_per_program(x, most, streams=math.prod(lead[1:]))
+    segments = cdiv(tile.tiles(x), per_program)
     chunks = cdiv(width, tile.columns) + tile.apart
     dx = x.new_empty(x.shape if wanted[0] else 0)
     sums = dbias = None
@@ -87,7 +87,7 @@ def _launch_backward(
         kernel[(segments * math.prod(lead) * chunks,)](
             **given,
             **pointers(dx=dx if wanted[0] else None, df=sums, dbias=dbias),
-            **_arguments(tile, each, x, window, positions, cos, sin),
+            **_arguments(tile, per_program, x, window, positions, cos, sin),
         )
     if sums is not None:
         sums = sums.sum(dim=(0, 1 + len(lead), 2 + len(lead)))
