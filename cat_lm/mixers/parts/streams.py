@@ -22,8 +22,8 @@ def make_convolution(settings: StreamSettings, activates: bool = False) -> Strea
         return None
     convolution = StreamPipeline(settings, {}, activates)
     with torch.no_grad():
-        for stream, filters in convolution.filters().items():
-            filters.copy_(convolution.filter.drawn(stream))
+        for name, values in convolution.starts().items():
+            convolution.get_parameter(name).copy_(values)
     return convolution
 
 

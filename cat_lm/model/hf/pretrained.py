@@ -174,9 +174,8 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
             init.zeros_(module.bias)
         return True
     if isinstance(module, StreamPipeline):
-        for bias in module.biases():
-            init.zeros_(bias)
-        _initialize_filters(module)
+        for name, values in module.starts().items():
+            init.copy_(getattr(module, name), values)
         return True
     if isinstance(module, CanonLayer):
         if config.canon_init == "zero":
@@ -186,11 +185,3 @@ def initialize(module: nn.Module, config: AttentionSettings) -> bool:
             init.uniform_(module.canon_filter, -bound, bound)
         return True
     return False
-
-
-def _initialize_filters(pipeline: StreamPipeline) -> None:
-    for stream, filters in pipeline.filters().items():
-        init.copy_(filters, pipeline.filter.drawn(stream))
-    for ranks in pipeline.ranks:
-        for stream in "qk":
-            init.copy_(getattr(pipeline, f"{stream}_{ranks.name}"), ranks.initial(stream))

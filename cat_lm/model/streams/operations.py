@@ -1,13 +1,14 @@
 """The operations on one stream of queries, keys or values, [B, T, heads, D].
 
 Filters of W taps and filters as long as the text, further ranks of filters, norms, SiLU, rotation:
-each is a class, of which `pipeline` makes a layer's. Parameters are the pipeline's, by the stream
-and the operation's `name`.
+`pipeline` lists a layer's. Those with parameters have a `name`, by which, after the stream's, they
+are the pipeline's, and say how these change nothing (`initial`) and start (`drawn`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,29 +75,32 @@ class LayerPass:
         self.earlier = self.streams.apart(before, names) if before else {}
 
 
-class StreamOp:
-    """An operation on one stream [B, T, heads, D], which may widen it."""
-
-    name = ""
-
-    def initial(self, stream: str) -> Tensor:
-        """Make a stream's parameter as it changes nothing; only of an operation with a name."""
-        raise NotImplementedError
-
-    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        """Change x."""
-        raise NotImplementedError
+# Changes x [B, T, heads, D] of a stream, which it may widen.
+StreamOp = Callable[[Tensor, str, LayerPass], Tensor]
 
 
-class Bias(StreamOp):
-    """Adds its projection's bias to a stream without filters."""
-
-    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        bias = layer.biases[stream]
-        return x if bias is None else x + bias.to(x.dtype)
+def add_bias(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+    """Add its projection's bias to a stream without filters."""
+    bias = layer.biases[stream]
+    return x if bias is None else x + bias.to(x.dtype)
 
 
-class Convolution(StreamOp):
+def normalize(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+    """Normalise queries or keys after their convolution."""
+    return layer.norm(x, stream, layer.context.group)
+
+
+def silu(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+    """Pass a stream through SiLU."""
+    return F.silu(x)
+
+
+def activate(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
+    """Pass through the SiLU that all three streams end in, convolved or not."""
+    return F.silu(x)
+
+
+class Convolution:
     """Convolves a stream along time, and adds its projection's bias (CAT, Definition 1).
 
     For head h and lags j = 0 … W−1 (zeros before the start), with one filter for each head
@@ -172,7 +176,7 @@ class Convolution(StreamOp):
         )
 
 
-class LongFilter(StreamOp):
+class LongFilter:
     """Convolves a stream over all lags j ≤ t, and adds its projection's bias.
 
     A filter is O(N) numbers that `cat_lm.ops.long_filter` computes F from: `kind` is what they
@@ -226,7 +230,7 @@ class LongFilter(StreamOp):
         return outputs
 
 
-class Ranks(StreamOp):
+class Ranks:
     """Filters queries and keys R times, and sets the results side by side, [B, T, H, R·D].
 
     Their scores are then q·k / sqrt(D) convolved over queries and keys with a kernel of rank R: for
@@ -254,6 +258,8 @@ class Ranks(StreamOp):
         if stream == "q":
             start.diagonal(offset=1, dim1=0, dim2=2).fill_(RANK_START)
         return start
+
+    drawn = initial
 
     def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
         """Set what the further filters make of the inputs beside x, which the first made."""
@@ -306,14 +312,7 @@ class QueryKeyNorm(NothingDecays):
         return x * (scale / math.sqrt(self.width))[:, None].to(x.dtype)
 
 
-class Norm(StreamOp):
-    """Normalises queries or keys after their convolution."""
-
-    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        return layer.norm(x, stream, layer.context.group)
-
-
-class Rotation(StreamOp):
+class Rotation:
     """Rotates heads of D channels, every rank of R·D alike, where the context has angles."""
 
     def __init__(self, width: int) -> None:
@@ -329,14 +328,3 @@ class Rotation(StreamOp):
         ranks = x.unflatten(3, (rank, self.width)).flatten(2, 3)
         ranks = rotate(ranks, *rotary, backend=backend)
         return ranks.unflatten(2, (-1, rank)).flatten(3)
-
-
-class Silu(StreamOp):
-    """Passes a stream through SiLU."""
-
-    def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        return F.silu(x)
-
-
-class Activation(Silu):
-    """The SiLU that all three streams end in, convolved or not."""

@@ -13,17 +13,17 @@ from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.model.streams.layouts import PackedStreams, SeparateStreams
 from cat_lm.model.streams.operations import (
-    Activation,
-    Bias,
     Convolution,
     LayerPass,
     LongFilter,
-    Norm,
     QueryKeyNorm,
     Ranks,
     Rotation,
-    Silu,
     StreamOp,
+    activate,
+    add_bias,
+    normalize,
+    silu,
 )
 from cat_lm.ops import head_conv_qkv
 from cat_lm.ops.convolution import kinds
@@ -77,31 +77,28 @@ class StreamPipeline(NothingDecays):
         self.widths = {stream: config.stream_width(stream) for stream in STREAMS}
         self.is_packed, self.mixes_maps = "bias" in biases, config.mixes_maps
         self.norm_comes_first = config.qk_norm_place == "before"
-        self.operations = {s: tuple(self._list(config, s, activates)) for s in STREAMS}
+        ranks = [Ranks(self.filter)] if config.conv_rank > 1 else []
+        # The operations with parameters, and the streams that have them.
+        self.named = [(self.filter, self.streams), *((op, "qk") for op in ranks)]
         for name, bias in biases.items():
             self.register_parameter(name, bias)
-        for op, named in ((self.filter, self.streams), *((ranks, "qk") for ranks in self.ranks)):
-            for stream in named:
+        for op, streams in self.named:
+            for stream in streams:
                 self.register_parameter(f"{stream}_{op.name}", nn.Parameter(op.initial(stream)))
-
-    def _list(self, config: AttentionSettings, stream: str, activates: bool) -> list[StreamOp]:
-        """List a stream's operations in their order."""
-        is_filtered, meets_keys = stream in self.filtered, stream in "qk"
         normalizes = config.qk_norm != "none" and not self.norm_comes_first
-        rotates = config.position_embedding == "rope"
-        return [
-            self.filter if is_filtered else Bias(),
-            *([Ranks(self.filter)] if meets_keys and config.conv_rank > 1 else []),
-            *([Silu()] if is_filtered and config.conv_activation == "silu" else []),
-            *([Norm()] if meets_keys and normalizes else []),
-            *([Rotation(self.widths[stream])] if meets_keys and rotates else []),
-            *([Activation()] if activates else []),
-        ]
-
-    @property
-    def ranks(self) -> list[Ranks]:
-        """Return the operation that makes further ranks, if there is one."""
-        return [op for op in self.operations["q"] if isinstance(op, Ranks)]
+        self.operations: dict[str, tuple[StreamOp, ...]] = {}
+        for s in STREAMS:
+            is_filtered, meets_keys = s in self.filtered, s in "qk"
+            rotates = meets_keys and config.position_embedding == "rope"
+            self.operations[s] = (
+                self.filter if is_filtered else add_bias,
+                *(ranks if meets_keys else []),
+                *([silu] if is_filtered and config.conv_activation == "silu" else []),
+                *([normalize] if meets_keys and normalizes else []),
+                *([Rotation(self.widths[s])] if rotates else []),
+                *([activate] if activates else []),
+            )
+        self.step_lengths = {s: _step_length(ops) for s, ops in self.operations.items()}
 
     @property
     def mixes_heads(self) -> bool:
@@ -121,7 +118,7 @@ class StreamPipeline(NothingDecays):
         filters = getattr(self, f"{stream}_filter", None)
         if filters is None:
             return None
-        if stream in "qk" and self.ranks:
+        if stream in "qk" and len(self.named) > 1:
             return self.rank_taps(stream, group)[0]
         axis = self.filter.head_axis
         return self.filter.used(filters if axis is None else own_heads(group, filters, axis))
@@ -138,9 +135,11 @@ class StreamPipeline(NothingDecays):
             return taps
         return taps / taps.abs().sum((0, 2), keepdim=True).clamp(min=1e-12)
 
-    def biases(self) -> list[nn.Parameter]:
-        """Return the projections' biases that there are."""
-        return [own for name, own in self.named_parameters(recurse=False) if name.endswith("bias")]
+    def starts(self) -> dict[str, Tensor]:
+        """Draw all parameters as they start, by name."""
+        drawn = {f"{s}_{op.name}": op.drawn(s) for op, streams in self.named for s in streams}
+        own = self.named_parameters(recurse=False)
+        return {n: torch.zeros_like(p) for n, p in own if n.endswith("bias")} | drawn
 
     def forward(
         self, context: Context, *projected: Tensor, norm: QueryKeyNorm | None = None
@@ -226,17 +225,17 @@ class StreamPipeline(NothingDecays):
         return query, key, value, mixed
 
 
-def _computed_with_filters(operations: tuple[StreamOp, ...]) -> int | None:
+def _step_length(operations: tuple[StreamOp, ...]) -> int | None:
     """Count the operations that the kernel of one token computes; None if it cannot come first."""
-    rest = [op for op in operations if not isinstance(op, Activation)]
-    able = all(isinstance(op, Convolution | Bias | Silu | Rotation) for op in rest)
+    rest = [op for op in operations if op is not activate]
+    able = all(op in (add_bias, silu) or isinstance(op, Convolution | Rotation) for op in rest)
     return len(rest) if able else None
 
 
 def _is_one_kernel(weights: StreamPipeline) -> bool:
-    done = [_computed_with_filters(operations) for operations in weights.operations.values()]
     has_taps = isinstance(weights.filter, Convolution) and bool(weights.filtered)
-    return has_taps and None not in done and len(set(weights.widths.values())) == 1
+    are_covered = None not in weights.step_lengths.values()
+    return has_taps and are_covered and len(set(weights.widths.values())) == 1
 
 
 def _one_token(layer: LayerPass) -> Made | None:
@@ -267,13 +266,12 @@ def _one_token(layer: LayerPass) -> Made | None:
         [after.get(s) for s in STREAMS],
         window=first.window,
         rotary=context.rotary,
-        silu=any(type(op) is Silu for s in names for op in weights.operations[s]),
+        silu=any(silu in weights.operations[s] for s in names),
     )
     for name, newest in following.items():
         state.replace_inputs(name, newest)
     layer.stored_before = {}  # The state has these inputs by now.
-    done = {s: _computed_with_filters(weights.operations[s]) for s in STREAMS}
-    return dict(zip(STREAMS, made, strict=True)), done
+    return dict(zip(STREAMS, made, strict=True)), weights.step_lengths
 
 
 def _packs_filters_of_heads(weights: StreamPipeline) -> bool:
