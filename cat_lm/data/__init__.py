@@ -4,10 +4,9 @@ Importing this package costs numpy and nothing more; the tokenizers live in
 `cat_lm.data.tokenizers`.
 """
 
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.corpus import Mixture, TokenCorpus
 from cat_lm.data.loader import TrainLoader, ValidationWindows
 from cat_lm.data.manifest import read_manifest
-from cat_lm.data.mixture import Mixture
 from cat_lm.data.opening import open_corpus
 
 __all__ = [

@@ -17,8 +17,7 @@ from itertools import islice
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.mixture import Mixture
+from cat_lm.data.corpus import Mixture, TokenCorpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.data.shuffle import EpochOrder, MixtureOrder
 from cat_lm.data.windows import Batch, JoinedWindows, StreamWindows
@@ -92,19 +91,13 @@ class TrainLoader:
         numbers = self.sample_ids(step, rank, world_size)
         return self._windows.read(numbers, self.mask_documents)
 
-    def describe(self, step: int = 0, last_step: int | None = None) -> list[str]:
-        """Describe the data and their mixture for the log.
-
-        Arguments: `step`, how many steps are done; `last_step`, how many there will be.
-        """
+    def describe(self, steps: int) -> list[str]:
+        """Describe the data for the log, and the mixture of a run of so many steps."""
         lines = [*self.corpus.describe(), *self._windows.describe()]
-        if not isinstance(self.corpus, Mixture):
-            return lines
-        done = self._order.drawn(step * self.global_batch_size)
-        planned = None
-        if last_step is not None:
-            planned = self._order.drawn(last_step * self.global_batch_size)
-        return lines + self.corpus.describe_draws(self._windows.sizes, done, planned)
+        if isinstance(self.corpus, Mixture):
+            drawn = self._order.drawn(steps * self.global_batch_size)
+            lines += self.corpus.describe_draws(self._windows.sizes, drawn)
+        return lines
 
     def prefetch(
         self, first_step: int, last_step: int, rank: int = 0, world_size: int = 1, depth: int = 4
@@ -127,14 +120,13 @@ def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
-class ValidationWindows(Sequence[Batch]):
+class ValidationWindows:
     """All windows of a split: every token after the first of a corpus is a label exactly once.
 
-    `windows[i]` is a batch of one; `windows.batch(indices)` a batch of several. The last window is
-    padded, with labels −100. With `mask_documents` first tokens of documents are not scored.
-    Windows of one corpus come in order; those of a mixture's corpora are interleaved, so that the
-    first n hold each corpus in its share of all held-out windows. Rank r of w takes the windows
-    r, r + w, r + 2w, …
+    The last window is padded, with labels −100. With `mask_documents` first tokens of documents
+    are not scored. Windows of one corpus come in order; those of a mixture's corpora are
+    interleaved, so that the first n hold each corpus in its share of all held-out windows. Rank r
+    of w takes the windows r, r + w, r + 2w, …
     """
 
     def __init__(
@@ -151,11 +143,6 @@ class ValidationWindows(Sequence[Batch]):
 
     def __len__(self) -> int:
         return self._windows.num_windows
-
-    def __getitem__(self, index: int) -> Batch:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        return self.batch([index % len(self)])
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the windows `indices` in the layout of `TrainLoader.batch`, [len(indices), T]."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.corpus import TokenCorpus
+from cat_lm.data.corpus import Mixture, TokenCorpus
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.manifest import SPLITS, check_fingerprint, read_manifest
-from cat_lm.data.mixture import Mixture
-from cat_lm.data.storage import is_remote
 from cat_lm.data.verified import verify
 
 if TYPE_CHECKING:
     from cat_lm.config import RunConfig
+
+
+def is_remote(folder: Path | str) -> bool:
+    """Return True if it is an address, such as s3://bucket/data, and no path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
 
 
 def open_corpus(

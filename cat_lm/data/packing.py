@@ -25,8 +25,7 @@ from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Record, read_json
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
-from cat_lm.data.storage import cache_folder
-from cat_lm.data.verified import NOTE, changed_files, note_files, verify
+from cat_lm.data.verified import NOTE, cache_folder, changed_files, note_files, verify
 from cat_lm.data.windows import Batch, check_batch
 
 PACKING = "packing"  # the folder, beside the shards or in the cache

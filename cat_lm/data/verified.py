@@ -20,14 +20,18 @@ from typing import TYPE_CHECKING
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import checksums, sha256
 from cat_lm.core.readers import read_object, resolve, short
-from cat_lm.data.storage import cache_folder
 
 if TYPE_CHECKING:
-    from cat_lm.data.corpus import TokenCorpus
-    from cat_lm.data.mixture import Mixture
+    from cat_lm.data.corpus import Mixture, TokenCorpus
 
+DEFAULT_CACHE = "~/.cache/cat_lm/data"
 NOTE = ".verified.jsonl"
 BATCH = 64  # Files are noted together after so many were read.
+
+
+def cache_folder(cache_dir: Path | str | None) -> Path:
+    """Return the folder of copies and plans that cannot be beside the data (`data.cache_dir`)."""
+    return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
 def note_line(name: str, status: os.stat_result, digest: str) -> str:

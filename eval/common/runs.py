@@ -13,7 +13,7 @@ from typing import Any
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
-from cat_lm.data.mixture import block_counts, joint_fingerprint
+from cat_lm.data.corpus import block_counts, joint_fingerprint
 from cat_lm.pretrained.loading import weight_files
 from cat_lm.training.checkpoint import is_complete, read_run_state, step_folders
 from eval.common.filters import Filters, read_filters

@@ -20,7 +20,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder
 from cat_lm.core.outputs import read_listing, write_listing
-from cat_lm.data.storage import DEFAULT_CACHE
+from cat_lm.data.verified import DEFAULT_CACHE
 from launch.slurm.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -158,7 +158,7 @@ def test_validation_scores_every_token_after_the_first_once(length):
     scored = whole["labels"][whole["labels"] != IGNORE_INDEX]
     assert scored.tolist() == list(range(2, length + 1))
     assert (whole["input_ids"][whole["labels"] != IGNORE_INDEX] == scored - 1).all()
-    assert (windows[-1]["labels"] == whole["labels"][-1:]).all()
+    assert (windows.batch([-1])["labels"] == whole["labels"][-1:]).all()
     for world_size in (1, 2, 3):
         seen = [
             windows.batch(range(rank, len(windows), world_size))["labels"]
@@ -167,7 +167,7 @@ def test_validation_scores_every_token_after_the_first_once(length):
         labels = np.concatenate([part.ravel() for part in seen])
         assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(2, length + 1))
     with pytest.raises(IndexError):
-        windows[len(windows)]
+        windows.batch([len(windows)])
 
 
 def test_validation_without_a_token_to_predict_is_refused():

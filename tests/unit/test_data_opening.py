@@ -10,7 +10,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
 from cat_lm.data import TokenCorpus
 from cat_lm.data import corpus as corpus_module
-from cat_lm.data.mixture import Mixture
+from cat_lm.data.corpus import Mixture
 from cat_lm.data.opening import open_data
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values

@@ -12,9 +12,9 @@ from fsspec.registry import known_implementations
 from cat_lm.core.errors import UserError
 from cat_lm.data import TokenCorpus, TrainLoader, ValidationWindows
 from cat_lm.data import remote as remote_module
-from cat_lm.data.mixture import Mixture
-from cat_lm.data.opening import open_corpus, open_verified
-from cat_lm.data.storage import Storage, is_remote
+from cat_lm.data.corpus import Mixture
+from cat_lm.data.opening import is_remote, open_corpus, open_verified
+from cat_lm.data.remote import Storage
 from tests.prepared_data import random_documents, write_prepared
 from tests.web_server import served
 
@@ -95,7 +95,7 @@ def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplo
         corpus = open_corpus(url, "train", tmp_path / "cache")
         assert (batches(corpus, packing=packing) == expected).all()
         held_out = open_corpus(url, "validation", tmp_path / "cache")
-        assert (ValidationWindows(held_out, T)[0]["input_ids"][0, :4] == [7, 8, 9, 0]).all()
+        assert (ValidationWindows(held_out, T).batch([0])["input_ids"][0, :4] == [7, 8, 9, 0]).all()
     assert any("; again in" in record.message for record in caplog.records)
 
 

@@ -316,4 +316,4 @@ def test_the_last_label_is_looked_at_too(tmp_path):
             corpus = open_corpus(folder, split)
             read = TrainLoader(corpus, 4, 1, 0).batch if split == "train" else None
             with pytest.raises(UserError, match=rf"token 4 is the id {value}"):
-                read(0) if read else ValidationWindows(corpus, 4)[0]
+                read(0) if read else ValidationWindows(corpus, 4).batch([0])

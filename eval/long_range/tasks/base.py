@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cat_lm.data.storage import cache_folder
+from cat_lm.data.verified import cache_folder
 
 SPLITS = ("train", "validation", "test")
 PAD = 0  # the id that fills up rows of ids at their end
