@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import io
 import os
 import re
@@ -161,10 +162,7 @@ def own_name(place: Path, suffix: str) -> Path:
 
 def left_beside(place: Path, suffix: str) -> list[Path]:
     """List the temporary folders of all processes beside a place."""
-    named = re.compile(rf"\.{re.escape(place.name)}\.[^/]+-\d+\.{re.escape(suffix)}")
-    if not place.parent.is_dir():
-        return []
-    found = (path for path in place.parent.iterdir() if named.fullmatch(path.name))
+    found = place.parent.glob(f".{glob.escape(place.name)}.*-*.{suffix}")
     return sorted(path for path in found if is_ours(path))
 
 

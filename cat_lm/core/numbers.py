@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 
@@ -32,7 +32,8 @@ class Range(NamedTuple):
 
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_COUNT = re.compile(r"([+-]?[0-9_]*\.?[0-9_]*(?:E[+-]?[0-9]+)?)\s*([KMBGT]?)")
+_DIGITS = r"[0-9][0-9_]*"
+_COUNT = re.compile(rf"([+-]?(?:{_DIGITS}\.?[0-9_]*|\.{_DIGITS})(?:E[+-]?[0-9]+)?)\s*([KMBGT]?)")
 # No number within a range of ours has more characters.
 _MOST_CHARACTERS = 40
 
@@ -46,12 +47,9 @@ def parse_count(text: str) -> int | float:
         ValueError: the text is no whole number.
     """
     match = _COUNT.fullmatch(text.strip().upper()) if len(text) <= _MOST_CHARACTERS else None
-    try:
-        count = Decimal(match[1].replace("_", "")) if match else None
-    except InvalidOperation:
-        count = None
-    if count is None:
+    if match is None:
         raise ValueError("must be a whole number such as 20000, 0.5M or 15B")
+    count = Decimal(match[1].replace("_", ""))
     if count.adjusted() > _MOST_CHARACTERS:
         return math.inf
     count *= _SUFFIXES[match[2]]
