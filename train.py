@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm import __version__, architectures
 from cat_lm.config import RunConfig, load_config
-from cat_lm.config.keys import ShowKeys
+from cat_lm.config.loading import ShowKeys
 from cat_lm.config.run import check_replaceable
 from cat_lm.core.cli import Parser, whole
 from cat_lm.core.errors import SharedError, UserError, command, hard_exit, is_temporary

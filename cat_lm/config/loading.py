@@ -3,16 +3,24 @@
 A run is one YAML file. `base: other.yaml` (relative to the file) takes another file's values
 first; the override `base=FILE` replaces that base. Overrides come last. All errors are gathered and
 shown at once; an unknown key is an error that names the nearest known one.
+
+`python train.py --keys` prints every key with its default and meaning.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import math
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
@@ -167,3 +175,58 @@ def _describe(error: Any) -> str:
     if message.startswith("rope_parameters."):
         return f"model.{message}"  # which names the key inside, and its value
     return f"{name}={clipped(repr(error['input']))}: {message}"
+
+
+# The keys as YAML, for `train.py --keys`
+
+# A plugin's section may have other kinds, which its descriptions explain.
+_KINDS = {int: "whole number", float: "number", str: "text"}
+_KINDS |= {dict: "{key: value, …}", tuple: "[number, number]"}
+_COLUMN = 40  # where comments begin
+
+
+class ShowKeys(argparse.Action):
+    """Print the keys of a family's runs and end, as --help does."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        print(all_keys(values))
+        parser.exit()
+
+
+def all_keys(architecture: str) -> str:
+    """Return every key of a family's runs with its default, and what it means in a comment.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    if architecture not in architectures.names():
+        known = ", ".join(architectures.names())
+        raise UserError(f"--keys {architecture}: no such architecture; choose one of {known}")
+    lines = []
+    for name, section in sections_of({"model": {"architecture": architecture}}).items():
+        lines.append(f"{name}:")
+        lines += [_line(key, field) for key, field in section.model_fields.items()]
+    return "\n".join(lines)
+
+
+def _line(key: str, field: FieldInfo) -> str:
+    value = "" if field.is_required() else _as_yaml(field.get_default(call_default_factory=True))
+    kind = field.annotation
+    while typing.get_origin(kind) in (Annotated, typing.Union, types.UnionType):
+        kind = typing.get_args(kind)[0]
+    words = ["needed"] if field.is_required() else []
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if len(choices) > 1:
+        words.append(" | ".join(map(str, choices)))
+    elif field.is_required() or field.default is None:
+        words.append(_KINDS.get(typing.get_origin(kind) or kind, ""))
+    words.append(" ".join((field.description or "").split()))
+    comment = "; ".join(filter(None, words))
+    said = f"  {key}: {value}".rstrip()
+    return f"{said:<{_COLUMN - 1}} # {comment}" if comment else said
+
+
+def _as_yaml(value: Any) -> str:
+    plain = TypeAdapter(Any).dump_python(value, mode="json", fallback=str)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()

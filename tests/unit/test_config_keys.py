@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig, known_keys, load_config
-from cat_lm.config.keys import _line, all_keys
+from cat_lm.config.loading import _line, all_keys
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import Section
 from tests.commands import python
