@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import build_options
+from cat_lm.core.fields import build_options
 from cat_lm.core.parameters import start
 from cat_lm.core.registry import mishap
 from cat_lm.mixers import CAPABILITIES

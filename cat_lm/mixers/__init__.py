@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import build_options, parse_specification
+from cat_lm.core.fields import build_options, parse_specification
 from cat_lm.core.registry import Registry
 from cat_lm.mixers.kinds.cat import ATTENTION, pattern_mixers
 from cat_lm.mixers.parts.base import CAPABILITIES, Mixer, MixerKind, Setting

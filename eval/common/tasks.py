@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cat_lm.core.options import build_options
+from cat_lm.core.fields import build_options
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.fields import parse_specification
 from cat_lm.core.files import write_json
-from cat_lm.core.options import parse_specification
 from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from cat_lm.core.readers import Versioned, check_shape, read_object
 from eval.common.text_table import aligned

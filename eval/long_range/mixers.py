@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import build_options, parse_specification
+from cat_lm.core.fields import build_options, parse_specification
 from cat_lm.core.registry import one_of
 from cat_lm.mixers import Mixer, MixerKind, Setting
 from eval.long_range.options import Options

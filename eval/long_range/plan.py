@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import parse_specification
+from cat_lm.core.fields import parse_specification
 from eval.common.grids.places import CONTROL, NEGATIVE, Run
 from eval.common.grids.places import Place as Point
 from eval.long_range import mixers

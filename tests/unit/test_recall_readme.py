@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cat_lm import mixers
+from cat_lm.core.fields import parse_specification
 from cat_lm.core.numbers import IGNORE_INDEX
-from cat_lm.core.options import parse_specification
 from cat_lm.mixers import make_mixer
 from eval.common.grids import cells, execution
 from eval.recall import __main__ as command

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import changed_options
+from cat_lm.core.fields import changed_options
 from cat_lm.core.plugins import is_own
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MixerKind:
 
     Attributes:
         name: as in `model.mixer` and before the colon of a specification.
-        Options: a frozen dataclass of plain values, see cat_lm/core/options.py.
+        Options: a frozen dataclass of plain values, see cat_lm/core/fields.py.
         layers: that the paper's comparison gives it.
         block: of eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cat_lm import mixers
 from cat_lm.core import plugins
-from cat_lm.core.options import parse_specification
+from cat_lm.core.fields import parse_specification
 from cat_lm.ops.convolution import kinds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cat_lm.core.options import parse_specification
+from cat_lm.core.fields import parse_specification
 from cat_lm.core.registry import Registry
 from eval.common.tasks import NamedTask
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from cat_lm.core.options import changed_options
+from cat_lm.core.fields import changed_options
 from eval.long_range.tasks.base import SPLITS, Task
 
 SOURCES = ("generated", "official")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.options import parse_specification
+from cat_lm.core.fields import parse_specification
 from cat_lm.core.readers import Versioned
 from cat_lm.mixers import make_mixer
 from eval.common.grids.code import code_of_mixer
