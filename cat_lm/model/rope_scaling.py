@@ -58,9 +58,6 @@ _RANGES = {
     "beta_slow": numbers.ROTATIONS,
     "rope_theta": numbers.ROPE_BASE,
     "partial_rotary_factor": numbers.FRACTION,
-    # As keys of the configuration itself.
-    "rotary_emb_base": numbers.ROPE_BASE,
-    "rotary_pct": numbers.FRACTION,
 }
 
 
@@ -145,16 +142,11 @@ def _check_mapping(rope: Any) -> None:
         raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
 
 
-def check_rope_number(name: str, value: Any) -> None:
-    """Check the base of the frequencies, or the part of the channels. Raises ValueError."""
-    _check_range(name, value, prefix="")
-
-
-def _check_range(name: str, value: Any, prefix: str = "rope_parameters.") -> None:
+def _check_range(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     problem = _RANGES[name].problem(value) if is_number else "must be a number"
     if problem:
-        raise ValueError(f"{prefix}{name}={clipped(repr(value))}: {problem}")
+        raise ValueError(f"rope_parameters.{name}={clipped(repr(value))}: {problem}")
 
 
 def rope_type_of(rope: Mapping[str, Any] | None) -> str:
