@@ -70,7 +70,7 @@ class TokenCorpus:
     (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict), `shards`
     and `entries` (what the manifest says of each),
     `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
-    `fingerprint`, `vocab_size`, `eod_id`, `has_signed_ids` (ids on disk could be negative).
+    `fingerprint`, `vocab_size`, `eod_id`.
     `bring` is called with entries of the manifest before their shards are opened.
     """
 
@@ -96,7 +96,6 @@ class TokenCorpus:
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
         dtype = manifest["dtype"]
-        self.has_signed_ids = np.dtype(dtype).kind == "i"
         self.entries: list[dict] = counts["shards"]
         _allow_open_files()
         self.shards = [ListedShard(folder, entry, dtype, bring) for entry in self.entries]
@@ -129,11 +128,15 @@ class TokenCorpus:
         """Return tokens [start, stop) of the stream for each pair, in the dtype on disk.
 
         Views of the memory map where one shard holds them all. The disk is asked for everything
-        before this returns, and for nothing one by one: a batch waits about as long as a window.
+        before any of it is looked at: a batch waits about as long as a window. Raises `UserError`
+        for ids that the vocabulary does not have, with the file and the place in it.
         """
+        requests = list(self._requests(starts, stops))
+        read = [shard.read(first, end) for _, shard, first, end in requests]
         pieces: list[list[np.ndarray]] = [[] for _ in starts]
-        for owner, shard, first, end in self._requests(starts, stops):
-            pieces[owner].append(shard.read(first, end))
+        for (owner, shard, first, _), piece in zip(requests, read, strict=True):
+            self._check_ids(piece, shard, first)
+            pieces[owner].append(piece)
         return [p[0] if len(p) == 1 else np.concatenate([_NOTHING, *p]) for p in pieces]
 
     def _requests(
@@ -154,32 +157,19 @@ class TokenCorpus:
                 yield owner, shard, start - base, end - base
                 start, index = end, index + 1
 
-    def name_outside(self, starts: Sequence[int], stops: Sequence[int]) -> None:
-        """Find the first id in tokens [start, stop) that the vocabulary does not have.
-
-        Raises:
-            UserError: there is one; names the file, the token in it, and the id.
-        """
-        for _, shard, start, stop in self._requests(starts, stops):
-            values = shard.read(start, stop).astype(np.int64)
-            wrong = (values < 0) | (values >= self.vocab_size)
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise UserError(
-                    f"{shard.bin_path}: token {start + at} is the id {values[at]}, outside of the "
-                    f"vocabulary of {self.vocab_size}; the file is damaged or was made with "
-                    "another tokenizer (python -m data_prep.inspect looks at all of it)"
-                )
+    def _check_ids(self, piece: np.ndarray, shard: ListedShard, first: int) -> None:
+        if piece.max() < self.vocab_size and (piece.dtype.kind == "u" or piece.min() >= 0):
+            return
+        at = int(np.argmax((piece < 0) | (piece >= self.vocab_size)))
+        raise UserError(
+            f"{shard.bin_path}: token {first + at} is the id {piece[at]}, outside of the "
+            f"vocabulary of {self.vocab_size}; the file is damaged or was made with another "
+            "tokenizer (python -m data_prep.inspect looks at all of it)"
+        )
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of the stream, int64 [stop − start], across shard boundaries.
-
-        Raises `UserError` for ids that the vocabulary does not have.
-        """
-        found = self.gather([start], [stop])[0]
-        if has_outside(found, self.vocab_size):
-            self.name_outside([start], [stop])
-        return found.astype(np.int64)
+        """Return tokens [start, stop) of the stream, int64 [stop − start]; errors as `gather`."""
+        return self.gather([start], [stop])[0].astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
         """Return the first token of document `index` in the stream, and its end (past its EOD)."""
@@ -201,13 +191,6 @@ class TokenCorpus:
 
 
 _NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
-
-
-def has_outside(ids: np.ndarray, vocab_size: int) -> bool:
-    """Return True if any of these is no id of the vocabulary."""
-    if not ids.size:
-        return False
-    return int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)
 
 
 def _allow_open_files() -> None:

@@ -66,7 +66,7 @@ class _Tokenizer(Record):
 class _Manifest(Record):
     """The keys that readers rely on; everything else in the file is for people."""
 
-    format_version: Literal[FORMAT_VERSION]
+    format_version: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     fingerprint: Digest
     source: dict[str, Any]
     tokenizer: _Tokenizer

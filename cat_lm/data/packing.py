@@ -26,7 +26,7 @@ from cat_lm.core.readers import Record, read_json
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.verified import NOTE, cache_folder, changed_files, note_files, verify
-from cat_lm.data.windows import Batch, check_batch
+from cat_lm.data.windows import Batch
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2
@@ -110,7 +110,6 @@ class PackedWindows:
                 labels[row, column - 1] = tokens[0]
             column = end
         batch = {"input_ids": input_ids, "labels": labels}
-        check_batch(self.corpus, batch, starts, stops)
         return batch if document_ids is None else {**batch, "document_ids": document_ids}
 
     def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
-from cat_lm.data.corpus import TokenCorpus, has_outside
+from cat_lm.data.corpus import TokenCorpus
 
 Batch = dict[str, np.ndarray]
 
@@ -51,7 +51,6 @@ class StreamWindows:
             input_ids[row, : len(inputs)], input_ids[row, len(inputs) :] = inputs, eod_id
             labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE_INDEX
         batch = {"input_ids": input_ids, "labels": labels}
-        check_batch(self.corpus, batch, starts, stops)
         if mask_documents:
             ends = input_ids == eod_id
             labels[ends] = IGNORE_INDEX
@@ -89,17 +88,3 @@ class JoinedWindows:
 
     def describe(self) -> list[str]:
         return [line for source in self.sources for line in source.describe()]
-
-
-def check_batch(corpus: TokenCorpus, batch: Batch, starts: np.ndarray, stops: np.ndarray) -> None:
-    """Check that a batch, read from tokens [start, stop), holds nothing but ids and `IGNORE_INDEX`.
-
-    Raises:
-        UserError: it does not; names the file and the place in it.
-    """
-    ids, labels = batch["input_ids"], batch["labels"]
-    wrong = has_outside(ids, corpus.vocab_size) or (labels >= corpus.vocab_size).any()
-    if not wrong and corpus.has_signed_ids:
-        wrong = ((labels < 0) & (labels != IGNORE_INDEX)).any()
-    if wrong:
-        corpus.name_outside(starts, stops)

@@ -16,7 +16,7 @@ from cat_lm.data.shuffle import Permutation
 class Stream:
     """A corpus in memory."""
 
-    name, split, eod_id, vocab_size, has_signed_ids = "memory", "train", 0, 2**40, True
+    name, split, eod_id = "memory", "train", 0
 
     def __init__(self, tokens, fingerprint="f"):
         self._tokens = np.asarray(tokens, dtype=np.int64)
