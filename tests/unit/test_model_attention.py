@@ -279,10 +279,4 @@ def test_the_example_of_the_readme():
 def test_names_are_taken_once():
     with pytest.raises(ValueError, match="score_transform 'decay': there is one"):
         attention.register(LearnedDecay())
-
-    class Formless(SoftCap):
-        name, form = "formless", "other"
-
-    with pytest.raises(ValueError, match="form='other' must be one of additive, elementwise"):
-        attention.register(Formless())
     assert "decay" in attention.names(ScoreTransform)

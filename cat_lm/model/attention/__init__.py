@@ -22,38 +22,18 @@ from cat_lm.core.registry import Registry, module_problem
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
 
-__all__ = ["REGISTRIES", "Entry", "Pattern", "ScoreTransform", "ValueTransform", "build"]
-__all__ += ["check_names", "chosen_entries", "compared_options", "described"]
-__all__ += ["implementation_problems", "keeps_parameters", "keys_of", "keys_of_any_weights"]
-__all__ += ["length_problems", "names", "pattern", "problems", "register", "score_transform"]
-__all__ += ["usual_implementation", "value_transform"]
-
 # In the names of the parameters of patterns of attention, and of no others.
 PATTERNS_OWN = ".core."
 
 
-def _check_form(entry: ScoreTransform) -> None:
-    """Check the form of a transform of scores. Raises ValueError."""
-    form, known = getattr(entry, "form", None), ", ".join(entry.FORMS)
-    if form not in entry.FORMS:
-        raise ValueError(f"score_transform {entry.name!r}: form={form!r} must be one of {known}")
+def _registry(kind: type[Entry], folder: str, **names: tuple[str, ...]) -> Registry:
+    made = {"words": ("name", "title"), "methods": ("build",)}
+    return Registry(kind.key, kind, package=f"{__name__}.{folder}", **made, **names)
 
 
-_MADE = {"words": ("name", "title"), "methods": ("build",)}
-PATTERNS: Registry[Pattern] = Registry(
-    "attention", Pattern, package=f"{__name__}.patterns", first=("softmax",), **_MADE
-)
-SCORE_TRANSFORMS: Registry[ScoreTransform] = Registry(
-    "score_transform",
-    ScoreTransform,
-    package=f"{__name__}.scores",
-    check=_check_form,
-    others=("none",),
-    **_MADE,
-)
-VALUE_TRANSFORMS: Registry[ValueTransform] = Registry(
-    "value_transform", ValueTransform, package=f"{__name__}.values", others=("none",), **_MADE
-)
+PATTERNS: Registry[Pattern] = _registry(Pattern, "patterns", first=("softmax",))
+SCORE_TRANSFORMS: Registry[ScoreTransform] = _registry(ScoreTransform, "scores", others=("none",))
+VALUE_TRANSFORMS: Registry[ValueTransform] = _registry(ValueTransform, "values", others=("none",))
 REGISTRIES: dict[type[Entry], Registry] = {
     Pattern: PATTERNS,
     ScoreTransform: SCORE_TRANSFORMS,

@@ -26,11 +26,10 @@ def check_attention(body: nn.Module) -> None:
     config = body.config
     entries = attention.chosen_entries(config)
     foreign = {kind: entry for kind, entry in entries.items() if not is_own(entry)}
-    if not foreign or not all(entry.computes_on_cpu for entry in foreign.values()):
-        return
     names = sorted(("sdpa", "eager"), key=lambda name: name != config._attn_implementation)
     able = [name for name in names if not attention.implementation_problems(config, name)]
-    if not able or attention.length_problems(config, TIME):
+    is_computed = able and all(entry.computes_on_cpu for entry in foreign.values())
+    if not (foreign and is_computed) or attention.length_problems(config, TIME):
         return
     named = " with ".join(attention.described(kind, config) for kind in foreign)
     small = changed(config, _SMALL | {"_attn_implementation": able[0]})

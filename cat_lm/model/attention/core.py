@@ -136,7 +136,8 @@ class AttentionMixin:
         query, key, value = (stream.transpose(1, 2) for stream in (query, key, value))
         if context.cache is not None:
             key, value = context.cache.update(key, value, context.layer)
-        how = AttentionCall(**vars(context), scaling=self.scaling, dropout=self._dropout)
+        dropout = self.attention_dropout if self.training else 0.0
+        how = AttentionCall(**vars(context), scaling=self.scaling, dropout=dropout)
         if self.config.reads_positions:
             known = context.key_positions
             if known is None:
@@ -147,19 +148,14 @@ class AttentionMixin:
         def attend(
             query: Tensor, key: Tensor, value: Tensor, *own: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            names = ("mask", "positions", "key_positions")
-            part = (
-                replace(how, documents=None, **dict(zip(names, own, strict=True))) if own else how
-            )
-            return self._attend(query, key, value, part)
+            if not own:
+                return self._attend(query, key, value, how)
+            fields = dict(zip(("mask", "positions", "key_positions"), own, strict=True))
+            return self._attend(query, key, value, replace(how, documents=None, **fields))
 
         call = replace(how, attend=attend)
         output, maps = self.core(query, key, value, extra[0] if extra else None, call)
         return to_tokens(context.group, output), maps
-
-    @property
-    def _dropout(self) -> float:
-        return self.attention_dropout if self.training else 0.0
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -167,43 +163,27 @@ class AttentionMixin:
         """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
         implementation, transform = self.config._attn_implementation, self.score_transform
         if transform is not None:
-            is_separable = self.score_form == "separable"
-            if (
-                is_separable
-                and not call.by_rows
-                and transform.separates(query.shape[2], computing_dtype(query), implementation)
-            ):
-                query, key = scale_queries_and_keys(
-                    transform, query, key, call.positions, call.key_positions
-                )
-                value = repeat_kv(value, key.shape[1] // value.shape[1])
-            elif is_separable and implementation == "sdpa":
-                return attend_by_rows(transform, query, key, value, call), None
-            else:
-                return attend_with_scores(
-                    implementation, transform, query, key, value, call, self.training
-                )
+            kind = query.shape[2], computing_dtype(query), implementation
+            is_separable, streams = self.score_form == "separable", (query, key, value)
+            if not is_separable or call.by_rows or not transform.separates(*kind):
+                if is_separable and implementation == "sdpa":
+                    return attend_by_rows(transform, *streams, call), None
+                return attend_with_scores(implementation, transform, *streams, call, self.training)
+            positions = call.positions, call.key_positions
+            query, key = scale_queries_and_keys(transform, query, key, *positions)
+            value = repeat_kv(value, key.shape[1] // value.shape[1])
         width = value.shape[-1]
         if key.shape[-1] > width and implementation in _OF_ONE_WIDTH:
             value = F.pad(value, (0, key.shape[-1] - width))
         if call.document_borders is not None:
-            how = call.document_borders, self.scaling, self._dropout
-            output = attend_within_borders(query, key, value, *how)
-            return output[..., :width], None
+            how = call.document_borders, call.scaling, call.dropout
+            return attend_within_borders(query, key, value, *how)[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
-        is_repeated = (
-            getattr(self, "num_key_value_groups", 1) > 1 and key.shape[1] == query.shape[1]
-        )
-        output, maps = function(
-            _Ungrouped(self) if is_repeated else self,
-            query,
-            key,
-            value,
-            call.mask,
-            scaling=self.scaling,
-            dropout=self._dropout,
-            **call.arguments,
-        )
+        # Keys that were repeated for every head of queries are not repeated again.
+        is_repeated = getattr(self, "num_key_value_groups", 1) > query.shape[1] // key.shape[1]
+        module = _Ungrouped(self) if is_repeated else self
+        how = {"scaling": call.scaling, "dropout": call.dropout} | call.arguments
+        output, maps = function(module, query, key, value, call.mask, **how)
         return (output[..., :width] if output.shape[-1] > width else output), maps
 
 

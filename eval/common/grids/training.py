@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cat_lm.model.attention.objective import OWN_WEIGHT
+from cat_lm.model.attention.base import OWN_WEIGHT
 
 
 class Step(NamedTuple):

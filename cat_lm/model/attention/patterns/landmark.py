@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.numbers import CONV_STATE
-from cat_lm.model.attention.base import Pattern, whole_problems
-from cat_lm.model.attention.objective import OWN_WEIGHT, Objective
+from cat_lm.model.attention.base import OWN_WEIGHT, Objective, Pattern, whole_problems
 from cat_lm.model.rules import head_width
 from cat_lm.ops.landmark.options import (
     CALIBRATE,
