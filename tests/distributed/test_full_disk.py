@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 
@@ -18,6 +19,17 @@ from tests.runs import losses, records, run_values
 
 FULL_AFTER = 7
 NAMES = ("metrics.jsonl", "train.log", "events.out.tfevents.")
+
+
+class FailingFile(io.FileIO):
+    """A file that cannot be written to, for the reason of a number."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        super().__init__(path, "a+")
+        self.number = number
+
+    def write(self, data: object) -> int:
+        raise OSError(self.number, os.strerror(self.number))
 
 
 def files(trainer) -> dict[str, AppendedFile]:
@@ -45,7 +57,7 @@ def filled(ranks, data: str, folder: str) -> list[str]:
             if self.step == FULL_AFTER and ranks.is_first:
                 file = files(self)[name]
                 file._stream.close()
-                file._stream = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+                file._stream = FailingFile(file._path, errno.ENOSPC)
 
     messages = []
     for name in NAMES:
@@ -80,17 +92,6 @@ def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_later(tiny_corpus, tmp_p
     assert losses(tmp_path / NAMES[0]) == losses(tmp_path / "straight")
 
 
-class Broken:
-    """A stream on a file system that fails."""
-
-    def write(self, data: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def truncate(self, size: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def broken(ranks, data: str, folder: str) -> list[tuple[bool, str]]:
     """(whether the end was a temporary error, its message) for the records and for the log."""
     from train import Trainer
@@ -99,7 +100,8 @@ def broken(ranks, data: str, folder: str) -> list[tuple[bool, str]]:
         def train_step(self, batch, waited):
             super().train_step(batch, waited)
             if self.step == FULL_AFTER and ranks.is_first:
-                files(self)[name]._stream = Broken()
+                file = files(self)[name]
+                file._stream = FailingFile(file._path, errno.EIO)
 
     found = []
     for name in NAMES[:2]:
