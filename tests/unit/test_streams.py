@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cat_lm.mixers import Setting, make_mixer
+from cat_lm.model.cache import StateDynamicLayer
+from cat_lm.model.context import Context
 from cat_lm.model.streams import pipeline
 from cat_lm.model.streams.operations import Convolution, Rotation
 from cat_lm.model.streams.pipeline import FUSIONS, fused
@@ -84,39 +87,42 @@ def test_rows(taken, name):
     assert said == expected_words.get(expected[0])
 
 
+def step(kind, inputs, past, filters, biases, following, *, window, rotary, silu):
+    """Compute what a GPU's kernel of one token does, for filters of heads without SiLU."""
+    assert window == 4 and not silu
+    made = []
+    for x, before, taps, bias, after in zip(inputs, past, filters, biases, following, strict=True):
+        read = torch.cat([before, x], dim=1)
+        after.copy_(read[:, -after.shape[1] :])
+        y = torch.einsum("hw,bwhd->bhd", taps.flip(1)[:, -read.shape[1] :], read)
+        made.append((y if bias is None else y + bias)[:, None])
+    if rotary is None:
+        return tuple(made)
+    return *(turned(y, *rotary) for y in made[:2]), made[2]
+
+
+def turned(x, cos, sin):
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    half = torch.cat([-turned[..., width // 2 :], turned[..., : width // 2]], dim=-1)
+    return torch.cat([turned * cos[:, :, None] + half * sin[:, :, None], rest], dim=-1)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Has a kernel of one token, as on a GPU."""
+    monkeypatch.setattr(pipeline, "can_step", lambda *_: True)
+    monkeypatch.setattr(pipeline, "convolve_step", step)
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 @torch.no_grad()
-def test_a_token_after_others(taken, monkeypatch, family):
-    """On a GPU it is one kernel; what that is given makes the streams of a longer row."""
-
-    def step(kind, inputs, past, filters, biases, following, *, window, rotary, silu):
-        assert window == 4 and not silu
-        made = []
-        for x, before, taps, bias, after in zip(
-            inputs, past, filters, biases, following, strict=True
-        ):
-            read = torch.cat([before, x], dim=1)
-            after.copy_(read[:, -after.shape[1] :])
-            y = torch.einsum("hw,bwhd->bhd", taps.flip(1)[:, -read.shape[1] :], read)
-            made.append((y if bias is None else y + bias)[:, None])
-        return tuple(
-            y if stream == "v" else fusions_rotate(y, *rotary)
-            for stream, y in zip("qkv", made, strict=True)
-        )
-
-    def fusions_rotate(x, cos, sin):
-        width = cos.shape[-1]
-        turned, rest = x[..., :width], x[..., width:]
-        half = torch.cat([-turned[..., width // 2 :], turned[..., : width // 2]], dim=-1)
-        turned = turned * cos[:, :, None] + half * sin[:, :, None]
-        return torch.cat([turned, rest], dim=-1)
-
+def test_a_token_after_others(taken, steps, family):
+    """What the kernel of one token is given makes the streams of a longer row."""
     model = cat_model(conv_type="head", conv_window=4, family=family).eval()
     ids = random_ids(2, 9)
     whole = model(ids).logits
     cache = model(ids[:, :5], use_cache=True).past_key_values
-    monkeypatch.setattr(pipeline, "can_step", lambda *_: True)
-    monkeypatch.setattr(pipeline, "convolve_step", step)
     taken.clear()
     parts = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 9)]
     assert set(taken) == {TOKEN}
@@ -126,3 +132,12 @@ def test_a_token_after_others(taken, monkeypatch, family):
     with torch.enable_grad():
         model(ids[:, :1], past_key_values=cache)
     assert TOKEN not in taken
+
+
+@torch.no_grad()
+def test_a_token_before_a_last_silu_is_stored_once(taken, steps):
+    module = make_mixer("cat:activation=silu,window=4,dropout=0").build(Setting(32)).eval()
+    x, context = torch.randn(2, 9, 32), Context(state=StateDynamicLayer())
+    parts = [module(part, context) for part in x.split([5, 1, 1, 1, 1], dim=1)]
+    assert TOKEN in taken
+    torch.testing.assert_close(torch.cat(parts, dim=1), module(x, Context()), rtol=1e-4, atol=1e-5)
