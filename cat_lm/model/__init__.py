@@ -9,15 +9,16 @@ _CLASSES = {
     "cache": ("CatCache",),
     "hf.configuration": ("CatConfig", "CatLlamaConfig"),
     "hf.modeling": ("CatForCausalLM", "CatModel", "CatLlamaForCausalLM", "CatLlamaModel"),
-    "hf.configuration_mamba": ("CatMambaConfig", "CatMamba2Config"),
-    "hf.configuration_linear": ("CatGlaConfig", "CatDeltaNetConfig", "CatGatedDeltaNetConfig"),
+    "hf.configuration_recurrent": (
+        *("CatMixerConfig", "CatGlaConfig", "CatDeltaNetConfig", "CatGatedDeltaNetConfig"),
+        *("CatMambaConfig", "CatMamba2Config"),
+    ),
     "hf.modeling_recurrent": (
-        *("CatGlaForCausalLM", "CatGlaModel", "CatDeltaNetForCausalLM", "CatDeltaNetModel"),
+        *("CatMixerForCausalLM", "CatMixerModel", "CatGlaForCausalLM", "CatGlaModel"),
+        *("CatDeltaNetForCausalLM", "CatDeltaNetModel"),
         *("CatGatedDeltaNetForCausalLM", "CatGatedDeltaNetModel"),
         *("CatMambaForCausalLM", "CatMambaModel", "CatMamba2ForCausalLM", "CatMamba2Model"),
     ),
-    "hf.configuration_mixer": ("CatMixerConfig",),
-    "hf.modeling_mixer": ("CatMixerForCausalLM", "CatMixerModel"),
 }
 _HOMES = {name: f"{__name__}.{file}" for file, names in _CLASSES.items() for name in names}
 __all__ = list(_HOMES)

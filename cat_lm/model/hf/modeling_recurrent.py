@@ -1,47 +1,58 @@
-"""Language models of recurrent layers: GLA, DeltaNet, Gated DeltaNet, Mamba and Mamba-2.
+"""Language models of recurrent layers: GLA, DeltaNets, Mambas, and any mixer of `cat_lm.mixers`.
 
     h ← h + attn(RMSNorm(h)),   h ← h + W_down (SiLU(W_gate n) ⊙ W_up n),  n = RMSNorm(h)
 
-in every layer of the first three, a last RMSNorm, and the head. The parameters' names are those of
+in every layer, a last RMSNorm, and the head. GLA and both DeltaNets have the parameters' names of
 flash-linear-attention's models, of which only `attn` differs from family to family. A layer of
 Mamba (Gu and Dao, 2023) or Mamba-2 (Dao and Gu, 2024) is one norm and the mixer, without an MLP, by
 the names of transformers; its classes, which know neither packed documents nor how to go on from a
-state with several tokens, compute the same logits.
+state with several tokens, compute the same logits. A mixer that keeps documents apart, minds
+padding and has a decoding state says so (`MixerKind.supports`); what it cannot do is refused.
+Without a state generation computes the whole text anew for every token.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import kept_parts
+from cat_lm.mixers import Setting, mixer_of
 from cat_lm.mixers.kinds.deltanet import DeltaRule
 from cat_lm.mixers.kinds.gated_deltanet import GatedDeltaRule
 from cat_lm.mixers.kinds.gla import GatedLinearAttention
 from cat_lm.mixers.kinds.mamba import Mamba2Mixer, MambaMixer, Starts
 from cat_lm.mixers.parts.linear import LinearMixer
 from cat_lm.model.blocks.residual import Block, GatedMLP
+from cat_lm.model.context import Context
 from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel
-from cat_lm.model.hf.configuration_linear import (
+from cat_lm.model.hf.configuration_recurrent import (
     CatDeltaNetConfig,
     CatGatedDeltaNetConfig,
     CatGlaConfig,
+    CatMamba2Config,
+    CatMambaConfig,
+    CatMixerConfig,
     DeltaNetConfig,
     GatedDeltaNetConfig,
     GLAConfig,
-    LinearConfig,
+    RecurrentSettings,
 )
-from cat_lm.model.hf.configuration_mamba import CatMamba2Config, CatMambaConfig
 from cat_lm.model.hf.pretrained import RecurrentPreTrained
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
+from cat_lm.ops.runtime.fake import is_fake
 
 
 class RecurrentPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
     """Share with the classes below what transformers may do."""
 
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("Block", "MambaBlock")
+    _no_split_modules = ("Block", "MambaBlock", "MixerBlock")
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
 
 
@@ -54,18 +65,23 @@ class RecurrentModel(CausalBody, RecurrentPreTrainedModel):
 
     norm_name, epsilon_name = "norm", "norm_eps"
 
-    def __init__(self, config: LinearConfig | CatMambaConfig) -> None:
+    def __init__(self, config: RecurrentSettings) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self._make_layer() for _ in range(config.num_hidden_layers))
+        table = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.add_module(self._input_embed_layer, table)
+        self._add_tables()
+        self.layers = nn.ModuleList(self._make_layer(n) for n in range(config.num_hidden_layers))
         self.add_module(self.norm_name, self._make_norm())
         self.gradient_checkpointing = False
         self.post_init()
 
+    def _add_tables(self) -> None:
+        """Add what is looked up beside the tokens."""
+
     def _make_norm(self) -> nn.RMSNorm:
         return nn.RMSNorm(self.config.hidden_size, getattr(self.config, self.epsilon_name))
 
-    def _make_layer(self) -> Block:
+    def _make_layer(self, index: int) -> Block:
         raise NotImplementedError
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
@@ -77,7 +93,7 @@ class RecurrentForCausalLM(CausalLanguageModel, RecurrentPreTrainedModel, Genera
 
     body: ClassVar[type[RecurrentModel]]
 
-    def __init__(self, config: LinearConfig | CatMambaConfig) -> None:
+    def __init__(self, config: RecurrentSettings) -> None:
         super().__init__(config)
         self.add_module(self.base_model_prefix, self.body(config))
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
@@ -93,7 +109,7 @@ class LinearModel(RecurrentModel):
     base_model_prefix = "model"
     mixer: ClassVar[type[LinearMixer]]
 
-    def _make_layer(self) -> Block:
+    def _make_layer(self, index: int) -> Block:
         config = self.config
         norm, mixer, mlp_norm = self._make_norm(), self._make_mixer(), self._make_norm()
         return Block(norm, mixer, mlp_norm, GatedMLP(config.hidden_size, config.intermediate_size))
@@ -198,7 +214,7 @@ class CatMambaModel(RecurrentModel):
     base_model_prefix = "backbone"
     norm_name, epsilon_name = "norm_f", "layer_norm_epsilon"
 
-    def _make_layer(self) -> MambaBlock:
+    def _make_layer(self, index: int) -> MambaBlock:
         fp32 = self.config.residual_in_fp32
         return MambaBlock(self._make_norm(), self._make_mixer(), residual_in_fp32=fp32)
 
@@ -262,3 +278,115 @@ class CatMamba2ForCausalLM(CatMambaForCausalLM):
 
     config_class = CatMamba2Config
     body = CatMamba2Model
+
+
+# Any mixer
+
+
+class MixerBlock(Block):
+    """RMSNorm and the mixer, RMSNorm and the MLP, by names of their own."""
+
+    names = ("mixer_norm", "mlp_norm", "mixer", "mlp")
+
+
+class MixerPreTrainedModel(RecurrentPreTrainedModel):
+    """Share with the classes below how mixers start that keep what they drew."""
+
+    config_class = CatMixerConfig
+    base_model_prefix = "model"
+    _input_embed_layer = "embed_tokens"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module's own parameters; those that were loaded are left alone."""
+        if not hasattr(module, "as_built"):
+            super()._init_weights(module)
+            return
+        setting, name, lacks = module.as_built
+        if lacks:
+            self._draw(module, setting, name)
+
+    def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
+        """Set what a checkpoint lacks of a part of a mixer to the values that a new one has."""
+        fresh = mixer_of(self.config).build(setting).get_submodule(name)
+        for key, value in fresh.named_parameters(recurse=False):
+            init.copy_(module.get_parameter(key), value)
+
+
+class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
+    """The model without its head."""
+
+    epsilon_name = "rms_norm_eps"
+
+    def _add_tables(self) -> None:
+        config, mixer = self.config, mixer_of(self.config)
+        self.supports = mixer.kind.supports
+        self.attention = mixer.kind.layout_settings(mixer.options, config.hidden_size)
+        rows = config.learned_positions
+        self.embed_positions = None if rows is None else nn.Embedding(rows, config.hidden_size)
+
+    def _make_layer(self, index: int) -> MixerBlock:
+        config = self.config
+        setting = Setting(config.hidden_size, index, config.num_hidden_layers)
+        mixer = mixer_of(config).build(setting)
+        norms = self._make_norm(), self._make_norm()
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self._mark_as_built(mixer, setting)
+        return MixerBlock(norms[0], mixer, norms[1], mlp)
+
+    def _mark_as_built(self, mixer: nn.Module, setting: Setting) -> None:
+        """Mark each part of the mixer that keeps what its constructor drew with its place."""
+        # On the meta device the constructors ran for names and shapes alone.
+        lacks, kept = any(p.is_meta for p in mixer.parameters()), kept_parts(mixer)
+        for name, module in mixer.named_modules():
+            if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
+                module.as_built = (setting, name, lacks)
+
+    @property
+    def layout_settings(self) -> Any:
+        """The settings of the mixer's attention; the configuration where it has none."""
+        return self.config if self.attention is None else self.attention
+
+    def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
+        """Add the table of positions; leave out of the context what the mixer cannot read."""
+        self._check(context)
+        if self.embed_positions is None:
+            return inputs_embeds
+        return inputs_embeds + self._positions(context.positions)
+
+    def _check(self, context: Context) -> None:
+        """Check that the mixer can read documents and padding. Raises ValueError."""
+        name, padding = self.config.mixer, context.padding
+        if context.documents is not None and "documents" not in self.supports:
+            raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")
+        if padding is None or "padding" in self.supports:
+            return
+        if (padding[:, 1:] & ~padding[:, :-1]).any():
+            raise ValueError(
+                f"attention_mask: the mixer {name} knows no padding; pad on the right, where no "
+                "token reads it, or give rows of one length"
+            )
+        context.padding = None
+
+    def _positions(self, position_ids: Tensor) -> Tensor:
+        rows = self.config.learned_positions
+        has_numbers = not torch.compiler.is_compiling() and not is_fake(position_ids)
+        if has_numbers and int(position_ids.max()) >= rows:
+            raise UserError(
+                f"a sequence of {int(position_ids.max()) + 1} tokens: the model's table of "
+                f"positions has learned_positions={rows} rows; give fewer tokens"
+            )
+        return self.embed_positions(position_ids)
+
+
+class CatMixerForCausalLM(RecurrentForCausalLM, MixerPreTrainedModel):
+    """The language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    body = CatMixerModel
+
+    def __init__(self, config: CatMixerConfig) -> None:
+        super().__init__(config)
+        self.collects_losses = any(
+            getattr(layer.mixer, "adds_losses", False) for layer in self.model.layers
+        )

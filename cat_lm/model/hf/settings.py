@@ -1,4 +1,4 @@
-"""The keys that configurations of every family know, and what all recurrent ones have in common.
+"""What configurations of every family have in common: the keys that they know.
 
 This module imports neither torch nor transformers.
 """
@@ -133,42 +133,3 @@ def _keys_of_transformers() -> frozenset[str]:
         if isinstance(value, property) and value.fset
     }
     return frozenset(takes.union(vars(PreTrainedConfig()), vars(GenerationConfig())))
-
-
-class RecurrentSettings(KnownKeys):
-    """Say what holds of configurations whose layers keep a state; before a family's own.
-
-    Attributes:
-        attends: whether layers have attention, which takes masks.
-        keeps_state: whether it is kept from call to call, so that a text can be continued.
-        reads_padding: that the model must be told which tokens are padding.
-        takes_gaps: whether padding may stand between the tokens of a row.
-        keeps_padding: whether states hold what was read as padding.
-        needs_layer_state: whether a cache holds more than keys and values.
-    """
-
-    attends: ClassVar[bool] = False
-    keeps_state: ClassVar[bool] = True
-    needs_layer_state: ClassVar[bool] = True
-    reads_padding: ClassVar[bool] = True
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # a list to Trainer
-    takes_gaps: ClassVar[bool] = False
-    keeps_padding: ClassVar[bool] = True
-
-    @property
-    def cache_layers(self) -> tuple[type, type]:
-        """Import the class of cache layers, which is one of those that grow."""
-        from cat_lm.model.cache import RecurrentLayer
-
-        return RecurrentLayer, RecurrentLayer
-
-    @property
-    def section(self) -> Any:
-        """The section of the model's keys, whatever their values."""
-        fields = self.Section.model_fields.items()
-        values = {key: getattr(self, key, field.get_default()) for key, field in fields}
-        return self.Section.model_construct(**values)
-
-    def shape_problems(self) -> list[str]:
-        """Return which combinations of the fields mean nothing, in lines that begin with one."""
-        return self.section.shape_problems()
