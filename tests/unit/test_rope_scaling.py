@@ -292,7 +292,7 @@ class TestWhatExists:
                 "rope_scaling",
             ),
             ({"attention_temperature": 0.0}, "attention_temperature=0.0: must be from"),
-            ({"temperature_scope": "all"}, "choose one of logits, rotary"),
+            ({"temperature_scope": "all"}, "must be 'logits' or 'rotary'"),
             (
                 {
                     "rope_parameters": {"rope_type": "linear", "factor": 2.0},
