@@ -23,7 +23,7 @@ from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import RANKS
 from cat_lm.data.opening import open_data
 from cat_lm.training import launcher
-from cat_lm.training.checkpoint.verify import candidates
+from cat_lm.training.checkpoint.files import candidates
 from cat_lm.training.launcher import find_launcher
 from cat_lm.training.stop import StopSignal
 from cat_lm.training.watchdog import Watchdog

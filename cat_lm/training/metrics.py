@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import socket
 import sys
 import time
 import uuid
@@ -18,6 +20,8 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import AppendedFile, atomic_write, finite, write_text
 from cat_lm.core.readers import read_json_lines, short
+
+_event_files = itertools.count()
 
 
 class RunLog:
@@ -73,8 +77,6 @@ class Metrics:
         self._file = AppendedFile(path, say)
         self._tensorboard = self._wandb = None
         if config.logging.tensorboard:
-            from cat_lm.training.tensorboard import EventFile
-
             self._tensorboard = EventFile(
                 run_folder / "tensorboard", purge_step=recorded_step + 1, say=say
             )
@@ -106,6 +108,44 @@ class Metrics:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class EventFile:
+    """A file of scalars for TensorBoard, which hides older ones in `folder` from `purge_step` on.
+
+    It is written in the caller's thread: the writers of torch and tensorboard have one of their
+    own, which a full disk ends with a traceback, and whoever hands it another event may wait for
+    ever. A write that fails is kept as `error`, as `AppendedFile` does.
+    """
+
+    def __init__(
+        self, folder: Path, purge_step: int, say: Callable[[str], object] = lambda line: None
+    ) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
+        self._file = AppendedFile(folder / f"events.out.tfevents.{name}", say)
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2", step=purge_step)
+        session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(session_log=session, step=purge_step)
+
+    @property
+    def error(self) -> UserError | None:
+        return self._file.error
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
+        self._write(summary=self._summary(value=values), step=step)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
 
 def keep_records(path: Path, up_to_step: int) -> int:

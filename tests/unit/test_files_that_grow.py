@@ -21,8 +21,7 @@ from cat_lm.core.errors import TemporaryError, UserError
 from cat_lm.core.files import AppendedFile, write_json
 from cat_lm.training import metrics
 from cat_lm.training.distributed import describe_error
-from cat_lm.training.metrics import Metrics, RunLog, read_records
-from cat_lm.training.tensorboard import EventFile
+from cat_lm.training.metrics import EventFile, Metrics, RunLog, read_records
 from tests.runs import run_values
 
 FULL = Path("/dev/full")

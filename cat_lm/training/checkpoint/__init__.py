@@ -36,6 +36,7 @@ its files with the marker first. Finding one needs neither torch nor DeepSpeed.
 from cat_lm.training.checkpoint.files import (
     MARKER,
     complete_checkpoints,
+    find_checkpoint,
     is_complete,
     read_run_config,
     read_run_state,
@@ -43,7 +44,6 @@ from cat_lm.training.checkpoint.files import (
     step_of,
 )
 from cat_lm.training.checkpoint.run import Checkpoints
-from cat_lm.training.checkpoint.verify import find_checkpoint
 
 __all__ = [
     "MARKER",

@@ -19,7 +19,6 @@ from cat_lm.core.errors import (
 from cat_lm.core.folders import Busy, Lock, hold, own_name, remove_temporary
 from cat_lm.training.checkpoint import files, transfer
 from cat_lm.training.checkpoint.files import Say, lies_in, read_marker, step_folders, step_of
-from cat_lm.training.checkpoint.verify import candidates, damage, newest_whole
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -103,7 +102,7 @@ class Checkpoints:
         start = None
         if found:
             try:
-                start = newest_whole(found, self._damage, self._say)
+                start = files.newest_whole(found, self._damage, self._say)
             except UserError as error:
                 advice = "; put it back from a copy, or start anew in another train.output_dir"
                 advice = advice if self.config.train.resume == "auto" else ""
@@ -119,7 +118,7 @@ class Checkpoints:
         wish = self.config.train.resume
         if wish == "never":
             return []
-        return step_folders(self.folder)[::-1] if wish == "auto" else candidates(wish)
+        return step_folders(self.folder)[::-1] if wish == "auto" else files.candidates(wish)
 
     def _damage(self, folder: Path) -> str | None:
         """Describe what is wrong with a checkpoint, the same on all ranks; None if nothing."""
@@ -127,7 +126,7 @@ class Checkpoints:
         share = slice(ranks.rank, None, ranks.world_size)
 
         def look() -> str | None:
-            return damage(folder, share, lambda path: self._progress(f"verifying {path}"))
+            return files.damage(folder, share, lambda path: self._progress(f"verifying {path}"))
 
         problems = ranks.gather(ranks.on_all_ranks(look))
         return next((problem for problem in problems if problem is not None), None)
