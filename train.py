@@ -96,9 +96,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
-        from cat_lm.training.building import resolve_precision
+        from cat_lm.training.building import make_deterministic, resolve_precision
         from cat_lm.training.checkpoint import Checkpoints
-        from cat_lm.training.determinism import make_deterministic
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation

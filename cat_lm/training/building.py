@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,6 +159,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": exempt, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_deterministic() -> None:
+    """Have every operator give the same bits each time on a GPU, for the rest of the process.
+
+    A backward pass may add with atomics, in whatever order threads arrive; torch's attention does,
+    the kernels of this project do not. torch then takes kernels without atomics, and refuses
+    operators that have none. Must come before the first matrix product on a GPU.
+    """
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # for transformers, which calls flash-attn
+    # The sizes of its workspace with which cuBLAS promises the same bits (its manual, 2.1.4).
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # Writing to all memory before its use finds errors of code; it is not needed for equal bits.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str]:

@@ -1,7 +1,4 @@
-"""Ranks: how this process was started, its device, and small collectives.
-
-`python train.py`, `torchrun`, `deepspeed` and `srun` all end here in the same variables.
-"""
+"""Ranks: how this process was started, its device, and small collectives."""
 
 from __future__ import annotations
 
@@ -48,24 +45,14 @@ class Ranks:
         return self.rank == 0
 
     def share(self, parts: int) -> tuple[int, int]:
-        """Return the number of this rank's share of a batch's rows, of `parts` ranks together.
-
-        And how many shares there are.
-        """
+        """Return this rank's share of a batch's rows and the shares, each of `parts` ranks."""
         return self.rank // parts, self.world_size // parts
 
     def sum(self, *values: float) -> list[float]:
         """Sum each value over all ranks, in float64."""
-        return self._reduce(values, torch.distributed.ReduceOp.SUM)
-
-    def maximum(self, value: float) -> float:
-        return self._reduce((value,), torch.distributed.ReduceOp.MAX)[0]
-
-    def _reduce(self, values: tuple[float, ...], op: torch.distributed.ReduceOp) -> list[float]:
-        if self.world_size == 1:
-            return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(tensor, op)
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: object) -> list:
@@ -134,9 +121,6 @@ def describe_error(error: BaseException) -> str:
 @contextmanager
 def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
     """Join the process group that the environment describes; alone, a group of one.
-
-    A collective that not all ranks join in time fails. Where a watchdog looks for ranks that hang,
-    `timeout_minutes` must be longer than its patience: it says more about them.
 
     Raises:
         UserError: the launcher's variables are incomplete or contradict the machine.
@@ -221,10 +205,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def heap_left_alone() -> Iterator[None]:
-    """Keep every object that is there out of garbage collections.
-
-    DeepSpeed collects a dozen times while it starts, and each would look at all that was imported.
-    """
+    """Keep every object that is there out of DeepSpeed's dozen garbage collections at its start."""
     if gc.get_freeze_count() > 0:  # whoever did that keeps it
         yield
         return
@@ -238,9 +219,8 @@ def heap_left_alone() -> Iterator[None]:
 def import_deepspeed():
     """Import DeepSpeed, quiet, and without a C++ compiler's help.
 
-    Its CPU backend compiles a shared-memory all-reduce when the process group starts: 40 seconds
-    where there is a compiler, a crash where there is none. Only its tensor-parallel inference
-    calls that operator; training reduces through gloo. So it is not built on either machine.
+    Its CPU backend would compile a shared-memory all-reduce for tensor-parallel inference when the
+    process group starts: 40 seconds with a compiler, a crash without. Training reduces by gloo.
     """
     import deepspeed
     from deepspeed.utils import logger

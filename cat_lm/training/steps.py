@@ -46,7 +46,6 @@ class Moment:
         self._seconds = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until the device has come there."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -68,7 +67,7 @@ class LaunchedStep:
         *,
         started: Moment,
     ) -> None:
-        """Begin the numbers' way.
+        """Copy the numbers to the host behind the step.
 
         Args:
             numbers: float64 on the device: scored tokens, gradient norm, loss summed over them,
@@ -94,10 +93,9 @@ class LaunchedStep:
         return StepResult(total_loss / max(items, 1), grad_norm, skipped, tuple(flags), auxiliary)
 
     def seconds(self, after: LaunchedStep | None = None) -> float:
-        """Return the seconds that the step took, from the end of `after`, when it was read.
+        """Return the device's seconds of the step, from the end of `after`, when it was read.
 
-        The device's: the host reads a step when it has launched the next, and by its clock the
-        first step would be two, and the last one next to nothing.
+        By the host's clock the first step would be two, and the last one next to nothing.
         """
         return self._ended.seconds_since(self._started if after is None else after._ended)
 

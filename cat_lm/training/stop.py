@@ -21,13 +21,12 @@ def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 class StopSignal:
-    """Notes TERM, USR1 and HUP from its making on; by `votes` all ranks learn in the same step.
+    """Note TERM, USR1 and HUP; by `votes` all ranks learn of them in the same step.
 
     A cluster may signal only one rank, and at any moment. One rank alone stops after the step in
-    which the signal comes. Several stop after the next, which carries the votes, or on GPUs, where
-    its numbers are read a step later, after the one that follows. A signal that comes while the
-    ranks still start is answered after the first steps. Ctrl-C ends a start at once, steps only at
-    its second time. A closed terminal's HUP is as TERM, unless nohup has it ignored.
+    which the signal comes; several after the next, which carries the votes, or on GPUs, where its
+    numbers are read a step later, after the one that follows. Ctrl-C ends a start at once, steps
+    only at its second time. HUP is as TERM, unless nohup has it ignored.
     """
 
     def __init__(self) -> None:
@@ -54,11 +53,11 @@ class StopSignal:
         self._exit_code = self._exit_code or REQUEUE_EXIT_CODE
 
     def votes(self) -> tuple[int, ...]:
-        """This rank's wishes, to be summed over all ranks on a step's way: one for each code."""
+        """Return this rank's wishes, one for each code, to be summed over all ranks in a step."""
         return tuple(int(code == self._exit_code) for code in _CODES)
 
     def agreed_exit_code(self, votes: Sequence[float], alone: bool) -> int:
-        """The exit code to stop with after this step, or 0; equal on all ranks.
+        """Return the exit code to stop with after this step, or 0; equal on all ranks.
 
         Args:
             votes: the sums of all ranks' `votes` of this step.

@@ -39,16 +39,13 @@ class Validation:
     def run(
         self, max_batches: int | None = None, must_stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """`val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
+        """Return `val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
 
-        Bits per byte take the split's mean number of bytes per token (a collective).
+        A collective. Bits per byte take the split's mean number of bytes per token.
 
         Args:
-            must_stop: asked now and then, a collective: the split may take longer than the time
-                that a cluster gives after its signal.
-
-        Returns:
-            None where the ranks must stop first.
+            must_stop: asked now and then (a collective), as the split may take longer than the time
+                that a cluster gives after its signal; the result is None then.
         """
         stride = self._shares * self._batch_size
         total, scored = 0.0, 0
@@ -69,10 +66,9 @@ class Validation:
         }
 
     def _batch(self, start: int) -> Batch:
-        """This rank's windows of the stride at `start`; all ranks get equally many.
+        """Return this rank's windows of the stride at `start`; labels beyond the last are left out.
 
-        ZeRO-3 gathers weights in every forward pass, so a rank without windows of its own must
-        still take part: it computes windows whose labels are all left out.
+        ZeRO-3 gathers weights in every forward pass, so every rank must compute equally many.
         """
         numbers = start + self._share * self._batch_size + np.arange(self._batch_size)
         batch = self._windows.batch(np.minimum(numbers, self.num_windows - 1))

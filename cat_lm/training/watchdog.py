@@ -29,16 +29,14 @@ class Watchdog:
     """End the process with `HUNG_EXIT_CODE` when `progress` is not called for `minutes`.
 
     The stacks of all threads go to stderr first, with what the rank did last: where one rank of
-    many hangs, the others wait for it in a collective, and the odd one out is the culprit. A
-    launcher that ends a job with its first failing rank (`srun --kill-on-bad-exit`) does the rest.
+    many hangs, the others wait for it in a collective, and the odd one out is the culprit.
 
     A rank whose launcher is gone ends with `REQUEUE_EXIT_CODE`: before the first step at once, then
-    after the step and a checkpoint, as on a signal. Where peers are gone, too, no step ends any
-    more: then it ends without a checkpoint when nothing moves for as long as some steps take.
+    after the step and a checkpoint, as on a signal; without one where no step ends any more, as
+    where peers are gone, too.
 
-    A thread watches. If the interpreter itself is stuck in a call that holds its lock, no Python
-    thread runs any more; then `faulthandler`'s own thread writes the stacks and ends the process
-    with code 1, after twice the time.
+    A thread watches. Where a call holds the interpreter's lock, `faulthandler`'s own thread writes
+    the stacks and ends the process with code 1, after twice the time.
     """
 
     def __init__(self, minutes: float, launcher: Launcher | None = None) -> None:
@@ -76,10 +74,7 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """End the process as a lost launcher does, where that may have caused an error inside.
-
-        With the launcher go the ranks' meeting point and the peers; collectives then fail.
-        """
+        """End the process as a lost launcher does, where that may have caused an error inside."""
         try:
             yield
         except Exception as error:

@@ -11,7 +11,7 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.training import determinism
+from cat_lm.training import building
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import dry_run
 from tests.runs import run_values
@@ -51,17 +51,17 @@ def flash_keywords() -> dict:
 def test_what_torch_and_cublas_are_told(restored, given, kept):
     restored.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     assert refusal() is None and not flash_keywords()["deterministic"]
-    determinism.make_deterministic()
+    building.make_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
     assert flash_keywords()["deterministic"]
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
-    assert determinism.refused_operator(refusal()) == "put_"
+    assert dry_run.refused_operator(refusal()) == "put_"
 
 
 def test_other_errors_are_no_refusals():
-    assert determinism.refused_operator(RuntimeError("out of memory")) is None
+    assert dry_run.refused_operator(RuntimeError("out of memory")) is None
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -69,7 +69,7 @@ def test_the_trainer_asks_for_it_before_all_else(asked, monkeypatch):
     from train import Trainer
 
     called = []
-    monkeypatch.setattr(determinism, "make_deterministic", lambda: called.append(True))
+    monkeypatch.setattr(building, "make_deterministic", lambda: called.append(True))
     config = RunConfig.model_validate(run_values("unused", "unused", deterministic=asked))
     with pytest.raises(AttributeError, match="broadcast"):  # the first thing that it asks of ranks
         Trainer(config, SimpleNamespace(), None, None)
@@ -77,7 +77,7 @@ def test_the_trainer_asks_for_it_before_all_else(asked, monkeypatch):
 
 
 def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
-    determinism.make_deterministic()
+    building.make_deterministic()
     config = RunConfig.model_validate(
         run_values("unused", "unused", deterministic=True, precision="fp32")
     )
@@ -93,7 +93,6 @@ def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
         optimizer=SimpleNamespace(state={}, param_groups=[]),
         deepspeed=SimpleNamespace(
             set_gradient_accumulation_boundary=lambda boundary: None,
-            _is_gradient_accumulation_boundary=None,
             **dict.fromkeys(dry_run._COUNTERS, 0),
         ),
         _micro_batches=lambda batch: [batch],
@@ -115,7 +114,7 @@ def test_a_refused_operator_is_one_line_of_the_dry_run(restored):
 def test_the_graph_names_attentions_kernels(settings, expected):
     ids = random_ids(2, 16)
     loss = cat_model(**settings).train()(ids, labels=ids).loss
-    assert determinism.attention_kernels(loss) == expected
+    assert dry_run.attention_kernels(loss) == expected
 
 
 def test_a_compiled_graph_is_said_to_be_one():
@@ -125,4 +124,4 @@ def test_a_compiled_graph_is_said_to_be_one():
             return x.clone()
 
     loss = CompiledFunction.apply(torch.ones(2, requires_grad=True)).sum()
-    assert determinism.attention_kernels(loss) == "inside the compiled graph"
+    assert dry_run.attention_kernels(loss) == "inside the compiled graph"

@@ -16,21 +16,17 @@ It takes 12 bytes a parameter: 4 of weights, which are stored once, in model/, a
 Saving gathers the weights on the first rank's CPU (4 bytes a parameter: 28 GB for 7B parameters)
 and moves each rank's moments through its own CPU.
 
-It is *elastic*: the number of ranks and of nodes and the ZeRO stage may be others on resuming. With
-the same number of ranks and the same stage the losses are those of a run that was never
-interrupted, bit for bit where a step gives the same bits twice: on CPUs, and on GPUs with
-train.deterministic as far as NCCL's order of sums is the same. Otherwise weights, moments and steps
-are restored bit for bit too, and the samples are the same; but sums over ranks are rounded in
-another order. Tests hold the next 20 losses, without dropout, to differences of 1e-4 in fp32 and
-1e-2 in bf16; seen were 5e-7, and 1e-3 from stage 0, which has fp32 weights under autocast, to stage
-1. With another number of ranks the generators are seeded anew, by `rng.seed_of`, so that dropout
-draws other masks.
+It is *elastic*: the number of ranks and the ZeRO stage may be others on resuming. With the same
+ones the losses are those of a run that was never interrupted, bit for bit where a step gives the
+same bits twice: on CPUs, and on GPUs with train.deterministic as far as NCCL's order of sums is the
+same. Otherwise weights, moments and steps are restored bit for bit too, and the samples are the
+same; but sums over ranks are rounded in another order. With another number of ranks the generators
+are seeded anew, by `rng.seed_of`, so that dropout draws other masks.
 
 A checkpoint is written beside its final name, flushed, hashed, compared with memory, marked and
-then renamed, so that a process killed at any moment leaves the previous ones as they were. The
-bytes that are hashed come from the page cache as a rule: that finds what was written wrongly, not
-what the disk loses; the checksums find that later: whatever goes on from a checkpoint compares all
-its files with the marker first. Finding one needs neither torch nor DeepSpeed.
+then renamed, so that a process killed at any moment leaves the previous ones as they were. Whatever
+goes on from one compares all its files with the marker first. Finding one needs neither torch nor
+DeepSpeed.
 """
 
 from cat_lm.training.checkpoint.files import (

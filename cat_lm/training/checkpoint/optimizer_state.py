@@ -1,8 +1,7 @@
 """The optimizer's state as files that any number of ranks and any ZeRO stage can read.
 
-Each rank holds *fragments*: elements [start, stop) of a flattened parameter, with their fp32 master
-weight and AdamW's two moments. DeepSpeed keeps them in flat tensors of its own, laid out by stage
-and number of ranks; the files name the parameter and the elements instead:
+DeepSpeed keeps master weights and moments in flat tensors, laid out by stage and number of ranks;
+the files name the parameter and the elements instead:
 
     state/rank-00000.safetensors     exp_avg/NAME[START:STOP], exp_avg_sq/NAME[START:STOP], fp32
     model/model.safetensors          the master weights, whole, by the same names; and buffers

@@ -78,8 +78,7 @@ class Checkpoints:
     def recorded_step(self) -> int:
         """The step up to which the folder's records are this run's past.
 
-        0 where it begins with nothing, or with a checkpoint of another folder: what is recorded
-        here is then another run's, or of an attempt that a kill ended before its first checkpoint.
+        0 where it begins with nothing, or with a checkpoint of another folder.
         """
         is_own = self._current is not None and lies_in(self._current, self.folder)
         return step_of(self._current) if is_own else 0
@@ -151,11 +150,10 @@ class Checkpoints:
             )
 
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> transfer.Restored:
-        """Restore model, optimizer and generators (a collective) from what `to_resume` chose.
+        """Restore model, optimizer and generators (a collective), and set later ones aside.
 
-        Then later ones, which are not whole, are set aside. Settings that do not make it another
-        run (rates, decay, lengths, ZeRO stage) are the configuration's; `changed` lists them, and
-        another number of ranks, as lines for the log.
+        Args:
+            folder: what `to_resume` chose.
 
         Raises:
             UserError: the checkpoint belongs to other data, another model or batch, or is damaged;

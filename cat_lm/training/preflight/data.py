@@ -31,16 +31,11 @@ class DataFacts(NamedTuple):
 def meanwhile(
     ranks: Ranks, action: Callable[[Progress], Any] | None, progress: Progress
 ) -> Future | None:
-    """Act in a thread while all ranks meet every second (a collective).
-
-    What takes hours on one rank lets no other seem to hang in a collective.
+    """Act in a thread while all ranks meet every second, so that none seems to hang (a collective).
 
     Args:
         action: of this rank, or None; it is given a function to call whenever it got on.
         progress: called on every rank whenever some rank got on.
-
-    Returns:
-        The action's result or exception.
     """
     number, latest = 0, "opening the data"
 

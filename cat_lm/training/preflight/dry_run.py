@@ -16,21 +16,21 @@ from cat_lm.counts import count_parameters
 from cat_lm.data.loader import TrainLoader
 from cat_lm.training.checkpoint.fragments import stepped_tensors
 from cat_lm.training.checkpoint.optimizer_state import MOMENTS
-from cat_lm.training.determinism import attention_kernels, refused_operator
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.watchdog import host_name
 
 # What DeepSpeed counts in a step, skipped or not.
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+_COUNTERS += ("_is_gradient_accumulation_boundary",)
 
 
 def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     """Compute one micro-batch of full context and drop its gradients (a collective).
 
-    DeepSpeed's own way of dropping a step serves: the loss is made NaN before the backward pass, so
-    the step is skipped as any that is not finite. Weights, buffers, optimizer, generators and
-    counters are afterwards what they were, bit for bit.
+    The loss is made NaN before the backward pass, so that the step is skipped as any that is not
+    finite. Weights, buffers, optimizer, generators and counters are afterwards what they were, bit
+    for bit.
 
     Returns:
         A line for the first rank's log: tokens, seconds, memory, and what computed attention.
@@ -104,24 +104,44 @@ def absent_moments(engine: Engine) -> list[torch.Tensor]:
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
     """Set buffers, generators and DeepSpeed's counters back afterwards."""
-    deepspeed, on_gpu = engine.deepspeed, engine.ranks.device.type == "cuda"
+    deepspeed, device = engine.deepspeed, engine.ranks.device
     held = [(m._buffers, *item) for m in engine.model.modules() for item in m._buffers.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in held]
     counters = {name: getattr(deepspeed, name) for name in _COUNTERS}
-    boundary = deepspeed._is_gradient_accumulation_boundary
-    generator = torch.get_rng_state()
-    gpu_generator = torch.cuda.get_rng_state() if on_gpu else None
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         for (buffers, name, buffer), value in zip(held, values, strict=True):
             buffers[name] = None if buffer is None else buffer.copy_(value)
         for name, value in counters.items():
             setattr(deepspeed, name, value)
-        deepspeed._is_gradient_accumulation_boundary = boundary
-        torch.set_rng_state(generator)
-        if gpu_generator is not None:
-            torch.cuda.set_rng_state(gpu_generator)
+
+
+def refused_operator(error: BaseException) -> str | None:
+    """Name the operator that torch refused as it has no deterministic form, or None."""
+    name, refused, _ = str(error).partition(" does not have a deterministic implementation")
+    return name.split()[-1] if refused else None
+
+
+def attention_kernels(loss: torch.Tensor) -> str:
+    """Name the attention kernels whose backward passes belong to `loss`, by its graph.
+
+    torch chooses among its own for every call, by device, dtype, mask and shape.
+    """
+    found, seen, ahead = set(), set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name().split("::")[-1]
+        if "Compiled" in name:
+            found.add("inside the compiled graph")
+        elif "Attention" in name or "Attn" in name:
+            found.add(name.partition("Backward")[0])
+        ahead += [following for following, _ in node.next_functions]
+    return ", ".join(sorted(found)) or "no fused kernel"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -45,19 +45,16 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a rank gathers.
+    """The facts that a rank gathers; `data` and `free_disk` on one rank of each host.
 
     Attributes:
-        config: the run's configuration as this rank has it.
         versions: name to version of what must be equal on all ranks.
-        device: its name; ranks' may differ, but should not.
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         gpu_memory: all bytes of its GPU; 0 on a CPU.
         host_memory: bytes that are free on its host, whatever the device.
         cores: the numbers of those that it may run on; ranks that are not bound share them.
-        data: None where another rank of the host opened them, or where they cannot be opened.
-        free_disk: bytes that are free in the run's folder; None as with the data.
-        checkpoints: complete ones in it, no more than the run keeps; counted on the first host.
+        free_disk: bytes that are free in the run's folder.
+        checkpoints: complete ones in it, no more than the run keeps; counted on the first rank.
         problems: with the data, the folder and the kernels.
     """
 
@@ -90,7 +87,7 @@ class Probe:
         return self.folder / f".preflight-{self.token}"
 
     def write(self) -> bool:
-        """Make folder and file; return False on a failure, which `look` finds again."""
+        """Make folder and file; a failure (False) is found again by `look`."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.token, encoding="ascii")
@@ -151,11 +148,7 @@ class Probe:
 def collect(
     config: RunConfig, ranks: Ranks, opened: Future | None, probe: Probe | None, written: bool
 ) -> Facts:
-    """Collect this rank's facts; with `probe`, which was `written` or not, also its host's.
-
-    Args:
-        opened: the result of `read_data`, on the rank that opened the host's data.
-    """
+    """Collect this rank's facts; also its host's with `opened` data and `probe`, if `written`."""
     problems: list[Problem] = []
 
     def tried(action: Callable[[], Any], name: str = "") -> Any:
@@ -167,9 +160,8 @@ def collect(
 
     data = free_disk = None
     checkpoints = 0
-    if opened is not None:
+    if probe is not None and opened is not None:
         data = tried(opened.result)
-    if probe is not None:
         # Where rank 0 could not write there is nothing to wait for.
         patience = PATIENCE_SECONDS if written and not ranks.is_first else 0
         where = f"train.output_dir={config.train.output_dir}: "
@@ -222,11 +214,8 @@ def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
 def why_no_kernel(device: torch.device) -> str | None:
     """Launch the convolution of a few numbers on `device`; None where it runs and is right.
 
-    That Triton imports says little: at the first launch on each node it builds, in C and against
-    Python's headers, what loads and starts a kernel. A second or two, then milliseconds.
-
-    Returns:
-        What is wrong and what to do, in one line.
+    At the first launch on each node Triton builds, in C and against Python's headers, what loads
+    and starts a kernel. Returns what is wrong and what to do, in one line.
     """
     from cat_lm.ops.convolution.triton import convolve
 

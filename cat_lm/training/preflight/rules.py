@@ -314,7 +314,7 @@ def time_all_reduce(verdict: PreflightReport, ranks: Ranks) -> None:
         torch.distributed.all_reduce(buffer)
         if ranks.device.type == "cuda":
             torch.cuda.synchronize(ranks.device)
-        seconds.append(ranks.maximum(time.perf_counter() - start))
+        seconds.append(max(ranks.gather(time.perf_counter() - start)))
     sent = 2 * (ranks.world_size - 1) / ranks.world_size * buffer.numel() * 4
     verdict.notes.append(
         f"all-reduce of {buffer.numel() / 2**18:.0f} MiB among {ranks.world_size} ranks: "
