@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import io
 import logging
@@ -201,19 +200,6 @@ def quiet() -> Iterator[None]:
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextmanager
-def heap_left_alone() -> Iterator[None]:
-    """Keep every object that is there out of DeepSpeed's dozen garbage collections at its start."""
-    if gc.get_freeze_count() > 0:  # whoever did that keeps it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def import_deepspeed():

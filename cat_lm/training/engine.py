@@ -27,7 +27,7 @@ from cat_lm.training.building import (
     share_buffers,
 )
 from cat_lm.training.checkpoint.optimizer_state import fill_weights
-from cat_lm.training.distributed import Ranks, heap_left_alone, import_deepspeed, patience, quiet
+from cat_lm.training.distributed import Ranks, import_deepspeed, patience, quiet
 from cat_lm.training.steps import Bf16Step, LaunchedStep, Moment, PartitionedStep, StepResult
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Engine:
             eps=config.optimizer.eps,
             fused=True,
         )
-        with quiet(), heap_left_alone():
+        with quiet():
             self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
                 model=model,
                 optimizer=optimizer,
