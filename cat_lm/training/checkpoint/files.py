@@ -367,12 +367,12 @@ def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[P
     Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
     files, and all ranks wait.
     """
-    found, newest = [], 0
+    superfluous, newest = [], 0
     for path in reversed(step_folders(folder)):
         if newest < rule.keep_last:
             newest += is_complete(path)
             continue
         kept = rule.keep_every_steps and step_of(path) % rule.keep_every_steps == 0
         if not (kept or path == current or path.is_symlink()) and is_complete(path):
-            found.append(path)
-    return found[::-1]
+            superfluous.append(path)
+    return superfluous[::-1]
