@@ -1,10 +1,10 @@
 """Batches as a pure function of (data, seed, step, rank, world size).
 
-Data are cut into windows of `context_length` tokens (`cat_lm.data.windows`, or whole documents in
-`cat_lm.data.packing`); every epoch visits each window once, in a new order (`cat_lm.data.shuffle`).
-The order is computed, not stored, so that opening at any step costs the same, and nothing is
-replayed. A global batch does not depend on the number of ranks; rank r of w takes rows
-r·G/w … (r+1)·G/w − 1 of it.
+Data are cut into windows of `context_length` tokens of the stream, or of whole documents
+(`cat_lm.data.packing`); every epoch visits each once, in a new order (`cat_lm.data.shuffle`). The
+order is computed, not stored, so that opening at any step costs the same, and nothing is replayed.
+A global batch does not depend on the number of ranks; rank r of w takes rows r·G/w … (r+1)·G/w − 1
+of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,79 @@ from itertools import islice
 import numpy as np
 
 from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import Mixture, TokenCorpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.data.shuffle import EpochOrder, MixtureOrder
-from cat_lm.data.windows import Batch, JoinedWindows, StreamWindows
 
 PACKINGS = ("stream", "best_fit")
+Batch = dict[str, np.ndarray]
+
+
+class StreamWindows:
+    """The stream cut every `context_length` tokens, wherever documents begin and end.
+
+    The tokens after the last whole window are not used; with `keep_rest` they are one more window,
+    padded with EOD and without labels there. Raises `UserError` where there is no window.
+    """
+
+    def __init__(self, corpus: TokenCorpus, context_length: int, keep_rest: bool = False) -> None:
+        self.corpus = corpus
+        self.context_length = context_length
+        # Each window needs one token more than it is long: the label of its last position.
+        self.num_windows = (corpus.num_tokens - 1) // context_length
+        if keep_rest:
+            self.num_windows = -(-(corpus.num_tokens - 1) // context_length)
+        if self.num_windows < 1:
+            raise UserError(
+                f"{corpus.name}: the {corpus.split} split has {corpus.num_tokens} tokens, "
+                f"one window of context length {context_length} needs "
+                f"{2 if keep_rest else context_length + 1}"
+            )
+
+    def read(self, numbers: Sequence[int], mask_documents: bool) -> Batch:
+        length, eod_id = self.context_length, self.corpus.eod_id
+        starts = np.asarray(numbers, dtype=np.int64) * length
+        stops = np.minimum(starts + length + 1, self.corpus.num_tokens)
+        input_ids = np.empty((len(starts), length), dtype=np.int64)
+        labels = np.empty_like(input_ids)
+        for row, tokens in enumerate(self.corpus.gather(starts, stops)):
+            inputs, predicted = tokens[:length], tokens[1:]
+            # Both are copied straight from the disk's dtype: there is no wider copy in between.
+            input_ids[row, : len(inputs)], input_ids[row, len(inputs) :] = inputs, eod_id
+            labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE_INDEX
+        batch = {"input_ids": input_ids, "labels": labels}
+        if mask_documents:
+            ends = input_ids == eod_id
+            labels[ends] = IGNORE_INDEX
+            # EOD belongs to the document that it ends, so the count is of the ends before a token.
+            batch["document_ids"] = np.cumsum(ends, axis=1) - ends
+        return batch
+
+
+class JoinedWindows:
+    """The windows of several sources, numbered through: those of source i follow source i − 1's."""
+
+    def __init__(self, sources: Sequence[StreamWindows | PackedWindows]) -> None:
+        self.sources = sources
+        self.sizes = np.array([source.num_windows for source in sources])
+        self._ends = np.cumsum(self.sizes)
+        self.num_windows = int(self._ends[-1])
+
+    def read(self, numbers: np.ndarray, mask_documents: bool) -> Batch:
+        if len(self.sources) == 1:
+            return self.sources[0].read(numbers, mask_documents)
+        owners = np.searchsorted(self._ends, numbers, side="right")
+        within = numbers - (self._ends - self.sizes)[owners]
+        batch: Batch = {}
+        for owner in np.unique(owners):
+            rows = np.flatnonzero(owners == owner)
+            read = self.sources[owner].read(within[rows], mask_documents)
+            for key, values in read.items():
+                if key not in batch:
+                    batch[key] = np.empty((len(owners), *values.shape[1:]), values.dtype)
+                batch[key][rows] = values
+        return batch
 
 
 class TrainLoader:
@@ -93,7 +160,10 @@ class TrainLoader:
 
     def describe(self, steps: int) -> list[str]:
         """Describe the data for the log, and the mixture of a run of so many steps."""
-        lines = [*self.corpus.describe(), *self._windows.describe()]
+        lines = self.corpus.describe()
+        for source in self._windows.sources:
+            if isinstance(source, PackedWindows):
+                lines += source.describe()
         if isinstance(self.corpus, Mixture):
             drawn = self._order.drawn(steps * self.global_batch_size)
             lines += self.corpus.describe_draws(self._windows.sizes, drawn)

@@ -26,7 +26,6 @@ from cat_lm.core.readers import Record, read_json
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.verified import NOTE, cache_folder, changed_files, note_files, verify
-from cat_lm.data.windows import Batch
 
 PACKING = "packing"  # the folder, beside the shards or in the cache
 VERSION = 2
@@ -86,7 +85,7 @@ class PackedWindows:
             f"{self.corpus.num_documents:,} documents are longer than a window and cut"
         ]
 
-    def read(self, numbers: np.ndarray, mask_documents: bool) -> Batch:
+    def read(self, numbers: np.ndarray, mask_documents: bool) -> dict[str, np.ndarray]:
         rows, starts, lengths, flags = self._pieces_of(numbers)
         # Of a cut document the next token is read too: it is the last label.
         stops = starts + lengths + (flags & CUT > 0)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.errors import UserError, file_error
+from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, sha256
 from cat_lm.core.folders import hold_patiently
 from cat_lm.core.host import GIB
@@ -55,7 +55,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     """Open a split of the prepared data at `url`; read the manifest, and once the tokenizer.
 
     Raises `UserError` where there are no such data, access is refused, or the cache cannot hold
-    them, and `ConnectionError` where the storage stays out of reach.
+    them, `ConnectionError` where the storage stays out of reach, and `OSError` of the cache.
     """
     storage = Storage(url)
     try:
@@ -65,16 +65,11 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
     check_fingerprint(manifest, storage.url)  # It names the folder of the copies.
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
-    try:
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        _check_space(folder, manifest)
-        with atomic_write(folder / MANIFEST, "wb") as stream:
-            stream.write(text)
-        _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
-    except ConnectionError:
-        raise
-    except OSError as error:
-        raise file_error(f"data.cache_dir: {folder}: {error.strerror or error}", error) from error
+    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    _check_space(folder, manifest)
+    with atomic_write(folder / MANIFEST, "wb") as stream:
+        stream.write(text)
+    _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
     return RemoteCorpus(storage, folder, split, manifest)
 
 
@@ -100,11 +95,7 @@ class RemoteCorpus(TokenCorpus):
         return [entry for entry in entries if not notes.hold(shard_digests(entry))]
 
     def describe(self) -> list[str]:
-        here = len(self.shards) - len(self.missing(self.entries))
-        line = f"{self.name}: {here:,} of {len(self.shards):,} shards are in {self.folder}"
-        if here < len(self.shards):
-            line += "; the others are copied there before they are read"
-        return [*super().describe(), line]
+        return [*super().describe(), f"{self.name}: its copies are in {self.folder}"]
 
     def _copy(self, entries: list[dict], progress: Progress = lambda what: None) -> None:
         if not self.missing(entries):

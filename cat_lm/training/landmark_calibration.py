@@ -12,8 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
+from cat_lm.data.loader import StreamWindows
 from cat_lm.data.opening import open_verified
-from cat_lm.data.windows import StreamWindows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
