@@ -37,8 +37,8 @@ from cat_lm.data.verified import Notes, cache_folder, note_files, shard_digests
 
 COPY_THREADS = 4
 CHUNK = 32 * 2**20
-# What `data_prep` writes beside tokenizer.json; web servers cannot list their folders.
-TOKENIZER_FILES = ("tokenizer_config.json", "sentencepiece.model")
+# What `data_prep` writes; web servers cannot list their folders.
+TOKENIZER_FILES = ("tokenizer_config.json", "sentencepiece.model", "tokenizer.json")
 
 Progress = Callable[[str], object]
 _log = logging.getLogger(__name__)
@@ -65,11 +65,11 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
     check_fingerprint(manifest, storage.url)  # It names the folder of the copies.
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
-    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _check_space(folder, manifest)
     with atomic_write(folder / MANIFEST, "wb") as stream:
         stream.write(text)
-    _copy_tokenizer(storage, folder, manifest["tokenizer"]["sha256"])
+    _copy_tokenizer(storage, folder / "tokenizer", manifest["tokenizer"]["sha256"])
     return RemoteCorpus(storage, folder, split, manifest)
 
 
@@ -158,23 +158,16 @@ def _check_space(folder: Path, manifest: dict) -> None:
 
 
 def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
-    """Copy the tokenizer's files; the folder is whole with the last one, tokenizer.json."""
-    main = "tokenizer/tokenizer.json"
-    if (folder / main).is_file():
+    """Copy the tokenizer's files, unless they are here; `verify` refuses another's."""
+    main = folder / "tokenizer.json"
+    if main.is_file() and sha256(main) == digest:
         return
+    folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         with contextlib.suppress(FileNotFoundError):
             data = storage.read(f"tokenizer/{name}")
-            with atomic_write(folder / "tokenizer" / name, "wb") as stream:
+            with atomic_write(folder / name, "wb") as stream:
                 stream.write(data)
-    try:
-        data = storage.read(main)
-    except FileNotFoundError:
-        raise UserError(f"{storage.url}/{main}: is missing") from None
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise UserError(f"{storage.url}/{main}: is not the manifest's")
-    with atomic_write(folder / main, "wb") as stream:
-        stream.write(data)
 
 
 class Storage:
