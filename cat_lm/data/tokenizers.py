@@ -23,9 +23,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256, write_json, write_text
@@ -62,6 +63,22 @@ class TokenizerInfo:
     eod_id: int
     sha256: str
     convention: str = CONVENTION
+
+
+def _content(token: Any) -> Any:
+    return token.get("content", token) if isinstance(token, dict) else token
+
+
+_Name = Annotated[str | None, BeforeValidator(_content)]
+
+
+class _Settings(Record):
+    """The special tokens of a `tokenizer_config.json`, as text or as objects."""
+
+    bos_token: _Name = None
+    eos_token: _Name = None
+    unk_token: _Name = None
+    pad_token: _Name = None
 
 
 def check_spec(spec: str) -> None:
@@ -335,29 +352,11 @@ def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
     # The settings beside a lone file are its own only under the name that goes with them.
     config = file.with_name("tokenizer_config.json")
     named = config.is_file() and file.name == "tokenizer.json"
-    settings = _read_settings(config) if named else {}
+    settings = {key: name for key, name in read_json(config, _Settings) if name} if named else {}
     if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
         # A template that adds BOS or EOS: models trained on these shards never see it.
         tokenizer.post_processor = Processors([])
     return tokenizer, settings
-
-
-class _Token(Record):
-    content: str
-
-
-class _Settings(Record):
-    """The special tokens of a `tokenizer_config.json`, as text or as objects."""
-
-    bos_token: str | _Token | None = None
-    eos_token: str | _Token | None = None
-    unk_token: str | _Token | None = None
-    pad_token: str | _Token | None = None
-
-
-def _read_settings(config: Path) -> dict:
-    found = {name: value for name, value in read_json(config, _Settings) if value}
-    return {n: v.content if isinstance(v, _Token) else v for n, v in found.items()}
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:

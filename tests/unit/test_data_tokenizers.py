@@ -385,7 +385,7 @@ def test_an_id_beyond_any_vocabulary_is_named(tmp_path):
         (b"[]", r"holds \[\]"),
         (b"{", "is not JSON"),
         (b"\xff", "is not JSON"),
-        (b'{"eos_token": 7}', r"eos_token\.\w+ is 7"),
+        (b'{"eos_token": 7}', "eos_token is 7"),
         (b'{"eos_token": {"text": "x"}}', "eos_token"),
     ],
 )
