@@ -11,10 +11,10 @@ these modules. Programs that know nothing of cat_lm, such as lm_eval, then open 
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from importlib.machinery import PathFinder
 from inspect import getattr_static
 from types import ModuleType
@@ -39,22 +39,17 @@ def _families() -> Sequence[Architecture]:
         return architectures.built_in()
 
 
-def _register_configs() -> None:
-    from transformers import AutoConfig
+def _register(models: bool) -> None:
+    """Enter the classes of configurations into transformers' registries, or those of models too."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     for family in _families():
         AutoConfig.register(family.model_type, family.config_class(), exist_ok=True)
-
-
-def _register_models() -> None:
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    _register_configs()
-    for family in _families():
-        kinds = family.classes()
-        AutoModelForCausalLM.register(kinds.config, kinds.causal_lm, exist_ok=True)
-        if kinds.base_model is not None:
-            AutoModel.register(kinds.config, kinds.base_model, exist_ok=True)
+        if models:
+            kinds = family.classes()
+            AutoModelForCausalLM.register(kinds.config, kinds.causal_lm, exist_ok=True)
+            if kinds.base_model is not None:
+                AutoModel.register(kinds.config, kinds.base_model, exist_ok=True)
 
 
 def _name_adapter_modules(constants: ModuleType) -> None:
@@ -80,12 +75,12 @@ def _name_adapter_modules(constants: ModuleType) -> None:
 # exported folder names their class.
 _AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": lambda auto: _on_first_call(
-        [auto.AutoConfig], ("from_pretrained", "for_model"), _register_configs
+        [auto.AutoConfig], ("from_pretrained", "for_model"), partial(_register, models=False)
     ),
     "transformers.models.auto.modeling_auto": lambda auto: _on_first_call(
         [auto.AutoModel, auto.AutoModelForCausalLM],
         ("from_pretrained", "from_config"),
-        _register_models,
+        partial(_register, models=True),
     ),
     "peft.utils.constants": _name_adapter_modules,
 }
@@ -96,7 +91,7 @@ def _on_first_call(owners: list[type], names: Sequence[str], register: Callable[
     originals = [(owner, name, getattr_static(owner, name)) for owner in owners for name in names]
 
     def waiting(method: classmethod | staticmethod) -> classmethod | staticmethod:
-        @functools.wraps(method.__func__)
+        @wraps(method.__func__)
         def call(*args, **kwargs):
             for owner, name, original in originals:
                 setattr(owner, name, original)

@@ -125,8 +125,6 @@ def _check_attention(entry: Entry, kind: type[Entry], family: type[nn.Module], c
     layer.core.register_forward_hook(_check_core, prepend=True)
     if kind is ScoreTransform:
         _check_score(layer.score_transform, entry.form, config.num_attention_heads)
-    elif kind is ValueTransform:
-        layer.value_transform.register_forward_hook(_check_values)
 
     def compute(
         x: Tensor,
@@ -209,10 +207,6 @@ def _check_core(core: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         )
     batch, heads, time, _ = given[0].shape
     _check_output(output[0], (batch, time, heads, given[2].shape[-1]), "[B, T, H, D]")
-
-
-def _check_values(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-    _check_output(output, tuple(given[0].shape), "values as it gets them")
 
 
 def _check_score(module: ScoreModule, form: str, heads: int) -> None:

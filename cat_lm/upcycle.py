@@ -211,13 +211,13 @@ def model_section(config: PreTrainedConfig) -> dict[str, Any]:
 _OPTIONS = {
     "window": (whole(WINDOW), "taps of a filter (default: 21)"),
     "filter": (
-        str,
+        None,
         "for --conv head: taps, exponential or ssm; the last two are as long as the text",
     ),
     "state": (whole(CONV_STATE), "numbers of state of such a filter, as in 16"),
-    "streams": (str, "some of q, k and v (default: qkv)"),
-    "mixing": (str, "what a multihead convolution mixes: embeddings (default) or maps"),
-    "canon": (str, "places of Canon layers, such as ACD, with any --conv (default: none)"),
+    "streams": (None, "some of q, k and v (default: qkv)"),
+    "mixing": (None, "what a multihead convolution mixes: embeddings (default) or maps"),
+    "canon": (None, "places of Canon layers, such as ACD, with any --conv (default: none)"),
     "canon_window": (whole(WINDOW), "taps of a Canon layer's filter (default: 4)"),
     "rank": (whole(WINDOW), "of the kernel of scores, for --conv head (default: 1)"),
 }

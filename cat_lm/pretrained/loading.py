@@ -1,9 +1,9 @@
 """Open a transformers model folder, so that what is evaluated is what was trained.
 
-A folder comes from others. Its code is never run, what its files name lies in the folder, and what
-they ask for is bounded. transformers only warns when a weight is missing and goes on with a random
-one; here that is an error. torch and transformers are imported inside the functions, so that
-commands can parse their arguments first.
+A folder comes from others. Its code is never run, and what its files ask for is bounded.
+transformers only warns when a weight is missing and goes on with a random one; here that is an
+error. torch and transformers are imported inside the functions, so that commands can parse their
+arguments first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from cat_lm import architectures
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import os_error
 from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
-from cat_lm.core.readers import (
-    MAX_YAML_BYTES,
-    InsideName,
-    Record,
-    read_json,
-    read_object,
-    short,
-)
-from cat_lm.pretrained.record import CARD, verify
+from cat_lm.core.readers import MAX_YAML_BYTES, Record, read_json, read_object, short
+from cat_lm.pretrained.record import CARD, WEIGHTS, verify
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +31,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 SETTINGS = ("config.json", "generation_config.json")
 # No folder runs its code here, and none is looked for on the Hub.
 _AS_IT_IS = {"local_files_only": True, "trust_remote_code": False}
-# In the order in which transformers looks for them.
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 def model_folder(path: Path | str) -> Path:
@@ -59,9 +45,10 @@ def model_folder(path: Path | str) -> Path:
         raise UserError(f"model {path}: no such folder; give a transformers folder or a run folder")
     for folder in (path, path / "model"):
         if (folder / "config.json").is_file():
-            if not any((folder / name).is_file() for name in WEIGHTS):
+            if not weight_files(folder):
                 raise UserError(
-                    f"model {folder}: has config.json but no weights ({' or '.join(WEIGHTS[:2])})"
+                    f"model {folder}: has config.json but no weights (model.safetensors or "
+                    "pytorch_model.bin)"
                 )
             return folder
     if (path / "checkpoints").is_dir():
@@ -115,12 +102,6 @@ def choose_device(name: str = "auto") -> torch.device:
 # What its files say
 
 
-class WeightIndex(Record):
-    """The file of each tensor, for weights in several files."""
-
-    weight_map: dict[str, InsideName] = Field(min_length=1)
-
-
 class GenerationSettings(Record):
     """Hold what is used of `generation_config.json` before transformers checks the rest."""
 
@@ -134,20 +115,9 @@ class GenerationSettings(Record):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Find the files that transformers reads the weights from, in name order; none without any.
-
-    Raises:
-        UserError: the index is damaged, or names a file outside of the folder or one that is
-            absent.
-    """
-    first = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if first is None or first.suffix != ".json":
-        return [] if first is None else [first]
-    names = sorted(set(read_json(first, WeightIndex).weight_map.values()))
-    for name in names:
-        if not (folder / name).is_file():
-            raise UserError(f"{first}: weight_map names {name}, which is not in the folder")
-    return [folder / name for name in names]
+    """Find the files that transformers reads the weights from, in name order; none without any."""
+    files = sorted(folder.glob("model*.safetensors"))
+    return files or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -267,7 +237,7 @@ def load_model(
     target = choose_device(device)
     own, files = model_config(folder), weight_files(folder)
     # Listed weights that are gone, too, in whose place others would be read.
-    verify(folder, {*(file.name for file in files), *WEIGHTS}.__contains__)
+    verify(folder, {WEIGHTS, *(file.name for file in files)}.__contains__)
     if dtype == "auto":
         own.dtype = None  # which transformers would take instead of the files'
     model = _load(folder, files, config or own, dtype).to(target).eval()

@@ -253,12 +253,8 @@ def test_damaged_weights(pythia, tmp_path):
     with pytest.raises(UserError, match=r"stock: cannot be loaded: "):
         upcycle(folder, tmp_path / "out", Convolution())
     (folder / "model.safetensors").unlink()
-    for index in ("{", "{}", '{"weight_map": [], "metadata": {}}'):
-        (folder / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(
-            UserError, match=r"index\.json: (is not JSON|has no|weight_map is \[\])"
-        ):
-            upcycle(folder, tmp_path / "out", Convolution())
+    with pytest.raises(UserError, match=r"has config.json but no weights"):
+        upcycle(folder, tmp_path / "out", Convolution())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stock"]
 
 
