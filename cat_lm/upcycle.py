@@ -210,10 +210,7 @@ def model_section(config: PreTrainedConfig) -> dict[str, Any]:
 # Fields of `Convolution`, whose values are checked with the model's configuration.
 _OPTIONS = {
     "window": (whole(WINDOW), "taps of a filter (default: 21)"),
-    "filter": (
-        None,
-        "for --conv head: taps, exponential or ssm; the last two are as long as the text",
-    ),
+    "filter": (None, "for --conv head: taps (default); exponential, ssm: as long as the text"),
     "state": (whole(CONV_STATE), "numbers of state of such a filter, as in 16"),
     "streams": (None, "some of q, k and v (default: qkv)"),
     "mixing": (None, "what a multihead convolution mixes: embeddings (default) or maps"),

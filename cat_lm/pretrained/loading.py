@@ -235,12 +235,12 @@ def load_model(
     """
     folder = model_folder(path)
     target = choose_device(device)
-    own, files = model_config(folder), weight_files(folder)
+    config, files = config or model_config(folder), weight_files(folder)
     # Listed weights that are gone, too, in whose place others would be read.
     verify(folder, {WEIGHTS, *(file.name for file in files)}.__contains__)
     if dtype == "auto":
-        own.dtype = None  # which transformers would take instead of the files'
-    model = _load(folder, files, config or own, dtype).to(target).eval()
+        config.dtype = None  # which transformers would take instead of the files'
+    model = _load(folder, files, config, dtype).to(target).eval()
     refuse_non_finite(f"model {folder}", dict(model.state_dict()))
     return model
 
