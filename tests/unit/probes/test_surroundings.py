@@ -9,7 +9,6 @@ from torch import nn
 from cat_lm.core.causality import is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, Setting
-from cat_lm.training.building import without_weights
 from tests.unit.probes.test_attention import Open, Weighted, pattern
 from tests.unit.probes.test_mixers import Later, Options, Sum, kind
 from tests.unit.test_mixers import WIDTH
@@ -19,10 +18,10 @@ from tests.unit.tiny_models import cat_model
 def surroundings():
     from transformers.initialization import no_init_weights
 
-    return {"meta": torch.device("meta"), "no_init": no_init_weights(), "other": without_weights()}
+    return {"meta": torch.device("meta"), "no_init": no_init_weights()}
 
 
-@pytest.mark.parametrize("around", ["meta", "no_init", "other"])
+@pytest.mark.parametrize("around", ["meta", "no_init"])
 def test_a_model_without_values_is_checked_with_some(around):
     pattern(Open)
     with pytest.raises(UserError, match="reads later tokens"), surroundings()[around]:
