@@ -1,4 +1,4 @@
-"""Makes transformers' Auto classes and peft know our models, at no cost for the import.
+"""Make transformers' Auto classes and peft know our models, at no cost for the import.
 
 Registering needs the models' classes, hence torch and transformers, whose modules import each other
 in circles. So the Auto classes' entry points are wrapped: their first call registers the models and

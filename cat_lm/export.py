@@ -203,9 +203,9 @@ def _check_replaceable(out: Path | str) -> Path:
     check_output(os.path.realpath(out) if out.is_symlink() else out, "OUT")
     if out.is_dir() and any(out.iterdir()) and read_record(out) is None:
         raise UserError(f"OUT {out}: is not empty and no earlier export (by its {RECORD})")
-    for path, said in changed_files(out, lambda name: (out / name).is_file()):
+    for path, problem in changed_files(out, lambda name: (out / name).is_file()):
         raise UserError(
-            f"OUT {out}: {path.name} was changed since it was exported ({said}) and would be "
+            f"OUT {out}: {path.name} was changed since it was exported ({problem}) and would be "
             "lost; move the folder away or give another one"
         )
     return out

@@ -157,8 +157,8 @@ def _with_attention(
     """
     architecture = architectures.find(source)
     if architecture is None or "attention_options" not in architecture.Section.model_fields:
-        said = f"model_type is {source.model_type!r}, whose attention cannot be made sparse"
-        raise UserError(f"model {folder}: {said}")
+        problem = f"model_type is {source.model_type!r}, whose attention cannot be made sparse"
+        raise UserError(f"model {folder}: {problem}")
     # The library's models have no convolutions; our configurations have them by default.
     is_plain = source.model_type != architecture.model_type
     unchanged = {"conv_type": "none"} if is_plain else {}

@@ -94,8 +94,8 @@ def _run(named: str, check: Callable[[], None]) -> None:
         except UserError:
             raise
         except Exception as error:  # whatever a plugin's module raises
-            said = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
-            raise AssertionError(said) from error
+            problem = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
+            raise AssertionError(problem) from error
 
 
 def _check_mixer(mixer: Mixer, setting: Setting) -> None:
@@ -186,8 +186,8 @@ def _check_reading(
         with contextlib.suppress(*refusals):
             state = new_state()
             parts = [compute(part, state=state) for part in x.split([1, CUT, TIME - CUT - 1], 1)]
-            said = "gives other outputs in parts, with a state, than of the whole"
-            _check_same(torch.cat(parts, dim=1), y, said)
+            problem = "gives other outputs in parts, with a state, than of the whole"
+            _check_same(torch.cat(parts, dim=1), y, problem)
     for real in (before, after) if {"padding", "state"} <= set(supports) else ():
         # A pattern of attention may refuse tokens after padding, in an error of its own.
         with contextlib.suppress(ValueError, *refusals):

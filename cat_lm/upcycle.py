@@ -83,8 +83,8 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     source = model_config(folder)
     architecture = architectures.find(source)
     if architecture is None or not architecture.takes_convolutions:
-        said = f"model_type is {source.model_type!r}, whose models cannot be given convolutions"
-        raise UserError(f"model {folder}: {said}")
+        problem = f"model_type is {source.model_type!r}, whose models cannot be given convolutions"
+        raise UserError(f"model {folder}: {problem}")
     target = _target_config(folder, source, convolution, architecture)
     model = model_with(target, _target_weights(folder, target, architecture))
     with atomic_folder(out) as new:
@@ -201,10 +201,10 @@ def model_section(config: PreTrainedConfig) -> dict[str, Any]:
     architecture = architectures.of_config(config)
     fields = architecture.Section.model_fields
     values = architecture.section_values(config)
-    said = {name: value for name, value in values.items() if value != fields[name].default}
+    chosen = {name: value for name, value in values.items() if value != fields[name].default}
     if architecture.name != architectures.DEFAULT:
-        said = {"architecture": architecture.name} | said
-    return said
+        chosen = {"architecture": architecture.name} | chosen
+    return chosen
 
 
 # Fields of `Convolution`, whose values are checked with the model's configuration.
@@ -235,8 +235,8 @@ def main() -> None:
         default="head",
         help="kind of convolution; none makes the plain model (default: head)",
     )
-    for name, (kind, said) in _OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
+    for name, (kind, text) in _OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     add_skip_checksums(parser)
     arguments = vars(parser.parse_args())
     folder, out, skip = (arguments.pop(name) for name in ("folder", "out", "skip_checksums"))

@@ -207,8 +207,8 @@ def model_config(path: Path | str) -> PreTrainedConfig:
             raise ValueError(f"hidden_act={activation!r}: is not supported; choose one of {known}")
         return config
     except Exception as error:
-        said = asks_for_code(settings) or reason(error)
-        raise UserError(f"model {folder}: config.json cannot be used: {said}") from error
+        problem = asks_for_code(settings) or reason(error)
+        raise UserError(f"model {folder}: config.json cannot be used: {problem}") from error
 
 
 def load_model(
@@ -262,12 +262,14 @@ def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str)
     except Exception as error:  # of several libraries, for whatever they cannot open or parse
         causes = [cause for file in files if (cause := os_error(error, file)) is not None]
         if causes:
-            said = describe_os_error(causes[0])
-            raise file_error(f"model {folder}: cannot be loaded: {said}", causes[0]) from error
-        said = asks_for_code(read_settings(folder)) or reason(error)
+            problem = describe_os_error(causes[0])
+            raise file_error(f"model {folder}: cannot be loaded: {problem}", causes[0]) from error
+        problem = asks_for_code(read_settings(folder)) or reason(error)
         if isinstance(error, pickle.UnpicklingError):
-            said = "its files are damaged or hold more than tensors, such as code, which is not run"
-        raise UserError(f"model {folder}: cannot be loaded: {said}") from error
+            problem = (
+                "its files are damaged or hold more than tensors, such as code, which is not run"
+            )
+        raise UserError(f"model {folder}: cannot be loaded: {problem}") from error
     wrong = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
     if wrong:
         kind, keys = next(iter(wrong.items()))
@@ -340,8 +342,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the library's Rust is no Exception
-        said = asks_for_code(settings) or reason(error)
-        raise UserError(f"tokenizer {folder}: cannot be loaded: {said}") from error
+        problem = asks_for_code(settings) or reason(error)
+        raise UserError(f"tokenizer {folder}: cannot be loaded: {problem}") from error
 
 
 def is_of_tokenizer(name: str) -> bool:

@@ -115,9 +115,9 @@ def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
     """
     if _skipped.get():
         return
-    for path, said in changed_files(folder, wanted):
+    for path, problem in changed_files(folder, wanted):
         raise UserError(
-            f"{path}: {said}: it was damaged or changed; {_AGAIN}, or, if the change is meant, "
+            f"{path}: {problem}: it was damaged or changed; {_AGAIN}, or, if the change is meant, "
             f"remove {RECORD} (or give --skip-checksums, in training train.init_checksums=false)"
         )
 
