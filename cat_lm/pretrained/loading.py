@@ -20,6 +20,7 @@ from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import os_error
 from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
 from cat_lm.core.readers import MAX_YAML_BYTES, Record, read_json, read_object, short
+from cat_lm.model.rope_scaling import check_rope_numbers
 from cat_lm.pretrained.record import CARD, WEIGHTS, verify
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ def model_config(path: Path | str) -> PreTrainedConfig:
             config = family.library_classes().config.from_pretrained(folder, **_AS_IT_IS)
         else:  # transformers may not know it, and who does may need a GPU
             config = family.own_config(settings)
+        if rope := getattr(config, "rope_parameters", None):
+            check_rope_numbers(rope)
         activation = getattr(config, "hidden_act", "gelu")
         if activation not in ACT2CLS:
             known = ", ".join(sorted(ACT2CLS))
