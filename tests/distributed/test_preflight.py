@@ -146,9 +146,9 @@ def test_everything_wrong_at_once(tiny_corpus, tmp_path, prepare):
     lines = error.splitlines()
     assert lines[0] == "preflight:" and all(line.startswith("  n1 rank 1: ") for line in lines[1:])
     assert len(lines) == 5, error
-    assert "torch is 2.0.0, but" in lines[1] and "on n0; install the same torch" in lines[1]
-    assert "train.seed=3, but 0 on rank 0" in lines[2]
-    assert "train.output_dir=run: is not the folder that rank 0 writes to on n0" in lines[3]
+    assert "train.output_dir=run: is not the folder that rank 0 writes to on n0" in lines[1]
+    assert "torch is 2.0.0, but" in lines[2] and "on n0; install the same torch" in lines[2]
+    assert "train.seed=3, but 0 on rank 0" in lines[3]
     assert "the fingerprint is" in lines[4] and "but on n0" in lines[4]
     assert not (folders[0] / "run").exists(), "a run that cannot start leaves no folder behind"
 
@@ -165,9 +165,9 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     assert (error, []) == other
     lines = error.splitlines()
     assert len(lines) == 4, error
-    assert lines[1].startswith("  n1 rank 1: data: no such folder")
-    assert lines[2].startswith("  n0 rank 0: the model of")
-    assert lines[3].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[3]
+    assert lines[1].startswith("  n0 rank 0: the model of")
+    assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
+    assert lines[3].startswith("  n1 rank 1: data: no such folder")
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -2,8 +2,8 @@
 
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
 the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:
-one micro-batch of the largest shape. Both are collectives. A rank says what it sees (`facts`), and
-all ranks judge all that was seen (`rules`), alike, so that none waits for one that has given up.
+one micro-batch of the largest shape. Both are collectives. A rank collects what it sees (`facts`)
+and compares it with rank 0's and with what the run needs (`rules`); all ranks raise one error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def check(
             host and the ranks, the key or value, and what would be right.
     """
     output = Path(config.train.output_dir).absolute()
-    hosts = ranks.gather(host_name())
+    places = ranks.gather(facts.Place(host_name(), frozenset(os.sched_getaffinity(0))))
+    hosts = [place.host for place in places]
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
     # Another node that looked for the folder before it is made would not see it for a while.
@@ -51,17 +52,18 @@ def check(
     try:
         read = (lambda note: data.read_data(config, note)) if leads else None
         opened = data.meanwhile(ranks, read, progress)
-        found = facts.collect(config, ranks, opened, probe if leads else None, written)
-        gathered = ranks.gather(found)
+        here = facts.collect(config, ranks, opened, probe if leads else None, written)
+        first = ranks.broadcast(here)
+        found = ranks.on_all_ranks(lambda: rules.examine(config, here, first, places))
+        report = rules.Report(hosts, ranks.gather(found))
     finally:
         if ranks.is_first:
             probe.remove()
-    verdict = rules.judge(config, gathered)
     try:
-        if verdict.problems:
-            raise verdict.error()
-        rules.time_all_reduce(verdict, ranks)
-        return [*verdict.lines(), *data.verify(config, ranks, progress)]
+        if report.problems:
+            raise report.error()
+        rules.time_all_reduce(report, ranks)
+        return [*report.lines(), *data.verify(config, ranks, progress)]
     except SharedError:
         if ranks.is_first and not existed:
             with contextlib.suppress(OSError):

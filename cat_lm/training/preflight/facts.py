@@ -43,6 +43,13 @@ class Problem(NamedTuple):
     passes: bool
 
 
+class Place(NamedTuple):
+    """The host of a rank, and the numbers of the cores there that it may run on."""
+
+    host: str
+    cores: frozenset[int]
+
+
 @dataclass(frozen=True)
 class Facts:
     """The facts that a rank gathers; `data` and `free_disk` on one rank of each host.
@@ -52,14 +59,12 @@ class Facts:
         free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
         gpu_memory: all bytes of its GPU; 0 on a CPU.
         host_memory: bytes that are free on its host, whatever the device.
-        cores: the numbers of those that it may run on; ranks that are not bound share them.
         free_disk: bytes that are free in the run's folder.
         checkpoints: complete ones in it, no more than the run keeps; counted on the first rank.
         problems: with the data, the folder and the kernels.
     """
 
     rank: int
-    host: str
     config: dict[str, Any]
     versions: dict[str, str]
     device: str
@@ -67,7 +72,6 @@ class Facts:
     free_memory: int
     gpu_memory: int
     host_memory: int
-    cores: tuple[int, ...]
     data: DataFacts | None = None
     free_disk: int | None = None
     checkpoints: int = 0
@@ -173,7 +177,6 @@ def collect(
     on_gpu = ranks.device.type == "cuda"
     return Facts(
         rank=ranks.rank,
-        host=host_name(),
         config=config.model_dump(mode="json"),
         versions=versions(on_gpu),
         device=torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
@@ -181,7 +184,6 @@ def collect(
         free_memory=free_memory(ranks.device),
         gpu_memory=torch.cuda.mem_get_info(ranks.device)[1] if on_gpu else 0,
         host_memory=free_memory(torch.device("cpu")),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
         data=data,
         free_disk=free_disk,
         checkpoints=checkpoints,

@@ -1,4 +1,4 @@
-"""The judgement of the facts of all ranks. A function of them alone, so that all ranks agree."""
+"""The judgement of a rank's facts: each rank compares its own with those of rank 0."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cat_lm.training.devices import ASSUMED_INTERCONNECT
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
+    Memory,
     building_bytes,
     checkpoint_bytes,
     checkpoints_to_hold,
@@ -24,7 +25,7 @@ from cat_lm.training.estimate import (
     memory_per_rank,
     num_parameters,
 )
-from cat_lm.training.preflight.facts import Facts
+from cat_lm.training.preflight.facts import Facts, Place, Problem
 
 # A GPU's rank computes in two threads, reads ahead in a third, and NCCL has its own.
 FEWEST_CORES = 4
@@ -37,25 +38,34 @@ LEAST_IN_NODE, LEAST_OF_NETWORK = 8.0, 0.1
 
 
 @dataclass
-class PreflightReport:
-    """Problems, warnings and notes, each with the ranks that it is about.
+class Findings:
+    """What a rank finds wrong with itself; notes for the log on the first rank only."""
 
-    Attributes:
-        passing: those of the problems that may be gone at the next start, with nothing changed.
-    """
-
-    facts: Sequence[Facts]
-    problems: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    warnings: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    problems: list[Problem]
+    warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    passing: set[str] = field(default_factory=set)
+
+
+class Report:
+    """Problems, warnings and notes of all ranks, each with the ranks that it is about."""
+
+    def __init__(self, hosts: Sequence[str], found: Sequence[Findings]) -> None:
+        self.hosts, self.notes = hosts, list(found[0].notes)
+        self.problems: dict[str, list[int]] = defaultdict(list)
+        self.warnings: dict[str, list[int]] = defaultdict(list)
+        for rank, findings in enumerate(found):
+            for problem in findings.problems:
+                self.problems[problem.text].append(rank)
+            for warning in findings.warnings:
+                self.warnings[warning].append(rank)
+        every = (problem for findings in found for problem in findings.problems)
+        self.passes = all(problem.passes for problem in every)
 
     def error(self) -> SharedError:
         """Make one error of all problems, temporary where all of them may pass."""
         lines = self._grouped(self.problems)
         text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
-        temporary = self.problems.keys() <= self.passing
-        return shared_error(f"preflight:{text}", temporary)
+        return shared_error(f"preflight:{text}", self.passes)
 
     def lines(self) -> list[str]:
         """Return the lines for the log."""
@@ -66,11 +76,11 @@ class PreflightReport:
         return [f"{self._who(ranks)}: {text}" for text, ranks in found.items()]
 
     def _who(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == len(self.facts) > 1:
+        if len(ranks) == len(self.hosts) > 1:
             return "all ranks"
         of_host = defaultdict(list)
         for rank in ranks:
-            of_host[self.facts[rank].host].append(rank)
+            of_host[self.hosts[rank]].append(rank)
         named = [f"{host} {ranges(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
         more = len(of_host) - len(named)
         return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
@@ -89,69 +99,94 @@ def ranges(ranks: Iterable[int]) -> str:
     return f"rank{'s' if several else ''} {', '.join(parts)}"
 
 
-def judge(config: RunConfig, facts: Sequence[Facts]) -> PreflightReport:
-    """Compare what the ranks saw with each other and with what the run needs.
+def examine(config: RunConfig, here: Facts, first: Facts, places: Sequence[Place]) -> Findings:
+    """Compare what a rank saw with what rank 0 saw and with what the run needs.
 
     Args:
-        facts: of all ranks, in their order.
+        here, first: the facts of the rank and of rank 0.
+        places: of all ranks.
     """
-    verdict = PreflightReport(facts)
-    hosts = list(dict.fromkeys(fact.host for fact in facts))
+    found = Findings(list(here.problems))
+    hosts = list(dict.fromkeys(place.host for place in places))
     named = ", ".join(hosts) if len(hosts) <= HOSTS_NAMED else f"{hosts[0]} … {hosts[-1]}"
-    verdict.notes.append(
-        f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on "
+    found.notes.append(
+        f"{len(places)} rank{'s' if len(places) > 1 else ''} on "
         f"{len(hosts)} host{'s' if len(hosts) > 1 else ''} ({named}); "
-        + ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
+        + ", ".join(f"{name} {version}" for name, version in first.versions.items())
     )
-    for check in (_versions, _configurations, _batch, _sequences, _seen, _data, _needs, _devices):
-        check(verdict, config)
-    return verdict
+    _compare(found, here, first, hosts[0])
+    try:
+        config.accumulation_steps(len(places))
+    except UserError as error:
+        _problem(found, f"{error}; {batch_advice(config, len(places))}")
+    parts = config.train.sequence_parallel
+    start = here.rank // parts * parts
+    if len({place.host for place in places[start : start + parts]}) > 1:
+        found.warnings.append(
+            f"train.sequence_parallel={parts}: neighbours on several hosts share sequences, and "
+            "every layer waits for the network between them; a number that divides the ranks of "
+            "each host keeps them on one"
+        )
+    on_host = [place.cores for place in places if place.host == places[here.rank].host]
+    if first.data is not None:  # else it is a problem already
+        vocab_size = config.model.vocab_size or first.data.vocab_size
+        try:
+            model_config(config, vocab_size)
+        except UserError as error:
+            _problem(found, str(error))
+        else:
+            parameters = num_parameters(config, vocab_size)
+            _needs(found, config, here, parameters, first.checkpoints)
+            memory = memory_per_rank(config, parameters, len(places), vocab_size, here.on_gpu)
+            _memory(found, here, memory, 1 if here.on_gpu else len(on_host))
+    cores = min(len(places[here.rank].cores), len(frozenset().union(*on_host)) / len(on_host))
+    if here.on_gpu and cores < FEWEST_CORES:
+        found.warnings.append(
+            f"{cores:.3g} core{'s' if cores > 1 else ''} for a GPU's rank, whose threads need "
+            f"{FEWEST_CORES} or more, or the GPU waits for them; ask for more: --cpus-per-task of "
+            "launch.slurm, srun and sbatch"
+        )
+    return found
 
 
-def _versions(verdict: PreflightReport, config: RunConfig) -> None:
-    for name in dict.fromkeys(name for fact in verdict.facts for name in fact.versions):
+def _problem(found: Findings, text: str, passes: bool = False) -> None:
+    found.problems.append(Problem(text, passes))
+
+
+def _compare(found: Findings, here: Facts, first: Facts, host: str) -> None:
+    """Name what differs from rank 0, on `host`."""
+    for name in here.versions | first.versions:
+        mine, wanted = (facts.versions.get(name, "absent") for facts in (here, first))
         advice = f"install the same {name} on every host"
         if name == "code":
             advice = "copy the same checkout to every host"
-        values = [fact.versions.get(name, "absent") for fact in verdict.facts]
-        _compare(verdict, verdict.problems, name, values, advice)
-
-
-def _compare(
-    verdict: PreflightReport,
-    found: dict[str, list[int]],
-    name: str,
-    values: Sequence[str],
-    advice: str,
-) -> None:
-    """Name ranks whose value is not the most frequent one; of equally frequent ones, rank 0's."""
-    counts = Counter(values)
-    usual = max(counts, key=lambda value: (counts[value], value == values[0]))
-    others = {
-        fact.host for fact, value in zip(verdict.facts, values, strict=True) if value == usual
-    }
-    for rank, value in enumerate(values):
-        if value != usual:
-            where = next(iter(others)) if len(others) == 1 else f"{len(others)} other hosts"
-            found[f"{name} is {value}, but {usual} on {where}; {advice}"].append(rank)
-
-
-def _configurations(verdict: PreflightReport, config: RunConfig) -> None:
-    first = verdict.facts[0].config
-    for fact in verdict.facts:
-        for name, (a, b) in changed_values(first, fact.config).items():
-            verdict.problems[
-                f"{name}={b!r}, but {a!r} on rank 0; start all ranks with the same file "
-                "and overrides"
-            ].append(fact.rank)
-
-
-def _batch(verdict: PreflightReport, config: RunConfig) -> None:
-    world_size = len(verdict.facts)
-    try:
-        config.accumulation_steps(world_size)
-    except UserError as error:
-        verdict.problems[f"{error}; {batch_advice(config, world_size)}"] += range(world_size)
+        if mine != wanted:
+            _problem(found, f"{name} is {mine}, but {wanted} on {host}; {advice}")
+    for name, (a, b) in changed_values(first.config, here.config).items():
+        _problem(
+            found,
+            f"{name}={b!r}, but {a!r} on rank 0; start all ranks with the same file and overrides",
+        )
+    if here.device != first.device:
+        found.warnings.append(
+            f"the device is {here.device}, but {first.device} on {host}; the slowest one sets the "
+            "pace"
+        )
+    if here.data is None or first.data is None:
+        return
+    if here.data.fingerprint != first.data.fingerprint:
+        _problem(
+            found,
+            f"data: the fingerprint is {here.data.fingerprint[:12]}, but on {host} "
+            f"{first.data.fingerprint[:12]}; give all hosts the same prepared data",
+        )
+    elif here.data.probe != first.data.probe:
+        _problem(
+            found,
+            f"data: the same samples read otherwise than on {host}, though the fingerprints are "
+            "equal; copy the data there again",
+        )
+    found.notes.append(f"data {first.data.fingerprint[:12]}, read on each host")
 
 
 def batch_advice(config: RunConfig, world_size: int) -> str:
@@ -170,135 +205,53 @@ def batch_advice(config: RunConfig, world_size: int) -> str:
     return f"right would be {' or '.join(ways)}"
 
 
-def _sequences(verdict: PreflightReport, config: RunConfig) -> None:
-    """Name the ranks that share sequences over the network between hosts."""
-    parts, facts = config.train.sequence_parallel, verdict.facts
-    groups = [facts[start : start + parts] for start in range(0, len(facts), parts)]
-    apart = [group for group in groups if len({fact.host for fact in group}) > 1]
-    if apart:
-        verdict.warnings[
-            f"train.sequence_parallel={parts}: neighbours on several hosts share sequences, and "
-            "every layer waits for the network between them; a number that divides the ranks of "
-            "each host keeps them on one"
-        ] += [fact.rank for group in apart for fact in group]
-
-
-def _seen(verdict: PreflightReport, config: RunConfig) -> None:
-    """Take over what ranks found wrong with data, folder and kernels."""
-    for fact in verdict.facts:
-        for text, passes in fact.problems:
-            verdict.problems[text].append(fact.rank)
-            if passes:
-                verdict.passing.add(text)
-
-
-def _data(verdict: PreflightReport, config: RunConfig) -> None:
-    opened = [fact for fact in verdict.facts if fact.data is not None]
-    if not opened:
-        return
-    first = opened[0]
-    for fact in opened[1:]:
-        where = f"but on {first.host}"
-        if fact.data.fingerprint != first.data.fingerprint:
-            verdict.problems[
-                f"data: the fingerprint is {fact.data.fingerprint[:12]}, {where} "
-                f"{first.data.fingerprint[:12]}; give all hosts the same prepared data"
-            ].append(fact.rank)
-        elif fact.data.probe != first.data.probe:
-            verdict.problems[
-                f"data: the same samples read otherwise than on {first.host}, though the "
-                "fingerprints are equal; copy the data there again"
-            ].append(fact.rank)
-    verdict.notes.append(f"data {first.data.fingerprint[:12]}, read on each host")
-
-
-def _needs(verdict: PreflightReport, config: RunConfig) -> None:
-    """Compare disk and memory with what the number of the model's parameters needs."""
-    ranks, first = len(verdict.facts), verdict.facts[0]
-    vocab_size = next((f.data.vocab_size for f in verdict.facts if f.data is not None), None)
-    vocab_size = config.model.vocab_size or vocab_size
-    if vocab_size is None:
-        return  # The data are missing, which is among the problems already.
-    try:
-        model_config(config, vocab_size)
-    except UserError as error:
-        verdict.problems[str(error)] += range(ranks)
-        return
-    parameters = num_parameters(config, vocab_size)
-    _disk(verdict, config, parameters)
-    # The first rank builds the whole model on its host, whatever it keeps of it.
-    one = building_bytes(config, parameters)
-    if one > first.host_memory:
-        verdict.problems[
-            f"the model of {parameters:,} parameters is built on this host, which takes "
-            f"{size(one)}, but {size(first.host_memory)} of memory are free there; take a smaller "
-            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0"
-        ].append(first.rank)
-    verdict.notes.append(
-        f"host memory: {size(one)} on the first rank's host while it builds the model, "
-        f"{size(first.host_memory)} free"
-    )
-    memory = memory_per_rank(config, parameters, ranks, vocab_size, first.on_gpu)
-    of_host = Counter(fact.host for fact in verdict.facts)
-    least = None
-    for fact in verdict.facts:
-        free = fact.free_memory / (1 if fact.on_gpu else of_host[fact.host])
-        least = free if least is None else min(least, free)
-        where = "GPU memory" if fact.on_gpu else "memory"
-        text = (
-            f"about {memory.total / GIB:.2f} GiB a rank are needed ({memory}), but "
-            f"{free / GIB:.2f} GiB of {where} are free for each; {memory.advice}"
-        )
-        if memory.states > free or memory.total > free * MEMORY_ACCURACY:
-            verdict.problems[text].append(fact.rank)
-            # Processes of an earlier start may still hold it.
-            if memory.total <= fact.gpu_memory:
-                verdict.passing.add(text)
-        elif memory.total > free:
-            verdict.warnings[text].append(fact.rank)
-    verdict.notes.append(
-        f"memory: about {memory.total / GIB:.2f} GiB a rank, at least {least / GIB:.2f} GiB free"
-    )
-
-
-def _disk(verdict: PreflightReport, config: RunConfig, parameters: int) -> None:
-    one = checkpoint_bytes(parameters)
-    looked = [fact for fact in verdict.facts if fact.free_disk is not None]
-    needed = checkpoints_to_hold(config, max((f.checkpoints for f in looked), default=0)) * one
-    for fact in looked:
-        if fact.free_disk < needed:
-            verdict.problems[
-                f"train.output_dir={config.train.output_dir}: {size(fact.free_disk)} are free, "
-                f"but checkpoints of {size(one)} each need {size(needed)}"
-            ].append(fact.rank)
-    if looked:
-        free = min(fact.free_disk for fact in looked)
-        verdict.notes.append(
+def _needs(found: Findings, config: RunConfig, here: Facts, parameters: int, saved: int) -> None:
+    """Compare the disk, which has `saved` checkpoints, and host memory with what the run needs."""
+    one, free = checkpoint_bytes(parameters), here.free_disk
+    if free is not None:
+        needed = checkpoints_to_hold(config, saved) * one
+        if free < needed:
+            _problem(
+                found,
+                f"train.output_dir={config.train.output_dir}: {size(free)} are free, but "
+                f"checkpoints of {size(one)} each need {size(needed)}",
+            )
+        found.notes.append(
             f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
         )
+    # The first rank builds the whole model on its host, whatever it keeps of it.
+    one = building_bytes(config, parameters)
+    if here.rank == 0 and one > here.host_memory:
+        _problem(
+            found,
+            f"the model of {parameters:,} parameters is built on this host, which takes "
+            f"{size(one)}, but {size(here.host_memory)} of memory are free there; take a smaller "
+            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0",
+        )
+    found.notes.append(
+        f"host memory: {size(one)} on the first rank's host while it builds the model, "
+        f"{size(here.host_memory)} free"
+    )
 
 
-def _devices(verdict: PreflightReport, config: RunConfig) -> None:
-    """Name what runs, but only as fast as its slowest rank."""
-    facts = verdict.facts
-    names = [fact.device for fact in facts]
-    _compare(verdict, verdict.warnings, "the device", names, "the slowest one sets the pace")
-    of_host = defaultdict(list)
-    for fact in facts:
-        of_host[fact.host].append(fact)
-    for fact in facts:
-        on_host = of_host[fact.host]
-        together = len(set().union(*(other.cores for other in on_host)))
-        own = min(len(fact.cores), together / len(on_host))
-        if fact.on_gpu and own < FEWEST_CORES:
-            verdict.warnings[
-                f"{own:.3g} core{'s' if own > 1 else ''} for a GPU's rank, whose threads need "
-                f"{FEWEST_CORES} or more, or the GPU waits for them; ask for more: "
-                "--cpus-per-task of launch.slurm, srun and sbatch"
-            ].append(fact.rank)
+def _memory(found: Findings, here: Facts, memory: Memory, sharing: int) -> None:
+    """Compare what a step needs with the memory that is free for so many ranks together."""
+    free = here.free_memory / sharing
+    text = (
+        f"about {memory.total / GIB:.2f} GiB a rank are needed ({memory}), but {free / GIB:.2f} "
+        f"GiB of {'GPU memory' if here.on_gpu else 'memory'} are free for each; {memory.advice}"
+    )
+    if memory.states > free or memory.total > free * MEMORY_ACCURACY:
+        # Processes of an earlier start may still hold it.
+        _problem(found, text, passes=memory.total <= here.gpu_memory)
+    elif memory.total > free:
+        found.warnings.append(text)
+    found.notes.append(
+        f"memory: about {memory.total / GIB:.2f} GiB a rank, {free / GIB:.2f} GiB free"
+    )
 
 
-def time_all_reduce(verdict: PreflightReport, ranks: Ranks) -> None:
+def time_all_reduce(report: Report, ranks: Ranks) -> None:
     """Note how fast an all-reduce is, and warn where the fast network is not used (a collective).
 
     The speed is that on the bus: the bytes that a rank sends in a ring, 2 (n − 1) / n of the
@@ -316,31 +269,31 @@ def time_all_reduce(verdict: PreflightReport, ranks: Ranks) -> None:
             torch.cuda.synchronize(ranks.device)
         seconds.append(max(ranks.gather(time.perf_counter() - start)))
     sent = 2 * (ranks.world_size - 1) / ranks.world_size * buffer.numel() * 4
-    verdict.notes.append(
+    report.notes.append(
         f"all-reduce of {buffer.numel() / 2**18:.0f} MiB among {ranks.world_size} ranks: "
         f"{seconds[-1] * 1e3:.1f} ms, {sent / seconds[-1] / 1e9:.2f} GB/s on the bus"
     )
-    del buffer
     if ranks.device.type == "cuda":
+        del buffer
         torch.cuda.empty_cache()
-    judge_bandwidth(verdict, sent / seconds[-1])
+        judge_bandwidth(report, sent / seconds[-1])
 
 
-def judge_bandwidth(verdict: PreflightReport, speed: float) -> None:
+def judge_bandwidth(report: Report, speed: float) -> None:
     """Warn of an all-reduce of so few bytes a second on the bus that the fast network is unused.
 
     NCCL's own tests reach 0.7 to 0.9 of what the hardware sends; the ways around it, the host's
     memory and TCP, reach a few hundredths. Between nodes a ring has all of a node's ways out.
     """
-    per_host = Counter(fact.host for fact in verdict.facts)
+    per_host = Counter(report.hosts).values()
     least = LEAST_IN_NODE
     if len(per_host) > 1:
-        least = LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * min(per_host.values())
-    if verdict.facts[0].on_gpu and speed < least * 1e9:
-        verdict.warnings[
+        least = LEAST_OF_NETWORK * ASSUMED_INTERCONNECT * min(per_host)
+    if speed < least * 1e9:
+        report.warnings[
             f"the all-reduce's {speed / 1e9:.3g} GB/s are very little, {least:.3g} or more are "
             "usual; is the fast network used (NCCL_DEBUG=INFO tells)?"
-        ] += range(len(verdict.facts))
+        ] += range(len(report.hosts))
 
 
 def size(bytes_: float) -> str:
