@@ -69,9 +69,8 @@ class Transformer(Architecture):
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         """Compare as the base; without convolutions their other keys say nothing."""
-        free = attention.keys_of_any_weights(theirs, ours)
-        theirs, ours = (values | attention.compared_options(values) for values in (theirs, ours))
-        said, added = {name: v for name, v in theirs.items() if name not in free}, False
+        theirs, ours = attention.compared(theirs, ours)
+        said, added = theirs, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":
                 said = {name: v for name, v in said.items() if not name.startswith(others)}

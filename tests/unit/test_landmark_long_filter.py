@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.model.attention.modules.landmark import train_landmarks
-from cat_lm.model.attention.modules.landmark_cache import LandmarkDynamicLayer
+from cat_lm.model.attention.modules.landmark import LandmarkDynamicLayer, train_landmarks
 from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.landmark.keys import block_weights, landmark_keys, long_landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks

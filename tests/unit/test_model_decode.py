@@ -6,7 +6,6 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cat_lm.model import CatCache
-from cat_lm.model.attention.modules import map_mixing
 from cat_lm.model.cache import LayerStateMixin
 from tests.unit.tiny_models import VARIANTS, cat_model, each_kind, random_ids
 
@@ -23,14 +22,6 @@ def decode(model, ids, lengths, cache=None, **kwargs):
         cache = output.past_key_values
         outputs.append(output.logits)
     return torch.cat(outputs, dim=1), cache
-
-
-@torch.no_grad()
-def test_a_long_chunk_after_a_cache_is_mixed_in_blocks(monkeypatch):
-    monkeypatch.setattr(map_mixing, "QUERY_BLOCK", 7)
-    model, ids = cat_model(**VARIANTS["maps"]), random_ids(2, 36)
-    logits, _ = decode(model, ids, [5, 29, 2])
-    torch.testing.assert_close(logits, model(ids, use_cache=False).logits, **CLOSE)
 
 
 def check_plain_caches(model):

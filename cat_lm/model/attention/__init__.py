@@ -193,30 +193,25 @@ def length_problems(model: Any, length: int) -> list[str]:
 # What a model whose weights are taken must have in common with ours, by the keys of both
 
 
-def keys_of_any_weights(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> set[str]:
-    """List the keys of what our model has and the one that its weights come from has not.
+def compared(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of both models that must be the same, options with their defaults.
 
-    Only of entries that `takes_any_weights`.
+    Not compared are `free_options`, and entries that their model lacks if they `takes_any_weights`.
     """
-    found = set()
+    theirs, ours = dict(theirs), dict(ours)
     for kind, registry in REGISTRIES.items():
         name, plain = ours[kind.key], "softmax" if kind is Pattern else "none"
+        for values in (theirs, ours):
+            if values[kind.key] != "none":
+                entry = registry.get(values[kind.key])
+                options = entry.resolved(values[kind.options_key])
+                kept = {n: v for n, v in options.items() if n not in entry.free_options}
+                values[kind.options_key] = kept
         if theirs[kind.key] == plain != name and registry.get(name).takes_any_weights:
-            found |= {*keys_of(kind)}
-    return found
-
-
-def compared_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that must be the same: with defaults, and without `free_options`."""
-    found = {}
-    for kind, registry in REGISTRIES.items():
-        if (name := values[kind.key]) != "none":
-            entry = registry.get(name)
-            options = entry.resolved(values[kind.options_key])
-            found[kind.options_key] = {
-                n: v for n, v in options.items() if n not in entry.free_options
-            }
-    return found
+            del theirs[kind.key], theirs[kind.options_key]
+    return theirs, ours
 
 
 def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:

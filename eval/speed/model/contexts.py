@@ -26,8 +26,7 @@ from transformers import Cache
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention.modules.call import AttentionCall
-from cat_lm.model.attention.modules.landmark import LandmarkCore
-from cat_lm.model.attention.modules.landmark_cache import LandmarkDynamicLayer
+from cat_lm.model.attention.modules.landmark import LandmarkCore, LandmarkDynamicLayer
 from cat_lm.model.cache import CatCache
 from cat_lm.model.rules import head_width, key_heads
 from eval.common.text_table import aligned

@@ -26,16 +26,12 @@ This is the reading under which maps of one head are what one head's embeddings 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model.attention.modules.call import AttentionCall, softmax, visible_keys
 from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
-
-# Queries whose maps are mixed at a time, which bounds the memory of a long chunk after a cache.
-QUERY_BLOCK = 128
 
 
 class MapMixingCore(nn.Module):
@@ -57,26 +53,13 @@ class MapMixingCore(nn.Module):
         """
         shared = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, shared), repeat_kv(value, shared)
-        if call.continues:
-            return _attend_mixing_maps(query, key, value, extra, call)
-        output, maps = call.attend(query, key, extra.transpose(1, 2))
-        return sum_over_maps(output), maps
-
-
-def _attend_mixing_maps(
-    query: Tensor, key: Tensor, value: Tensor, filters: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor]:
-    """Attend with T queries to S keys, and mix the maps. `filters`: [W, H, H]."""
-    visible = visible_keys(call.mask, query, key)
-    place = None if visible is None else places_of_real_keys(visible[:, 0, -1])
-    outputs, maps = [], []
-    for start in range(0, query.shape[2], QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
-        scores = query[:, :, rows] @ key.mT * call.scaling
-        seen = None if visible is None else visible[:, :, rows]
-        maps.append(softmax(scores, seen, call.dropout, query.dtype))
-        outputs.append(_mixed_maps(maps[-1], filters, place) @ value)
-    return torch.cat(outputs, dim=2).transpose(1, 2), torch.cat(maps, dim=2)
+        if not call.continues:
+            output, maps = call.attend(query, key, extra.transpose(1, 2))
+            return sum_over_maps(output), maps
+        visible = visible_keys(call.mask, query, key)
+        place = None if visible is None else places_of_real_keys(visible[:, 0, -1])
+        maps = softmax(query @ key.mT * call.scaling, visible, call.dropout, query.dtype)
+        return (_mixed_maps(maps, extra, place) @ value).transpose(1, 2), maps
 
 
 def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:

@@ -173,7 +173,7 @@ class Landmark(Pattern):
 
     def cache_layers(self) -> tuple[type, type]:
         """Import the layers that keep landmarks."""
-        from cat_lm.model.attention.modules.landmark_cache import (
+        from cat_lm.model.attention.modules.landmark import (
             LandmarkDynamicLayer,
             LandmarkStaticLayer,
         )
