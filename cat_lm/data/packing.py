@@ -86,10 +86,15 @@ class PackedWindows:
         ]
 
     def read(self, numbers: np.ndarray, mask_documents: bool) -> dict[str, np.ndarray]:
-        rows, starts, lengths, flags = self._pieces_of(numbers)
+        groups = [self._pieces[self._ends[n - 1] if n else 0 : self._ends[n]] for n in numbers]
+        pieces, rows = (
+            np.concatenate(groups),
+            np.repeat(np.arange(len(groups)), [*map(len, groups)]),
+        )
+        starts, lengths = pieces["start"].astype(np.int64), (pieces["packed"] >> 2).astype(np.int64)
+        flags = pieces["packed"] & 3
         # Of a cut document the next token is read too: it is the last label.
-        stops = starts + lengths + (flags & CUT > 0)
-        views = self.corpus.gather(starts, stops)
+        views = self.corpus.gather(starts, starts + lengths + (flags & CUT > 0))
         shape = (len(numbers), self.context_length)
         input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
@@ -111,17 +116,6 @@ class PackedWindows:
         batch = {"input_ids": input_ids, "labels": labels}
         return batch if document_ids is None else {**batch, "document_ids": document_ids}
 
-    def _pieces_of(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the row, start, length and flags of all pieces in these windows."""
-        numbers = np.asarray(numbers)
-        first = np.where(numbers > 0, self._ends[numbers - 1], 0)
-        counts = self._ends[numbers] - first
-        rows = np.repeat(np.arange(len(numbers)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        pieces = self._pieces[np.repeat(first, counts) + within]
-        lengths, flags = (pieces["packed"] >> 2).astype(np.int64), pieces["packed"] & 3
-        return rows, pieces["start"].astype(np.int64), lengths, flags
-
 
 def plan_folder(
     corpus: TokenCorpus,
@@ -140,19 +134,11 @@ def plan_folder(
     Raises:
         UserError: a plan is damaged, or of something else; or it cannot be made.
     """
-    identity = {
-        "version": VERSION,
-        "fingerprint": corpus.fingerprint,
-        "split": corpus.split,
-        "context_length": context_length,
-        "group": GROUP,
-    }
+    planner = _Planner(corpus, context_length, cache_dir, progress)
     name = f"{corpus.split}-{context_length}-v{VERSION}-{corpus.fingerprint[:16]}"
     places = [corpus.folder / PACKING / name, cache_folder(cache_dir) / PACKING / name]
-
-    for place in places:
-        if _is_whole(place, identity, cache_dir, progress):
-            return place
+    if found := next(filter(planner.is_made, places), None):
+        return found
     what = "waiting for a packing plan that another process makes"
     for place in places:
         try:
@@ -163,53 +149,94 @@ def plan_folder(
                 raise
             continue  # The data are on a disk that this user may only read.
         with lock:
-            if not _is_whole(place, identity, cache_dir, progress):
-                _make(place, corpus, identity, cache_dir, progress)
+            if not planner.is_made(place):
+                planner.make(place)
         return place
     raise AssertionError
 
 
-def _is_whole(
-    folder: Path, identity: dict, cache_dir: Path | str | None, progress: Progress
-) -> bool:
-    """Return True if the folder holds the plan, and its files have the recorded SHA-256.
+class _Planner:
+    """What makes the plan of a corpus, and knows it again."""
 
-    Raises:
-        UserError: it is damaged, or of something else; temporary where it cannot be read now.
-    """
-    if not folder.is_dir():
-        return False
-    try:
-        plan = read_json(folder / "plan.json", Plan)
-        if (
-            plan.model_dump(include=set(identity)) == identity
-            and set(plan.sha256) == set(FILES)
-            and not any(changed_files(folder, plan.sha256, cache_dir, progress))
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        context_length: int,
+        cache_dir: Path | str | None,
+        progress: Progress,
+    ) -> None:
+        self._corpus, self._context_length = corpus, context_length
+        self._cache_dir, self._progress = cache_dir, progress
+        self._identity = {
+            "version": VERSION,
+            "fingerprint": corpus.fingerprint,
+            "split": corpus.split,
+            "context_length": context_length,
+            "group": GROUP,
+        }
+
+    def is_made(self, folder: Path) -> bool:
+        """Return True if the folder holds the plan, and its files have the recorded SHA-256.
+
+        Raises:
+            UserError: it is damaged, or of something else; temporary where it cannot be read now.
+        """
+        if not folder.is_dir():
+            return False
+        try:
+            plan = read_json(folder / "plan.json", Plan)
+            if (
+                plan.model_dump(include=set(self._identity)) == self._identity
+                and set(plan.sha256) == set(FILES)
+                and not any(changed_files(folder, plan.sha256, self._cache_dir, self._progress))
+            ):
+                return True
+        except (OSError, UserError) as error:
+            if is_temporary(error):  # Nobody is to delete it for that.
+                raise
+        raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
+
+    def make(self, folder: Path) -> None:
+        self._corpus.fetch(self._progress)
+        # A plan is kept: it must not come of a damaged index.
+        verify([self._corpus], self._cache_dir, (".idx",), self._progress)
+        with atomic_folder(folder, lambda _: PLAN_FILES, "packing plan") as made:
+            totals = self._write(made)
+            paths = [made / name for name in FILES]
+            sha256 = {path.name: digest for path, digest in checksums(paths, "sha256").items()}
+            note_files(made, sha256)
+            write_json(made / "plan.json", {**self._identity, **totals, "sha256": sha256})
+
+    def _write(self, folder: Path) -> dict[str, int]:
+        from tqdm import tqdm
+
+        windows = pieces = cut = 0
+        total = self._corpus.num_documents
+        with (
+            open(folder / "windows.bin", "wb") as ends_file,
+            open(folder / "pieces.bin", "wb") as pieces_file,
+            tqdm(total=total, unit="doc", unit_scale=True, desc="packing", file=sys.stderr) as bar,
         ):
-            return True
-    except (OSError, UserError) as error:
-        if is_temporary(error):  # Nobody is to delete it for that.
-            raise
-    raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
+            for starts, lengths in self._groups():
+                group, counts = pack(starts, lengths, self._context_length)
+                ends_file.write((pieces + np.cumsum(counts)).astype("<i8").tobytes())
+                pieces_file.write(group.tobytes())
+                windows += len(counts)
+                pieces += len(group)
+                cut += int((lengths > self._context_length).sum())
+                bar.update(len(lengths))
+                self._progress(f"packing {bar.n:,} documents")
+        return {"windows": windows, "pieces": pieces, "cut_documents": cut}
 
-
-def _make(
-    folder: Path,
-    corpus: TokenCorpus,
-    identity: dict,
-    cache_dir: Path | str | None,
-    progress: Progress,
-) -> None:
-    corpus.fetch(progress)
-    # A plan is kept: it must not come of a damaged index.
-    verify([corpus], cache_dir, (".idx",), progress)
-    with atomic_folder(folder, lambda _: PLAN_FILES, "packing plan") as made:
-        totals = _write_plan(made, corpus, identity["context_length"], progress)
-        paths = [made / name for name in FILES]
-        digests = checksums(paths, "sha256", lambda path: progress(f"the SHA-256 of {path}"))
-        sha256 = {path.name: digest for path, digest in digests.items()}
-        note_files(made, sha256)
-        write_json(made / "plan.json", {**identity, **totals, "sha256": sha256})
+    def _groups(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield starts in the stream and lengths of documents, `GROUP` of a shard at a time."""
+        base = 0
+        for shard in self._corpus.shards:
+            for first in range(0, shard.num_documents, GROUP):
+                starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
+                yield base + starts, stops - starts
+            shard.forget_index()  # Thousands of open files are more than some systems allow.
+            base += shard.num_tokens
 
 
 def plan_files(data: Path) -> list[str]:
@@ -221,43 +248,6 @@ def plan_files(data: Path) -> list[str]:
         if named.fullmatch(folder.name):
             found += [f"{PACKING}/.{folder.name}.lock", *(f"{place}/{name}" for name in PLAN_FILES)]
     return found
-
-
-def _write_plan(
-    folder: Path, corpus: TokenCorpus, context_length: int, progress: Progress
-) -> dict[str, int]:
-    from tqdm import tqdm
-
-    windows = pieces = cut = 0
-    bar = tqdm(
-        total=corpus.num_documents, unit="doc", unit_scale=True, desc="packing", file=sys.stderr
-    )
-    with (
-        open(folder / "windows.bin", "wb") as ends_file,
-        open(folder / "pieces.bin", "wb") as pieces_file,
-        bar,
-    ):
-        for starts, lengths in _groups(corpus):
-            group, counts = pack(starts, lengths, context_length)
-            ends_file.write((pieces + np.cumsum(counts)).astype("<i8").tobytes())
-            pieces_file.write(group.tobytes())
-            windows += len(counts)
-            pieces += len(group)
-            cut += int((lengths > context_length).sum())
-            bar.update(len(lengths))
-            progress(f"packing {bar.n:,} documents")
-    return {"windows": windows, "pieces": pieces, "cut_documents": cut}
-
-
-def _groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield starts in the stream and lengths of the documents, `GROUP` of a shard at a time."""
-    base = 0
-    for shard in corpus.shards:
-        for first in range(0, shard.num_documents, GROUP):
-            starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
-            yield base + starts, stops - starts
-        shard.forget_index()  # thousands of open files would be more than some systems allow
-        base += shard.num_tokens
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
