@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cat_lm.core import __version__
-from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import files_below
 from cat_lm.core.readers import InsideName, Versioned, read_json, read_object, resolve
@@ -100,9 +100,7 @@ def is_result(path: Path, command: str = "") -> bool:
         return False
     try:
         values = read_object(path)
-    except UserError as error:
-        if is_temporary(error):
-            raise
+    except UserError:
         return False
     made = values.get("provenance", values)
     is_ours = isinstance(made, dict) and {"command", "versions"} <= made.keys()
@@ -117,9 +115,7 @@ def _write_list(listing: Path, names: Iterable[str]) -> None:
 def _listed(listing: Path) -> list[str]:
     try:
         return read_json(listing, Listing).files
-    except UserError as error:
-        if is_temporary(error):
-            raise
+    except UserError:
         return []
 
 
