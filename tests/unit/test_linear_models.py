@@ -109,7 +109,7 @@ def test_an_export_for_the_package_is_the_same_tensors(case, tiny_corpus, tmp_pa
     out = export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
     settings = json.loads((out / "config.json").read_text())
     assert settings["model_type"] == family.library_type
-    assert settings["architectures"] == [f"{family.package_classes}ForCausalLM"]
+    assert settings["architectures"] == [f"{family.library_prefix}ForCausalLM"]
     assert settings["fuse_norm"] is True and settings["hidden_act"] == "swish"
     assert settings["intermediate_size"] == 256 and settings["use_short_conv"] == (case != "gla")
     stored = load_file(out / "model.safetensors")
@@ -301,7 +301,7 @@ def test_auto_says_what_is_missing(monkeypatch):
         ({"train.mixer_backend": "cpu", "model.architecture": "delta_net", "model.num_heads": 2},
          "train.mixer_backend=cpu: backend='cpu' cannot serve the delta rule: the delta rule has"),
         ({"train.mixer_backend": "torch", "model.architecture": "mixer", "model.mixer": "gla"},
-         "train.mixer_backend=torch: a mixer has an option for it"),
+         "train.mixer_backend=torch: a mixer chooses what computes it"),
         ({"train.mixer_backend": "cpu", "model.architecture": "llama",
           "model.num_attention_heads": 2},
          "train.mixer_backend=cpu: the model has no recurrences"),

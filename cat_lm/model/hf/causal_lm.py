@@ -62,10 +62,6 @@ class CausalBody:
         """Return the settings by which rows are read, here the configuration."""
         return self.config
 
-    def _computes_again(self) -> bool:
-        """Return True if layers are computed once more in the backward pass."""
-        return self.training and any(layer.gradient_checkpointing for layer in self.layers)
-
     def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
         """Do what comes between the embeddings [B, T, C] and the first layer."""
         return inputs_embeds
@@ -108,8 +104,15 @@ class CausalBody:
             attach_layer_state(past_key_values, self.config)
         elif use_cache and getattr(self.config, "keeps_state", True):
             past_key_values = CatCache(self.config)
-        if past_key_values is not None and self._computes_again():
-            check_leaves_nothing_out(past_key_values)
+        computes_again = self.training and any(x.gradient_checkpointing for x in self.layers)
+        if past_key_values is not None and computes_again:
+            # A layer that is computed again would add its tokens twice.
+            if past_key_values.get_seq_length() > 0:
+                raise ValueError(
+                    "past_key_values: gradient checkpointing cannot train after cached tokens; "
+                    "give all tokens, or disable it"
+                )
+            logger.warning_once("no cache is kept: gradient checkpointing computes layers again")
             past_key_values = None
         group = self.sequence_group
         check_divided(group, attention_mask, padding_mask, past_key_values)
@@ -137,20 +140,6 @@ class CausalBody:
             last_hidden_state=self._leave(hidden_states),
             past_key_values=past_key_values,
         )
-
-
-def check_leaves_nothing_out(cache: Cache) -> None:
-    """Warn that a cache is not used, to which a layer computed again would add its tokens twice.
-
-    Raises:
-        ValueError: it holds tokens.
-    """
-    if cache.get_seq_length() > 0:
-        raise ValueError(
-            "past_key_values: gradient checkpointing cannot train after cached tokens; give all "
-            "tokens, or disable it"
-        )
-    logger.warning_once("no cache is kept: gradient checkpointing computes layers again")
 
 
 @dataclass
@@ -195,16 +184,12 @@ class CausalLanguageModel:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
 
         A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `cat_lm.model.hf.conv_backends.describe_backend` tells before.
+        `Architecture.describe_backend` tells before.
 
         Raises:
             ValueError: an unknown name.
         """
-        if problem := BACKENDS.problem(name):
-            raise ValueError(f"backend={name!r}: {problem}")
-        for module in self.modules():
-            if isinstance(module, CausalBody):
-                module.conv_backend = name
+        self._set_backend("conv_backend", name, BACKENDS.problem(name))
 
     def set_mixer_backend(self, name: str) -> None:
         """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
@@ -212,18 +197,22 @@ class CausalLanguageModel:
         Raises:
             ValueError: an unknown name.
         """
-        if name not in (known := ("auto", *MIXER_BACKENDS)):
-            raise ValueError(f"backend={name!r}: {one_of(name, known)}")
+        known = ("auto", *MIXER_BACKENDS)
+        self._set_backend("mixer_backend", name, None if name in known else one_of(name, known))
+
+    def _set_backend(self, key: str, name: str, problem: str | None) -> None:
+        if problem:
+            raise ValueError(f"backend={name!r}: {problem}")
         for module in self.modules():
             if isinstance(module, CausalBody):
-                module.mixer_backend = name
+                setattr(module, key, name)
 
     def set_sequence_group(self, group: SequenceGroup | None) -> None:
         """Have every sequence computed by a group of ranks, each a part of it; None for one alone.
 
         `input_ids`, labels and what comes out are then this rank's part, [B, T/P], and
         `document_ids`, `position_ids` those of whole sequences, [B, T]. What can be divided is
-        said by `Architecture.division_problems`.
+        said by `ModelSection.division_problems`.
         """
         for module in self.modules():
             if hasattr(module, "sequence_group"):

@@ -34,55 +34,34 @@ class _CatSettings(AttentionSettings, KnownKeys):
 class CatConfig(_CatSettings, GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
-    conv_type (`str`, defaults to `"head"`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves
-        each head with one causal filter, shared by the channels of the head; `"multihead"` mixes
-        heads, with one filter for each pair of them; `"depthwise"` has one filter for each channel,
-        the short convolution of Primer (on queries, keys and values), of Mamba and DeltaNet, and of
-        Canon layers at position B (arXiv:2512.17351).
-    conv_window (`int`, defaults to 21): W, the number of taps of a filter; at least 1.
-    conv_streams (`str`, defaults to `"qkv"`): which of queries, keys and values are convolved.
-    conv_mixing (`str`, defaults to `"embeddings"`): what a multi-head convolution mixes.
-        `"embeddings"`: the queries, keys and values of all heads before attention, as in the
-        paper's definition (section 3.1). `"maps"`: the attention maps after the softmax, over heads
-        and keys, A'_i[t, m] = sum_h sum_j F[j,i,h] A_h[t, m+j], in place of the convolution of the
-        values; queries and keys, if `conv_streams` names them, are mixed as embeddings. The paper
-        says only that its Table 2 also looks at mixing maps and gives no equation, so this form is
-        inferred, and which of the two its MH-CAT rows used is not known.
-    conv_activation (`str`, defaults to `"none"`): `"silu"` applies SiLU to what a
-        convolution gives, bias included, as Mamba and DeltaNet do after filters of channels.
-    conv_init (`str`, defaults to `"identity"`): `"identity"` starts as the model without
-        convolutions (but for an activation), `"uniform"` draws the taps from ±1/sqrt(W), for
-        multihead ±1/sqrt(W H).
-        `"residual"` adds the two, as a Canon layer in the convolution's place would start.
-    conv_filter (`str`, defaults to `"taps"`): `"exponential"` or `"ssm"` filters are as long as the
-        text, with O(N) numbers for each head, and are decoded from N numbers of state for each
-        channel; conv_state (`int`, defaults to 0): N. For `"head"`, without conv_window. Their
-        `"uniform"` draws the coefficients and the tap of lag 0 from ±1/sqrt(N). See
-        `cat_lm.ops.long_filter`.
-    conv_norm (`str`, defaults to `"none"`): `"l1"` divides a filter by its magnitudes' sum.
-    conv_rank (`int`, defaults to 1): R, of the kernel by which filters of queries and keys convolve
-        their scores; queries and keys become R times as wide. For `"head"` with both streams.
-    qk_norm (`str`, defaults to `"none"`): `"l2"` or `"rms"`, of queries and keys; qk_norm_place
-        (`str`, defaults to `"after"`): of their convolution, or `"before"` it. See
-        `cat_lm.model.streams.operations`.
-    canon (`str`, defaults to `"none"`): the places of Canon layers, some of A, C and D;
-        canon_window (`int`, defaults to 4): their taps; canon_init (`str`, defaults to
-        `"uniform"`): ±1/sqrt(W), or `"zero"`. See `cat_lm.model.streams.short_convolution`.
-    position_embedding (`str`, defaults to `"rope"`): rotary positions, or `"none"` for none.
-    rotary_pct (`float`, defaults to 0.25): the part of a head's channels that is rotated. Stored as
-        `rope_parameters["partial_rotary_factor"]`, which is another name of it.
-    rope_theta (`float`, defaults to 10,000): the base of the rotary frequencies. Stored as
-        `rope_parameters["rope_theta"]`.
-    attention_temperature (`float`, defaults to 1): t of softmax(q·k / (t sqrt(D))); below 1 it
-        sharpens attention. YaRN's for a factor s is (0.1 ln s + 1)^-2: 0.875, 0.771, 0.685 for
-        s = 2, 4, 8. See `cat_lm.model.rope_scaling`.
-    temperature_scope (`str`, defaults to `"logits"`): what the temperature acts on: `"logits"`, or
-        `"rotary"`, the part of the logits that the rotated channels give.
+    The fields beside GPT-NeoX's are keys of `GPTNeoXSection`, which says what each is and may be;
+    `conv_type` defaults to `"head"` here. More of some:
+
+    conv_type (`str`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves each head with one
+        causal filter, shared by the channels of the head; `"multihead"` mixes heads, with one
+        filter for each pair of them; `"depthwise"` has one filter for each channel, as Primer,
+        Mamba and Canon layers at position B (arXiv:2512.17351).
+    conv_mixing (`str`): what a multi-head convolution mixes. `"embeddings"`: the queries, keys and
+        values of all heads before attention, as in the paper's definition (section 3.1). `"maps"`:
+        the attention maps after the softmax, in place of the convolution of the values; see
+        `cat_lm.model.attention.modules.map_mixing`.
+    conv_activation (`str`): `"silu"` of what a convolution gives, bias included.
+    conv_init (`str`): `"identity"` starts as the model without convolutions (but for an
+        activation), `"uniform"` draws the taps from ±1/sqrt(W), for multihead ±1/sqrt(W H), of long
+        filters ±1/sqrt(N); `"residual"` adds the two, as a Canon layer in the place would start.
+    conv_filter (`str`): `"exponential"` or `"ssm"` filters are as long as the text, with O(N)
+        numbers for each head, N being `conv_state`; see `cat_lm.ops.long_filter`.
+    conv_rank (`int`): R, of the kernel by which filters of queries and keys convolve their scores;
+        queries and keys become R times as wide. For `"head"` with both streams.
+    rotary_pct, rope_theta (`float`): stored in `rope_parameters`, the first as
+        `partial_rotary_factor`.
+    attention_temperature (`float`): t of softmax(q·k / (t sqrt(D))); below 1 it sharpens attention.
+        YaRN's for a factor s is (0.1 ln s + 1)^-2. See `cat_lm.model.rope_scaling`.
     rope_parameters (`dict`, *optional*): as in transformers, with `rope_type` `"default"`,
         `"linear"` (position interpolation) or `"yarn"`; an unknown key is an error. YaRN without
         `attention_factor` has transformers' own temperature, on the rotated channels.
 
-    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.hf.initialization`.
+    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.hf.pretrained`.
     Wrong values raise a `ValueError` that says what is supported.
     """
 
@@ -136,7 +115,7 @@ class CatLlamaConfig(_CatSettings, LlamaConfig):
     rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
         channels of a head are rotated.
 
-    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.initialization`.
+    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.pretrained`.
     Wrong values raise a `ValueError` that says what is supported.
     """
 

@@ -40,49 +40,31 @@ def describe_backend(
     Raises:
         ValueError: the backend asked for cannot serve.
     """
-    # Each of a kind: what, W, heads and channels of a head.
-    parts: list[tuple[str, str, int, int, int]] = []
-
-    def add(conv_type: str, streams: str, purpose: str = "") -> None:
-        if streams:
-            what = f"{conv_type} convolution of {', '.join(streams)}{purpose}"
-            heads = config.stream_heads(streams[0])
-            parts.append((conv_type, what, config.conv_window, heads, config.head_width))
-
-    if not config.has_long_filters:
-        add(config.conv_type, config.embedding_streams)
+    # The kind of each convolution, what it is, W, heads, and channels of a head.
+    parts, window, width = [], config.conv_window, config.head_width
+    lines = [_long_filters(config, device, dtype, backend)] if config.has_long_filters else []
+    if (streams := config.embedding_streams) and not lines:
+        what = f"{config.conv_type} convolution of {', '.join(streams)}"
+        parts.append((config.conv_type, what, window, config.stream_heads(streams[0]), width))
     if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
-        add("head", "v", " for the mixing of attention maps")
+        what = "head convolution of v for the mixing of attention maps"
+        parts.append(("head", what, window, config.stream_heads("v"), width))
     value = attention.value_transform(config)
     if value is not None and (taps := value.taps(config)):
-        parts.append(("head", value.title, taps, config.stream_heads("v"), config.head_width))
+        parts.append(("head", value.title, taps, config.stream_heads("v"), width))
     if places := canon_places(config):
         what = f"Canon layers {', '.join(places)}"
         parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
-    lines = [_long_filters(config, device, dtype, backend)] if config.has_long_filters else []
-    found = _fused(config, is_packed)
-    for conv_type, what, window, heads, head_dim in parts:
-        choice = choose_backend(
-            conv_type,
-            device=device,
-            dtype=dtype,
-            window=window,
-            heads=heads,
-            head_dim=head_dim,
-            backend=backend,
-        )
-        runs = BACKENDS.get(choice.name).describe(conv_type, dtype, window)
-        lines.append(f"{what} (W={window}): {choice.name}, {choice.reason}; {runs}")
-    return "; ".join([*lines, *found]) or "no convolutions"
-
-
-def _fused(config: AttentionSettings, is_packed: bool) -> list[str]:
-    """Name the operations of a row's streams that one kernel computes."""
-    if not config.convolved_streams:
-        return []
-    with torch.device("meta"):
-        found = fused(StreamPipeline(config, {"bias": None} if is_packed else {}))
-    return [f"fused: {found or 'nothing'}"]
+    for kind, what, taps, heads, channels in parts:
+        how = {"device": device, "dtype": dtype, "backend": backend}
+        choice = choose_backend(kind, window=taps, heads=heads, head_dim=channels, **how)
+        runs = BACKENDS.get(choice.name).describe(kind, dtype, taps)
+        lines.append(f"{what} (W={taps}): {choice.name}, {choice.reason}; {runs}")
+    if config.convolved_streams:
+        with torch.device("meta"):
+            found = fused(StreamPipeline(config, {"bias": None} if is_packed else {}))
+        lines.append(f"fused: {found or 'nothing'}")
+    return "; ".join(lines) or "no convolutions"
 
 
 def _long_filters(

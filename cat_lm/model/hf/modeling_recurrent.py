@@ -43,17 +43,34 @@ from cat_lm.model.hf.configuration_recurrent import (
     GLAConfig,
     RecurrentSettings,
 )
-from cat_lm.model.hf.pretrained import RecurrentPreTrained
+from cat_lm.model.hf.pretrained import AsksForStarts
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 from cat_lm.ops.runtime.fake import is_fake
 
 
-class RecurrentPreTrainedModel(RecurrentPreTrained, PreTrainedModel):
-    """Share with the classes below what transformers may do."""
+class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
+    """Declare what transformers may do, and initialise.
 
+    Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
+    from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
+    `initial_values()`, see `cat_lm.core.parameters`.
+    """
+
+    supports_gradient_checkpointing = True
+    _is_stateful = True  # no drafted token can be taken back
     _input_embed_layer = "embeddings"
     _no_split_modules = ("Block", "MambaBlock", "MixerBlock")
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise a module's own parameters; those that were loaded are left alone."""
+        if isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
 
 
 class RecurrentModel(CausalBody, RecurrentPreTrainedModel):

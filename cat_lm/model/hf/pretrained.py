@@ -26,7 +26,7 @@ heads:
 
 Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
 GPT-NeoX uses them for Pythia; GPT-NeoX and Llama both start so. Recurrent families start as in
-their libraries, see `RecurrentPreTrained`: from a standard deviation of 0.02 at any width,
+their libraries: from a standard deviation of 0.02 at any width,
 which small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
 sqrt(2 / (5 C)), as in configs/study; what writes to the residual stream starts in their own ways.
 `uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
@@ -60,6 +60,10 @@ _HUB_OPTIONS = (
 class AsksForStarts:
     """Asks a module for its `initial_values` after its parts; before a `PreTrainedModel`."""
 
+    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
+    # accelerate would pass copies of these arguments, but layers write into them.
+    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse what `from_pretrained` has left over, which no model takes, as unknown keys."""
         takes = inspect.signature(cls.__init__).parameters
@@ -83,11 +87,8 @@ class AsksForStarts:
 class PreTrainedMixin(AsksForStarts):
     """Initialises and loads the models of a family; before its `PreTrainedModel`."""
 
-    # Layers read the inputs of earlier tokens. Engines with a cache of their own do not keep them,
-    # and context parallelism other than `cat_lm.model.sequence` does not exchange them.
-    _supports_attention_backend = _supports_context_parallel = False
-    # accelerate would pass copies of these arguments, but layers write into them.
-    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
+    # Layers read the inputs of earlier tokens, which engines with a cache of their own do not keep.
+    _supports_attention_backend = False
 
     def post_init(self) -> None:
         """Do what transformers does when a model is made; say if drafted tokens cannot go back."""
@@ -97,7 +98,25 @@ class PreTrainedMixin(AsksForStarts):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if not initialize(module, self.config):
+        """Initialise a module's own parameters by the table above.
+
+        transformers' `initialization` leaves tensors alone that were loaded.
+        """
+        if isinstance(module, nn.Linear | nn.Embedding):
+            writes_residual = getattr(module, "writes_residual", False)
+            std = (wang_init_std if writes_residual else small_init_std)(self.config)
+            init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, StreamPipeline):
+            for name, values in module.starts().items():
+                init.copy_(getattr(module, name), values)
+        elif isinstance(module, CanonLayer) and self.config.canon_init == "zero":
+            init.zeros_(module.canon_filter)
+        elif isinstance(module, CanonLayer):
+            bound = 1 / math.sqrt(self.config.canon_window)
+            init.uniform_(module.canon_filter, -bound, bound)
+        else:
             super()._init_weights(module)  # norms, and the buffers of the rotary embedding
 
     def _check_and_adjust_attn_implementation(
@@ -126,30 +145,6 @@ class PreTrainedMixin(AsksForStarts):
         return loaded
 
 
-class RecurrentPreTrained(AsksForStarts):
-    """Declare what transformers may do, and initialise.
-
-    Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
-    from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
-    `initial_values()`, see `cat_lm.core.parameters`.
-    """
-
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses")
-    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
-    _is_stateful = True  # no drafted token can be taken back
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module's own parameters; those that were loaded are left alone."""
-        if isinstance(module, nn.RMSNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
-
-
 def small_init_std(config: AttentionSettings) -> float:
     """The standard deviation of weights that do not write to the residual stream."""
     return math.sqrt(2 / (5 * config.hidden_size))
@@ -158,30 +153,3 @@ def small_init_std(config: AttentionSettings) -> float:
 def wang_init_std(config: AttentionSettings) -> float:
     """The standard deviation of the two matrices of a layer that write to the residual stream."""
     return 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
-
-
-def initialize(module: nn.Module, config: AttentionSettings) -> bool:
-    """Initialises the parameters of `module` itself by the table above; False if it has none there.
-
-    Goes through transformers' `initialization`, which leaves tensors alone that were loaded. What a
-    module gives in `initial_values` comes afterwards (`cat_lm.model.hf.starts`).
-    """
-    if isinstance(module, nn.Linear | nn.Embedding):
-        writes_residual = getattr(module, "writes_residual", False)
-        std = wang_init_std(config) if writes_residual else small_init_std(config)
-        init.normal_(module.weight, mean=0.0, std=std)
-        if getattr(module, "bias", None) is not None:
-            init.zeros_(module.bias)
-        return True
-    if isinstance(module, StreamPipeline):
-        for name, values in module.starts().items():
-            init.copy_(getattr(module, name), values)
-        return True
-    if isinstance(module, CanonLayer):
-        if config.canon_init == "zero":
-            init.zeros_(module.canon_filter)
-        else:
-            bound = 1 / math.sqrt(config.canon_window)
-            init.uniform_(module.canon_filter, -bound, bound)
-        return True
-    return False
