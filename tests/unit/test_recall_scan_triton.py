@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence import decaying_scan_torch as _scan_torch
 
@@ -26,7 +27,7 @@ def test_serves_fp32_on_a_gpu_alone(monkeypatch):
     for other in (*others, tensor(device="cuda:1")):
         assert _scan._kernels("auto", single, other) is _scan_torch
         assert _scan._kernels("auto", other, single) is _scan_torch
-    monkeypatch.setattr(_scan, "INSTALLED", False)
+    monkeypatch.setattr(backends, "INSTALLED", False)
     assert _scan._kernels("auto", single, single) is _scan_torch
 
 

@@ -117,19 +117,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
 def _kernels(backend: str, *tensors: Tensor) -> Any:
     """Choose what computes the scan of these tensors, both ways."""
     kinds = {(s.device, s.dtype) for s in tensors}
-    device, dtype = kinds.pop()
-    if backend != "auto":
-        choose_backend(SELECTIVE_SCAN, device, dtype, backend)
-    if backend == "torch":
+    name = choose_backend(SELECTIVE_SCAN, *kinds.pop(), backend).name
+    if kinds or name == "torch":
         return decaying_scan_torch
-    if backend == "triton" and not kinds and device.type == "cpu":
-        return decaying_scan_triton  # in Triton's interpreter
-    if not kinds and dtype == torch.float32:
-        if device.type == "cpu":
-            return decaying_scan_cpu if decaying_scan_cpu.KERNEL.is_built else decaying_scan_torch
-        if device.type == "cuda" and INSTALLED:
-            return decaying_scan_triton
-    return decaying_scan_torch
+    return decaying_scan_cpu if name == "cpu" else decaying_scan_triton
 
 
 @custom_op("cat_lm::decaying_scan")
