@@ -109,12 +109,16 @@ class Kernel:
                 setattr(call, f"{name}_strides", _Strides(*x.stride()[:3]))
             setattr(call, name, x.data_ptr())
             held.append(x)
-        call.parallel = openmp_runtime()
+        call.parallel, pointer = openmp_runtime(), ctypes.byref(call)
         if self.has_workspace:
-            size = getattr(handle, f"{self.name}_workspace")
-            size.argtypes, size.restype = [ctypes.c_void_p], ctypes.c_int64
-            workspace = torch.empty(size(ctypes.byref(call)), dtype=torch.uint8)
+            size = _function(handle, f"{self.name}_workspace", ctypes.c_int64)(pointer)
+            workspace = torch.empty(size, dtype=torch.uint8)
             call.workspace = workspace.data_ptr()
-        run = getattr(handle, f"{self.name}_run")
-        run.argtypes, run.restype = [ctypes.c_void_p], None
-        run(ctypes.byref(call))
+        _function(handle, f"{self.name}_run", None)(pointer)
+
+
+@functools.cache
+def _function(handle: ctypes.CDLL, name: str, result: type | None) -> ctypes._CFuncPtr:
+    found = getattr(handle, name)
+    found.argtypes, found.restype = [ctypes.c_void_p], result
+    return found
