@@ -369,13 +369,6 @@ main()
         assert done.stderr == "error: standard output: the disk is full\n"
 
 
-def test_an_argument_that_is_no_text_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["x", "a\udcff"])
-    with pytest.raises(SystemExit, match="2"):
-        command(lambda: None)()
-    assert capsys.readouterr().err == "error: argument 'a\\udcff': is not UTF-8 text\n"
-
-
 def test_compiling_needs_a_compiler_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
