@@ -126,7 +126,7 @@ class Trainer:
         try:
             self._begin(start_from)
         except BaseException:
-            self.checkpoints.close()  # else the process would first read all of the checkpoint
+            self.checkpoints.close()  # what is not continued holds nobody back
             raise
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
 
