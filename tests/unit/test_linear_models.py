@@ -415,7 +415,7 @@ def test_the_packages_operators_get_documents_padding_and_states(family, monkeyp
     ids = torch.cat([torch.zeros(2, 7), torch.ones(2, 1), 2 * torch.ones(2, 22)], dim=1).long()
     how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     expected = [model(rows, document_ids=ids).logits, model.generate(rows, **how)]
-    choice = backends.Choice("fla", "for the test")
+    choice = backends.BackendChoice("fla", "for the test")
     monkeypatch.setattr(linear.backends, "choose_backend", lambda *_: choice)
     model.set_mixer_backend("fla")
     found = [model(rows, document_ids=ids).logits, model.generate(rows, **how)]

@@ -21,8 +21,8 @@ from cat_lm.model.attention.modules.scores import (
     attend_with_scores,
     scale_queries_and_keys,
 )
+from cat_lm.model.attention.settings import renamed
 from cat_lm.model.context import Context
-from cat_lm.model.names import renamed
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
 from cat_lm.model.streams.operations import QueryKeyNorm

@@ -6,7 +6,8 @@ module imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,3 +167,10 @@ def refuse(problems: list[str]) -> None:
     """Raise ValueError with the first of the problems, if there are any."""
     if problems:
         raise ValueError(problems[0])
+
+
+def renamed(name: str, renamings: Mapping[str, str]) -> str:
+    """Translate one parameter's name by patterns and what takes their place, in their order."""
+    for pattern, replacement in renamings.items():
+        name = re.sub(pattern, replacement, name)
+    return name
