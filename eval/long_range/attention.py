@@ -1,7 +1,7 @@
 """Attention of encoders: decayed logits, smoothed or filtered values, biases, rotations, chunks.
 
-Decay and box are the language models' own (`decay` and `smoothing` of
-`cat_lm.model.attention.modules`); where queries read both sides, the decay has no factors, and
+Decay and box are the language models' own (those of
+`cat_lm.model.attention.modules.las`); where queries read both sides, the decay has no factors, and
 logits are computed for some queries at a time. Padding stands at the end of rows: a causal model
 never meets it.
 """
@@ -18,13 +18,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from cat_lm.mixers import Setting
 from cat_lm.mixers.parts.attention import rotary_angles
 from cat_lm.model.attention.modules.call import AttentionCall
-from cat_lm.model.attention.modules.decay import DecayScores
+from cat_lm.model.attention.modules.las import DecayScores, SmoothedValues
 from cat_lm.model.attention.modules.scores import (
     ScoreModule,
     attend_by_rows,
     scale_queries_and_keys,
 )
-from cat_lm.model.attention.modules.smoothing import SmoothedValues
 from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds

@@ -12,7 +12,7 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
 from cat_lm.model.attention.documents import document_attention
-from cat_lm.model.attention.modules.decay import DecayScores
+from cat_lm.model.attention.modules.las import DecayScores
 from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.upcycle import Convolution, upcycle
 from tests.conftest import REPOSITORY

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cat_lm.model.attention.modules.decay import DecayScores
-from cat_lm.model.attention.modules.smoothing import SmoothedValues
+from cat_lm.model.attention.modules.las import DecayScores, SmoothedValues
 from cat_lm.model.context import Context
 from eval.recall.theory import state_space
 from eval.recall.theory.state_space import Head, attend, error, nearest

@@ -78,7 +78,7 @@ class ExponentialDecay(ScoreTransform):
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""
-        from cat_lm.model.attention.modules.decay import DecayScores
+        from cat_lm.model.attention.modules.las import DecayScores
 
         return DecayScores(config.num_attention_heads, **options)
 

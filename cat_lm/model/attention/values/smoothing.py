@@ -66,7 +66,7 @@ class Smoothing(ValueTransform):
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
         """Make the module, which has no parameters."""
-        from cat_lm.model.attention.modules.smoothing import SmoothedValues
+        from cat_lm.model.attention.modules.las import SmoothedValues
 
         return SmoothedValues(options["width"], chunk_size(config))
 
