@@ -8,7 +8,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention import Pattern
 
 if TYPE_CHECKING:
-    from cat_lm.config import RunConfig
+    from cat_lm.config.run import RunConfig
 
 
 def inconsistencies(config: RunConfig) -> list[str]:
