@@ -101,8 +101,9 @@ class RemoteCorpus(TokenCorpus):
         if not self.missing(entries):
             return
         what = "waiting for a copy that another process makes"
-        with hold_patiently(self.folder / ".copying.lock", progress, what):
-            for left in self.folder.glob(".*.bin.*.tmp"):  # of a process that was killed
+        with hold_patiently(self.folder / ".copying.lock", progress, what) as lock:
+            # What is left is of a process that was killed, unless there are no locks here.
+            for left in () if lock.error else self.folder.glob(".*.bin.*.tmp"):
                 left.unlink(missing_ok=True)
             pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
             try:
