@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -261,7 +262,7 @@ class Trainer:
         place = self.ranks.share(self.config.train.sequence_parallel)
         remaining = (self.step, self.config.total_steps)
         with (
-            self.loader.prefetch(*remaining, *place) as batches,
+            closing(self.loader.prefetch(*remaining, *place)) as batches,
             self.report.progress_bar(*remaining) as self.bar,
         ):
             start = time.perf_counter()

@@ -232,16 +232,21 @@ class Mixture:
         """Describe the corpora for the log."""
         return [line for part in self.parts for line in part.describe()]
 
-    def describe_draws(self, sizes: Sequence[int], drawn: Sequence[int]) -> list[str]:
+    def describe_draws(
+        self, sizes: Sequence[int], done: Sequence[int], planned: Sequence[int]
+    ) -> list[str]:
         """Describe the proportions for the log.
 
-        Arguments, in the order of `parts`: windows in an epoch, windows that the run draws.
+        Arguments, in the order of `parts`: windows in an epoch, drawn so far, drawn by the end.
         """
-        return [
-            f"{part.name}: {count / BLOCK:.2%} of the windows, {own:,} in the run "
-            f"({own / size:.2f} epochs)"
-            for part, count, size, own in zip(self.parts, self.counts, sizes, drawn, strict=True)
-        ]
+        lines = []
+        for i, part in enumerate(self.parts):
+            line = f"{part.name}: {self.counts[i] / BLOCK:.2%} of the windows, {planned[i]:,} in "
+            line += f"the run ({planned[i] / sizes[i]:.2f} epochs)"
+            if sum(done):
+                line += f", {done[i]:,} so far ({done[i] / sum(done):.2%})"
+            lines.append(line)
+        return lines
 
 
 def joint_fingerprint(fingerprints: Sequence[str], counts: Sequence[int]) -> str:

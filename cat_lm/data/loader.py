@@ -10,7 +10,7 @@ of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
@@ -158,24 +158,38 @@ class TrainLoader:
         numbers = self.sample_ids(step, rank, world_size)
         return self._windows.read(numbers, self.mask_documents)
 
-    def describe(self, steps: int) -> list[str]:
-        """Describe the data for the log, and the mixture of a run of so many steps."""
+    def describe(self, step: int, last_step: int) -> list[str]:
+        """Describe the data for the log, and the mixture of a run after so many of its steps."""
         lines = self.corpus.describe()
         for source in self._windows.sources:
             if isinstance(source, PackedWindows):
                 lines += source.describe()
         if isinstance(self.corpus, Mixture):
-            drawn = self._order.drawn(steps * self.global_batch_size)
-            lines += self.corpus.describe_draws(self._windows.sizes, drawn)
+            drawn = [self._order.drawn(s * self.global_batch_size) for s in (step, last_step)]
+            lines += self.corpus.describe_draws(self._windows.sizes, *drawn)
         return lines
 
     def prefetch(
         self, first_step: int, last_step: int, rank: int = 0, world_size: int = 1, depth: int = 4
-    ) -> Prefetch:
-        """Return the batches of steps first_step … last_step − 1, read ahead in a thread."""
-        return Prefetch(
-            lambda step: self.batch(step, rank, world_size), range(first_step, last_step), depth
-        )
+    ) -> Generator[Batch, None, None]:
+        """Yield the batches of steps first_step … last_step − 1, `depth` read ahead in a thread.
+
+        An error in the thread is raised where its batch would have come. `close()` ends the thread,
+        and so does dropping the generator.
+        """
+        steps = iter(range(first_step, last_step))
+        ready: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+            try:
+                while True:
+                    for step in islice(steps, depth + 1 - len(ready)):
+                        ready.append(thread.submit(self.batch, step, rank, world_size))
+                    if not ready:
+                        return
+                    yield ready.popleft().result()
+            finally:
+                for batch in ready:
+                    batch.cancel()
 
 
 def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
@@ -218,45 +232,3 @@ class ValidationWindows:
         """Return the windows `indices` in the layout of `TrainLoader.batch`, [len(indices), T]."""
         numbers = self._order[np.asarray(indices, dtype=np.int64)]
         return self._windows.read(numbers, self.mask_documents)
-
-
-class Prefetch(Iterator[Batch]):
-    """Calls `read(step)` for each step in a background thread, at most `depth` batches ahead.
-
-    An error in the thread is raised where its batch would have come. `close()` (or leaving a `with`
-    block) stops the thread and waits for it; dropping the object without closing it stops it too.
-    """
-
-    def __init__(self, read: Callable[[int], Batch], steps: range, depth: int = 4) -> None:
-        self._read, self._steps, self._depth = read, iter(steps), max(1, depth)
-        self._ready: deque[Future[Batch]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        for step in islice(self._steps, self._depth - len(self._ready)):
-            self._ready.append(self._thread.submit(self._read, step))
-
-    def __enter__(self) -> Prefetch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __next__(self) -> Batch:
-        if not self._ready:
-            self.close()
-            raise StopIteration
-        try:
-            batch = self._ready.popleft().result()
-        except BaseException:
-            self.close()
-            raise
-        self._read_ahead()
-        return batch
-
-    def close(self) -> None:
-        """Stop reading ahead; iteration ends. May be called more than once."""
-        self._steps = iter(())
-        self._ready.clear()
-        self._thread.shutdown(cancel_futures=True)

@@ -50,7 +50,7 @@ class Report:
                 f"model: {self.parameters:,} parameters "
                 f"({self.computing:,} without what is only looked up), "
                 f"{config.model.architecture}, {config.architecture.summary(config.model).words}",
-                *loader.describe(steps),
+                *loader.describe(step, steps),
                 f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "
                 f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "

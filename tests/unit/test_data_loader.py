@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def test_validation_of_masked_documents_does_not_score_first_tokens():
 
 def test_prefetch_gives_the_same_batches_in_order():
     loader = TrainLoader(counting(500), 8, 12, seed=0)
-    with loader.prefetch(5, 25, rank=1, world_size=2) as batches:
+    with closing(loader.prefetch(5, 25, rank=1, world_size=2)) as batches:
         found = list(batches)
     assert len(found) == 20
     for step, batch in enumerate(found, 5):
@@ -197,7 +198,7 @@ def test_prefetch_reads_ahead_but_not_without_bound():
     read = []
     batch = loader.batch
     loader.batch = lambda step, *rest: (read.append(step), batch(step, *rest))[1]
-    with loader.prefetch(0, 1000, depth=3) as batches:
+    with closing(loader.prefetch(0, 1000, depth=3)) as batches:
         next(batches)
         deadline = time.monotonic() + 5
         while len(read) < 4 and time.monotonic() < deadline:
