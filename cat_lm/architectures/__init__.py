@@ -20,17 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection", "Summary"]
-__all__ += [
-    "check_model",
-    "classes_of",
-    "find",
-    "get",
-    "has_stock",
-    "library_config",
-    "model_types",
-    "names",
-]
-__all__ += ["of_config", "register", "section_of"]
+__all__ += ["check_model", "classes_of", "find", "get", "has_stock", "library_config"]
+__all__ += ["model_types", "names", "of_config", "register", "section_of"]
 
 DEFAULT = "gpt_neox"  # where no architecture is named
 
