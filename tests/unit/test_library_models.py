@@ -114,8 +114,6 @@ def test_llama_there_and_back(kind, tokenizer_folder, tmp_path):
     back, _ = upcycle(out, tmp_path / "back", Convolution("none"))
     assert type(AutoModelForCausalLM.from_pretrained(back)).__name__ == "LlamaForCausalLM"
     assert torch.equal(logits(back), expected)
-    with pytest.raises(UserError, match="conv_mixing=maps: is for gpt_neox"):
-        upcycle(tmp_path / "llama", tmp_path / "no", Convolution("multihead", mixing="maps"))
 
 
 def test_the_rows_of_tfpp_have_their_sizes():
