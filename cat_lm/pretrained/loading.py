@@ -250,6 +250,7 @@ def load_model(
 
 def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import load_state_dict
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -280,6 +281,12 @@ def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str)
             f"model {folder}: weights and config.json do not fit: "
             f"{kind.replace('_', ' ')} {', '.join(keys[:3])}{' …' if len(keys) > 3 else ''}"
         )
+    expected = model.state_dict()
+    for file in files:
+        for name, stored in load_state_dict(file, map_location="meta").items():
+            # transformers would cast integers, as of quantised weights, without their scales.
+            if name in expected and expected[name].is_floating_point() > stored.is_floating_point():
+                raise UserError(f"model {folder}: {name} is of {stored.dtype}, must be of floats")
     return model
 
 

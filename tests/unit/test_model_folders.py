@@ -396,6 +396,14 @@ class TestSettings:
         with pytest.raises(UserError, match=f"weights and config.json do not fit: .*{said}"):
             load_model(foreign)
 
+    def test_weights_that_are_integers(self, foreign):
+        def change(tensors):
+            tensors["lm_head.weight"] = tensors["lm_head.weight"].long()
+
+        change_weights(foreign, change)
+        with pytest.raises(UserError, match=r"lm_head.weight is of torch.int64, must be of floats"):
+            load_model(foreign)
+
     def test_a_device_without_numbers(self):
         with pytest.raises(UserError, match="--device meta: cannot be used"):
             choose_device("meta")
