@@ -148,10 +148,9 @@ class Trainer:
         from cat_lm.pretrained.record import comparing_files
         from cat_lm.training.building import (
             build_model,
-            convolution_backend,
+            describe_backend,
             describe_sharing,
             documents_apart,
-            mixer_backend,
         )
         from cat_lm.training.engine import Engine
         from cat_lm.training.init_from import load_initial_weights, vocab_size
@@ -162,8 +161,9 @@ class Trainer:
         with comparing_files(skip):
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
         model = build_model(config, vocabulary, weights=ranks.is_first)
-        self.log.line(f"convolution: {convolution_backend(config, model.config, ranks.device)}")
-        if recurrence := mixer_backend(config, model, ranks.device):
+        place = (config, model.config, ranks.device)
+        self.log.line(f"convolution: {describe_backend(*place, 'conv_backend')}")
+        if recurrence := describe_backend(*place, "mixer_backend"):
             self.log.line(f"recurrence: {recurrence}")
         if shared := describe_sharing(config):
             self.log.line(f"sequences: {shared}")

@@ -98,27 +98,21 @@ def share_buffers(model: nn.Module, ranks: Ranks) -> None:
             torch.distributed.broadcast(buffer.view(-1).view(torch.uint8), src=0)
 
 
-def convolution_backend(config: RunConfig, model: PreTrainedConfig, device: torch.device) -> str:
-    """Return what will compute convolutions and attention of this run, and why.
+def describe_backend(
+    config: RunConfig, model: PreTrainedConfig, device: torch.device, key: str
+) -> str:
+    """Return what will compute convolutions and attention of a run, or its recurrences, and why.
 
     Args:
         model: the model's own configuration.
+        key: `conv_backend`, or `mixer_backend`, whose text is empty without recurrences.
 
     Raises:
         UserError: the backend that the configuration names cannot serve.
     """
-    return _backend(config, model, device, "conv_backend")
-
-
-def mixer_backend(config: RunConfig, model: PreTrainedModel, device: torch.device) -> str:
-    """Return what will compute the recurrences of this run, and why; "" without any. As above."""
-    return _backend(config, model.config, device, "mixer_backend")
-
-
-def _backend(config: RunConfig, model: PreTrainedConfig, device: torch.device, key: str) -> str:
     backend = getattr(config.train, key)
+    how = model, device, compute_dtype(config), backend
     try:
-        how = (model, device, compute_dtype(config), backend)
         return config.architecture.describe_backend(key, *how)
     except ValueError as error:
         raise UserError(f"train.{key}={backend}: {error}") from error

@@ -72,22 +72,22 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
 def run_convolutions(config: RunConfig) -> Iterator[Finding]:
     """Name the backend of the model's convolutions in the run's precision."""
-    from cat_lm.training.building import convolution_backend, model_config
+    from cat_lm.training.building import describe_backend, model_config
 
     config = config.with_precision(precision_here(config))
     model = model_config(config, vocabulary(config)[0])
-    backend = convolution_backend(config, model, _device())
+    backend = describe_backend(config, model, _device(), "conv_backend")
     yield Finding("run convolutions", backend, "convolutions", backend)
 
 
 def run_recurrences(config: RunConfig) -> Iterator[Finding]:
     """Name the backend of the model's recurrences in the run's precision, if it has any."""
-    from cat_lm.training.building import mixer_backend
+    from cat_lm.training.building import describe_backend
 
     if not config.architecture.recurrent and config.train.mixer_backend == "auto":
         return
     config = config.with_precision(precision_here(config))
-    if backend := mixer_backend(config, _model(config), _device()):
+    if backend := describe_backend(config, _model(config).config, _device(), "mixer_backend"):
         yield Finding("run recurrences", backend, "recurrences", backend)
 
 

@@ -32,7 +32,7 @@ from cat_lm.ops.recurrence.backends import choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import KERNEL
 from cat_lm.ops.recurrence.delta_rule import delta_rule
 from cat_lm.pretrained.loading import load_model
-from cat_lm.training.building import build_model, mixer_backend
+from cat_lm.training.building import build_model, describe_backend
 from tests.finished_runs import checkpoint
 from tests.unit.test_families import model_of, same, tokens
 from tests.unit.test_recall_fla import PACKAGE
@@ -310,7 +310,7 @@ def test_auto_says_what_is_missing(monkeypatch):
 def test_a_backend_that_cannot_serve_ends_the_run(changes, said, tmp_path):
     config = run(changes, tmp_path)
     with pytest.raises(UserError) as error:
-        mixer_backend(config, build_model(config, 50), CPU)
+        describe_backend(config, build_model(config, 50).config, CPU, "mixer_backend")
     assert str(error.value).startswith(said)
 
 
@@ -319,9 +319,9 @@ def test_the_backend_is_named(tmp_path):
     model = build_model(config, 50)
     assert model.model.mixer_backend == "torch"
     said = "gated linear attention: torch, asked for by name; in fp32"
-    assert mixer_backend(config, model, CPU) == said
+    assert describe_backend(config, model.config, CPU, "mixer_backend") == said
     plain = run({"model.architecture": "llama", "model.num_attention_heads": 2}, tmp_path)
-    assert mixer_backend(plain, build_model(plain, 50), CPU) == ""
+    assert describe_backend(plain, build_model(plain, 50).config, CPU, "mixer_backend") == ""
 
 
 def test_the_doctor_names_it(tmp_path):

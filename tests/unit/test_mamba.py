@@ -22,7 +22,7 @@ from cat_lm.model import CatMamba2Config, CatMambaConfig
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.pretrained.loading import load_model, model_config
-from cat_lm.training.building import build_model, mixer_backend
+from cat_lm.training.building import build_model, describe_backend
 from cat_lm.training.estimate import num_parameters
 from cat_lm.training.init_from import load_initial_weights
 from tests.unit.test_families import family_of, model_of, relative, tokens
@@ -183,7 +183,7 @@ def test_a_backend_that_cannot_serve_is_one_line(case, said):
     shrunk = ["model.hidden_size=128", "model.num_hidden_layers=1", "train.mixer_backend=fla"]
     config = load_config(folder / f"{case}.yaml", shrunk)
     with pytest.raises(UserError, match=f"train.mixer_backend=fla: .*{said}") as error:
-        mixer_backend(config, build_model(config, 0), CPU)
+        describe_backend(config, build_model(config, 0).config, CPU, "mixer_backend")
     assert "\n" not in str(error.value)
 
 
