@@ -17,7 +17,7 @@ def render(template: Path, **values: Any) -> str:
     """Fill in a template, which may use those in its own folder and the common ones."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
-        autoescape=True,
+        autoescape=template.suffix == ".html",
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -22,7 +22,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write
 from cat_lm.core.readers import Versioned, read_bytes
 from cat_lm.training.landmark_calibration import calibrate, ends_of
-from eval.common.cell_store import CellStore, key_hash
+from eval.lab.store import CellStore, key_hash
 from eval.landmark.choices import STATE
 from eval.landmark.selectors import LearnedFilter
 

@@ -20,11 +20,11 @@ from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from cat_lm.core.readers import Versioned
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.loading import choose_device, model_config, model_folder
-from eval.common.cell_store import CellStore, key_hash
-from eval.common.comparison import ratio_error
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
+from eval.lab.contrasts import ratio_error
+from eval.lab.store import CellStore, key_hash
 from eval.landmark.choices import LEARNED, STATE
 from eval.length_sweep.cells import Subject
 from eval.length_sweep.sweep import labels, refuse_repeated

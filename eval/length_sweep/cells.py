@@ -21,7 +21,7 @@ from cat_lm.core.files import finite
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import choose_device, load_model
 from cat_lm.pretrained.record import read_record
-from eval.common.cell_store import CellStore, key_hash
+from eval.lab.store import CellStore, key_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -22,7 +22,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.pretrained.memory import LOGIT_ELEMENTS
-from eval.common.comparison import ratio_error
+from eval.lab.contrasts import ratio_error
 from eval.length_sweep.memory import NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:

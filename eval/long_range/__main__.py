@@ -11,8 +11,6 @@ from cat_lm.core.cli import Parser, number, or_word, output_path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
-from eval.common.grids.options import add_grid_options, add_seeds, execution_of
-from eval.long_range.catalog import FIGURES
 from eval.long_range.ranges import RANGES
 from eval.long_range.tasks.commands import add_place, add_prepare, add_show, place_of
 
@@ -30,7 +28,6 @@ def main() -> None:
     add_prepare(commands)
     add_show(commands)
     _add_run(commands)
-    _add_figure(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -102,7 +99,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def _cell(arguments: argparse.Namespace) -> Cell:
     """Make the cell that options name; what they leave out is the task's in the paper."""
     from eval.long_range.cell import Cell
-    from eval.long_range.plan import fitted
+    from eval.long_range.grids import fitted
     from eval.long_range.recipes import recipe_of
     from eval.long_range.tasks import make_task
 
@@ -126,11 +123,11 @@ def _cell(arguments: argparse.Namespace) -> Cell:
 
 def _run(arguments: argparse.Namespace) -> None:
     check_output(arguments.out)
-    from eval.common.grids.cells import cell_path, run
-    from eval.long_range.origins import check_data_there
+    from eval.lab.cell import cell_path, run
+    from eval.long_range.origins import check_origins
 
     cell = _cell(arguments)
-    check_data_there(arguments.out, [cell])
+    check_origins(arguments.out, [cell])
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
     for note in record["notes"]:
         print(note)
@@ -140,57 +137,6 @@ def _run(arguments: argparse.Namespace) -> None:
         f"at step {record['validation']['step']}); {record['steps']} steps in {seconds:.0f} s; "
         f"{cell_path(arguments.out, cell)}"
     )
-
-
-def _add_figure(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "figure",
-        help="run a whole grid and draw the paper's figure",
-        description="Runs the models of a figure or table of the LaS paper with controls and "
-        "seeds, in parallel processes, and tells them beside the paper's numbers. Finished runs in "
-        "OUT are kept, so that the same command goes on where it was stopped. It begins with an "
-        "estimate of the time.",
-    )
-    parser.add_argument("name", choices=tuple(FIGURES))
-    add_grid_options(parser, stacks=False)
-    add_seeds(parser)
-    parser.add_argument(
-        *("--models",),
-        **{"nargs": "+", "default": (), "metavar": "MIXER"},
-        help="as of run, in place of the scale's; more are added to those there",
-    )
-    parser.add_argument(
-        *("--rows",),
-        **{"nargs": "+", "default": (), "metavar": "TASK"},
-        help="of panels: listops, … (default: all that the scale has)",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=("clean", "lra"),
-        default="clean",
-        help="lra validates on the test split where the official pipelines do (IMDB); clean holds "
-        "training rows out (default)",
-    )
-    _add_direction(parser)
-    add_place(parser)
-    parser.set_defaults(run=_figure)
-
-
-def _figure(arguments: argparse.Namespace) -> None:
-    check_output(arguments.out)
-    from eval.long_range.figure import figure
-    from eval.long_range.plan import Choice
-
-    execution = execution_of(arguments)
-    choice = Choice(
-        arguments.protocol,
-        arguments.direction == "causal",
-        tuple(arguments.rows),
-        place_of(arguments, execution.workers),
-    )
-    chosen = (arguments.seeds, arguments.models)
-    if figure(arguments.name, arguments.scale, arguments.out, execution, choice, *chosen):
-        print(arguments.out / f"{arguments.name}.md")
 
 
 if __name__ == "__main__":

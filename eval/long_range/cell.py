@@ -1,9 +1,8 @@
-"""A cell of the room's grids: settings, and what trains a model by them."""
+"""A cell of the long-range tasks: settings, and what trains a model by them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,14 +25,9 @@ class CellRecord(Versioned):
 
 @dataclass(frozen=True)
 class Cell(Settings):
-    """A model's settings as a cell, see `eval.common.grids.cell`; none are stacked."""
+    """A model's settings as a cell, see `eval.lab.cell`; none are stacked."""
 
     shape: ClassVar[type[Versioned]] = CellRecord
-
-    @property
-    def kind(self) -> Cell:
-        """Itself: it is trained alone."""
-        return self
 
     def timed(self) -> Cell:
         every = {"train_rows": self.batch_size, "validation_rows": 1, "test_rows": 1}
@@ -45,23 +39,13 @@ class Cell(Settings):
 
         return training.seconds(self, device)
 
-    def bytes_needed(self) -> int:
-        raise NotImplementedError("cells of the room are not stacked")
-
-    @staticmethod
-    def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        raise NotImplementedError("cells of the room are not stacked")
-
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
         from eval.long_range import training
 
         return training.run_cell(self, device, quiet=quiet)
 
-    def derived(self, record: dict[str, Any]) -> dict[str, Any]:
-        return {}
-
     def score(self, record: dict[str, Any]) -> float:
         return record["validation"]["value"]
 
-    def told(self, record: dict[str, Any]) -> str:
+    def summary(self, record: dict[str, Any]) -> str:
         return f"{record['metric']} {record['value']:.4f}"

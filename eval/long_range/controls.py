@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from eval.common.grids.places import CONTROL, NEGATIVE, Run
+from eval.lab.places import CONTROL, NEGATIVE
+from eval.lab.study import Control, Rows
 
-Rows = Sequence[tuple[Run, dict[str, Any]]]
 LEARNS = {"cummax": 0.95, "cumsum": 0.95, "select": 0.9}  # R² that the first model must have
 GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
 _DEVIATIONS = 5  # of an accuracy
 
 
-def controls(rows: Rows) -> list[dict[str, Any]]:
+def controls(rows: Rows) -> list[Control]:
     """Check each task: that its models learned it, and that nothing was learned from nothing.
 
     Positive, for classes: the mean of a line's seeds, of the best model, is five deviations of a
@@ -26,7 +26,7 @@ def controls(rows: Rows) -> list[dict[str, Any]]:
     mixes nothing where classes are read from the last position, are at most five deviations above
     the share of the most frequent class; on Select, R² of what mixes nothing is at most 0.05.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Control] = []
     for row in dict.fromkeys(run.row for run, _ in rows if run.row != CONTROL):
         of_row = [(run, record) for run, record in rows if run.row == row]
         beside = [x for x in rows if x[0].row == CONTROL and x[0].column == row]
@@ -38,16 +38,14 @@ def controls(rows: Rows) -> list[dict[str, Any]]:
     return found
 
 
-def _of_values(row: str, of_row: Rows, nothing: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _of_values(row: str, of_row: Rows, nothing: dict[str, Any]) -> Iterator[Control]:
     first, mean = next(iter(_means(of_row).items()))
     yield _at_least(row, "learns", first, mean, LEARNS[row])
     if row == "select":
         yield _at_most(row, "mixes nothing", NEGATIVE, nothing["value"], GUESSES)
 
 
-def _of_classes(
-    row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows
-) -> Iterator[dict[str, Any]]:
+def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -> Iterator[Control]:
     best, mean = max(_means(of_row).items(), key=lambda item: item[1])
     share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])  # it may diverge
     bound = share + _margin(nothing, share)
@@ -82,15 +80,15 @@ def _margin(record: dict[str, Any], share: float) -> float:
     return _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
 
 
-def _at_least(row: str, what: str, mixer: str, value: float, bound: float) -> dict[str, Any]:
-    return {
-        **{"row": row, "kind": "positive", "what": what, "mixer": mixer},
-        **{"value": value, "bound": bound, "passed": value >= bound},
-    }
+def _at_least(row: str, what: str, mixer: str, value: float, bound: float) -> Control:
+    means = "Models may be under-trained; their order says nothing."
+    return Control(row, "positive", what, mixer, value, bound, means)
 
 
-def _at_most(row: str, what: str, mixer: str, value: float, bound: float) -> dict[str, Any]:
-    return {
-        **{"row": row, "kind": "negative", "what": what, "mixer": mixer},
-        **{"value": value, "bound": bound, "passed": value <= bound},
-    }
+def _at_most(row: str, what: str, mixer: str, value: float, bound: float) -> Control:
+    means = (
+        "Positions hold their own answers: nothing has to be mixed."
+        if what == "mixes nothing"
+        else "Labels reach the model by another way than its rows."
+    )
+    return Control(row, "negative", what, mixer, value, bound, means)

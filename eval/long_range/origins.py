@@ -8,49 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from eval.common.grids.cells import cell_path, finished
+from eval.lab.cell import cell_path, finished
 from eval.long_range.cell import Cell
-from eval.long_range.controls import Rows
 from eval.long_range.tasks import SPLITS
 
 
-def check_data_there(out: Path, cells: Iterable[Cell]) -> None:
+def check_origins(out: Path, cells: Iterable[Cell]) -> None:
     """Check that what is finished of these cells was made from the data of their place.
 
-    Only tasks that read files, and of which something is finished, are looked at.
+    Only tasks that read files are compared with what is there; all cells of a task with each other.
 
     Raises:
         UserError: one was made from other data; or the data is missing.
     """
     there: dict[str, dict[str, Any]] = {}
+    first: dict[str, tuple[Any, Path]] = {}
     for cell in cells:
-        record = finished(out, cell) if cell.make_task().reads_files else None
+        record, path = finished(out, cell), cell_path(out, cell)
         if record is None:
+            continue
+        data = origins_of(record)
+        known, where = first.setdefault(cell.task, (data, path))
+        if data != known:
+            raise UserError(
+                f"{path}: was made from other data of {cell.task} than {where}; delete one of "
+                "them, and the same command makes it again"
+            )
+        if not cell.make_task().reads_files:
             continue
         if cell.task not in there:
             there[cell.task] = _origins(cell)
-        if origins_of(record) != there[cell.task]:
-            where = "the Hub's" if cell.place.folder is None else f"that in {cell.place.folder}"
+        if data != there[cell.task]:
+            place = "the Hub's" if cell.place.folder is None else f"that in {cell.place.folder}"
             raise UserError(
-                f"{cell_path(out, cell)}: was made from other data of {cell.task} than {where}; "
-                "give that data or another --out, or delete it and all that was made with it"
-            )
-
-
-def check_same_data(rows: Rows, out: Path) -> None:
-    """Check that all runs of a task had the same rows.
-
-    Raises:
-        UserError: some were made from other data.
-    """
-    first: dict[str, tuple[Any, Path]] = {}
-    for run, record in rows:
-        data, task, path = origins_of(record), run.cell.task, cell_path(out, run.cell)
-        known, where = first.setdefault(task, (data, path))
-        if data != known:
-            raise UserError(
-                f"{path}: was made from other data of {task} than {where}; delete one of them, and "
-                "the same command makes it again"
+                f"{path}: was made from other data of {cell.task} than {place}; give that data or "
+                "another --out, or delete it and all that was made with it"
             )
 
 

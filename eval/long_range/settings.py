@@ -8,15 +8,15 @@ from typing import Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer
-from eval.common.grids.code import code_of_mixer
-from eval.common.grids.training import count_steps, steps
+from eval.lab import cell
+from eval.lab.training import count_steps, steps
 from eval.long_range import mixers
 from eval.long_range.ranges import RANGES
 from eval.long_range.tasks import Place, Task, make_task
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(cell.Cell):
     """All that decides a result; the defaults of a task are its recipe's (`recipes.py`).
 
     Attributes:
@@ -67,7 +67,7 @@ class Settings:
         """Return all that decides the result, as plain values."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["place"]
-        return values | code_of_mixer(self.mixer)
+        return values | cell.code_of_mixer(self.mixer)
 
     def make_task(self) -> Task:
         """The task. Raises UserError for options that do not fit."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
-from eval.common.grids.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
-from eval.common.grids.training import BaseTrial, Step, count_steps, own_loss, steps, train
+from eval.lab.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
+from eval.lab.training import BaseTrial, Step, count_steps, own_loss, steps, train
 from eval.long_range.mixers import KIND
 from eval.long_range.model import LongRangeModel
 from eval.long_range.options import Options

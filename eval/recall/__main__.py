@@ -13,16 +13,12 @@ from cat_lm.core.cli import (
     number,
     or_word,
     output_path,
-    path_name,
-    rates,
     whole,
     whole_numbers,
 )
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
-from eval.common.grids.options import add_grid_options, add_seeds, execution_of
-from eval.recall.grids.catalog import FIGURES
 from eval.recall.ranges import RANGES
 
 
@@ -34,9 +30,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
-    _add_figure(commands)
-    _add_streams(commands)
-    _add_mamba(commands)
+    _add_tradeoff(commands)
     _add_theory(commands)
     arguments = parser.parse_args()
     check_output(arguments.out)
@@ -112,8 +106,8 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
                 "tokens"
             )
-    from eval.common.grids.cells import cell_path, run
-    from eval.recall.show.filter_plots import save_portrait
+    from eval.lab.cell import cell_path, run
+    from eval.recall.filter_plots import save_portrait
     from eval.recall.train.cell import Cell
 
     values = vars(arguments)
@@ -134,129 +128,22 @@ def _run(arguments: argparse.Namespace) -> None:
     print(f"{record['steps']} steps in {seconds:.0f} s; {path}")
 
 
-LANDMARK = "landmark-tradeoff"
-
-
-def _add_figure(commands: argparse._SubParsersAction) -> None:
+def _add_tradeoff(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "figure",
-        help="run a whole grid and draw the paper's figure",
-        description="Runs a figure's grid of learning rates and seeds with its controls, in "
-        "parallel processes, and draws it with every run. Finished runs in OUT are kept, so that "
-        "the same command goes on where it was stopped. It begins with an estimate of the time.",
+        "tradeoff",
+        help="simulate how landmarks trade blocks that are read for recall",
+        description="Simulates retrieval by landmarks of noisy keys with and without convolution, "
+        "and draws what is found against the blocks that are read.",
     )
-    parser.add_argument("name", choices=(*FIGURES, LANDMARK))
-    add_grid_options(parser)
-    add_seeds(parser)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=(),
-        metavar="MIXER",
-        help="as of run, in place of the scale's: the page then has these alone, the first one "
-        "compared with the others; finished runs stay",
-    )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=(),
-        metavar="ROW",
-        help="of panels: MQAR, … (default: all); the page then has these alone",
-    )
-    parser.set_defaults(run=_figure)
+    parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
+    parser.set_defaults(run=_tradeoff)
 
 
-def _figure(arguments: argparse.Namespace) -> None:
-    if arguments.name == LANDMARK:
-        if arguments.estimate_only or arguments.device != "auto" or arguments.stack is not None:
-            raise UserError(f"{LANDMARK}: a simulation without --device, --stack, --estimate-only")
-        if arguments.models or arguments.rows:
-            raise UserError(f"{LANDMARK}: a simulation of no mixers, without --models, --rows")
-        if arguments.workers is not None or arguments.seeds is not None:
-            raise UserError(f"{LANDMARK}: a simulation in one process, without --workers, --seeds")
-        from eval.recall.theory.report import landmark_tradeoff
+def _tradeoff(arguments: argparse.Namespace) -> None:
+    from eval.recall.theory.report import landmark_tradeoff
 
-        trials = {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale]
-        landmark_tradeoff(arguments.out, trials)
-        return
-    from eval.recall.grids.figure import figure
-
-    execution, out = execution_of(arguments), arguments.out
-    chosen = (arguments.seeds, arguments.models, arguments.rows)
-    if figure(arguments.name, arguments.scale, out, execution, *chosen):
-        print(out / f"{arguments.name}.md")
-
-
-def _add_streams(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "streams",
-        help="which of q, k and v needs the convolution, on recall and on text",
-        description="Trains softmax attention, linear attention, DeltaNet and Gated DeltaNet with "
-        "a convolution on every subset of their streams, with one filter a head and one a channel, "
-        "with separate and with shared keys and values, on MQAR and as small language models. A "
-        "learning rate is chosen for each on a seed of its own. Finished runs in OUT are kept. OUT "
-        "gets streams.json, streams.csv, streams.md and a picture.",
-    )
-    parser.add_argument(
-        "--data",
-        type=path_name,
-        default=(),
-        nargs="+",
-        metavar="DIR",
-        help="texts prepared by data_prep.prepare, told beside each other by their folders' names "
-        "(default: none, recall alone)",
-    )
-    add_grid_options(parser)
-    add_seeds(parser)
-    for axis, names in {
-        "row": "MQAR, 'text: NAME' of a folder of --data",
-        "column": "a mixer and its kind of filter, as 'linear attention, head'",
-    }.items():
-        parser.add_argument(
-            f"--{axis}s",
-            nargs="+",
-            default=(),
-            metavar=axis.upper(),
-            help=f"of the page: {names} (default: all); the page then has these alone",
-        )
-    parser.set_defaults(run=_streams)
-
-
-def _streams(arguments: argparse.Namespace) -> None:
-    from cat_lm.data.manifest import read_manifest
-
-    for data in arguments.data:
-        read_manifest(data)  # an error before torch loads
-    from eval.recall.grids.streams import ablation
-
-    execution, out = execution_of(arguments), arguments.out
-    chosen = (arguments.seeds, arguments.rows, arguments.columns)
-    ablation(arguments.scale, arguments.data, out, execution, *chosen)
-
-
-def _add_mamba(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "mamba",
-        help="when Mamba learns to recall, by dropout, start and learning rate",
-        description="Trains Mamba on MQAR with and without dropout of its embeddings, from its own "
-        "start and from the one that Zoology gave it, at several learning rates and seeds, "
-        "tells when each run leaves its plateau, and compares dropout and start at rates that a "
-        "seed of its own chooses. Finished runs in OUT are kept. OUT gets "
-        "mamba.json, mamba.md and a picture.",
-    )
-    add_grid_options(parser)
-    add_seeds(parser)
-    parser.add_argument(
-        "--rates", type=rates, metavar="R,R,…", help="learning rates (default: the scale's)"
-    )
-    parser.set_defaults(run=_mamba)
-
-
-def _mamba(arguments: argparse.Namespace) -> None:
-    from eval.recall.grids.mamba import study
-
-    execution, out = execution_of(arguments), arguments.out
-    study(arguments.scale, out, execution, arguments.seeds, arguments.rates)
+    landmark_tradeoff(arguments.out, {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale])
 
 
 def _add_theory(commands: argparse._SubParsersAction) -> None:

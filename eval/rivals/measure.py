@@ -14,8 +14,8 @@ import numpy as np
 
 from cat_lm.core.files import finite
 from cat_lm.core.readers import Record, Versioned
-from eval.common.cell_store import CellStore, key_hash
 from eval.common.models import folder_sha256
+from eval.lab.store import CellStore, key_hash
 from eval.length_sweep.perplexity import Window, document_spans, span_windows, token_nlls
 from eval.length_sweep.token_stream import Documents, split_stream
 from eval.rivals.text_recall import SLICES, Counts, count_pairs, overlapping, slices

@@ -10,8 +10,8 @@ import torch
 
 from cat_lm.counts import state_bytes
 from cat_lm.training.estimate import flops_per_token, meta_model
-from eval.common import comparison
 from eval.common.precision import evaluation_dtype
+from eval.lab import contrasts as comparison
 from eval.rivals.measure import HeldOut, held_out, measured
 from eval.rivals.rows import BASE, Comparison
 from eval.rivals.text_recall import RECALL, SLICES

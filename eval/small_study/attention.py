@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import Versioned
-from eval.common.cell_store import CellStore
 from eval.common.models import folder_sha256
+from eval.lab.store import CellStore
 from eval.small_study.plan import ROOT, Job, Study
 
 if TYPE_CHECKING:

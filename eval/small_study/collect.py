@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
-from eval.common import comparison
 from eval.common.models import folder_sha256
 from eval.common.provenance import provenance
 from eval.common.result_files import read_sweep
 from eval.common.runs import Run, read_run, unigram_loss
+from eval.lab import contrasts as comparison
 from eval.small_study.attention import attention_of
 from eval.small_study.execute import (
     check_precisions,

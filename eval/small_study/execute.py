@@ -20,11 +20,11 @@ from cat_lm.core.files import finite
 from cat_lm.core.folders import Lock
 from cat_lm.core.plugins import commit
 from cat_lm.core.readers import Versioned, read_json
-from eval.common.cell_store import CellStore
 from eval.common.interrupts import terminated_as_interrupt
 from eval.common.provenance import machine
 from eval.common.result_files import read_metrics
 from eval.common.runs import EVALUATION
+from eval.lab.store import CellStore
 from eval.small_study.plan import ROOT, Job, Study
 
 _SWEEP = ("-m", "eval.length_sweep")

@@ -14,8 +14,8 @@ from lm_eval.utils import handle_non_serializable
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, write_json
 from cat_lm.core.readers import Record, Versioned, check_shape, parse_value, read_bytes
-from eval.common.cell_store import CellStore, key_hash
 from eval.common.text_table import aligned
+from eval.lab.store import CellStore, key_hash
 from eval.zero_shot.tasks.sources import needed_splits
 
 if TYPE_CHECKING:

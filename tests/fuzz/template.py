@@ -35,9 +35,9 @@ _TORCH = (
     *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
     *("eval.speed.conv.measure", "eval.speed.model.decode"),
     *("eval.speed.model.train", "eval.speed.tables"),
-    *("eval.recall.__main__", "eval.recall.show.filter_plots"),
-    *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.plan"),
-    *("eval.recall.grids.streams", "launch.doctor.__main__", "launch.doctor.scale"),
+    *("eval.recall.__main__", "eval.recall.filter_plots"),
+    *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.grids"),
+    *("eval.studies.streams", "launch.doctor.__main__", "launch.doctor.scale"),
 )
 _HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot.__main__")
 _HARNESS += (

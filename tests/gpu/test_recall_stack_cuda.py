@@ -9,8 +9,8 @@ import torch
 
 from cat_lm import mixers
 from cat_lm.mixers import make_mixer
-from eval.common.grids import estimate, execution
-from eval.common.grids.execution import Execution
+from eval.lab import estimate, execution
+from eval.lab.execution import Execution
 from eval.recall.train.cell import Cell
 from eval.recall.train.cost import bytes_of
 from eval.recall.train.stack import run_stack

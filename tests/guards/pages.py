@@ -36,26 +36,13 @@ def read_record(name: str) -> dict[str, Any]:
     return NOT_RECORDED | values
 
 
-def render_recall(folder: Path, name: str) -> dict[str, str]:
-    """Return the page of a figure of the recall suite."""
-    from eval.recall.show.page import markdown
-
-    return {"markdown": markdown(read_record(name))}
-
-
-def render_streams(folder: Path, name: str) -> dict[str, str]:
-    """Return the page of the ablation of streams in recall, and its table of numbers."""
-    from eval.recall.show.streams import csv_text, markdown
+def render_report(folder: Path, name: str) -> dict[str, str]:
+    """Return the report of a study of the lab."""
+    from eval.lab.page import report
+    from eval.studies import STUDIES
 
     record = read_record(name)
-    return {"markdown": markdown(record), "csv": csv_text(record["lines"])}
-
-
-def render_mamba(folder: Path, name: str) -> dict[str, str]:
-    """Return the page on the rates, dropout and initialization of Mamba."""
-    from eval.recall.grids.mamba import markdown
-
-    return {"markdown": markdown(read_record(name))}
+    return {"markdown": report(STUDIES.get(record["study"]), record, name)}
 
 
 def render_theory(folder: Path, name: str) -> dict[str, str]:
@@ -94,13 +81,6 @@ def render_rivals(folder: Path, name: str) -> dict[str, str]:
     return {"markdown": markdown(read_record(name))}
 
 
-def render_long_range(folder: Path, name: str) -> dict[str, str]:
-    """Return the page of a figure of the long-range tasks."""
-    from eval.long_range.page import markdown
-
-    return {"markdown": markdown(read_record(name))}
-
-
 def render_landmark(folder: Path, name: str, block: int) -> dict[str, str]:
     """Return the table of perplexities of landmark sweeps at one block size.
 
@@ -114,21 +94,21 @@ def render_landmark(folder: Path, name: str, block: int) -> dict[str, str]:
 
 # Study: its record, and what renders it.
 STUDIES: dict[str, tuple[str, Adapter]] = {
-    "recall: accuracy": ("recall_accuracy_bigrams_cpu", render_recall),
-    "recall: length": ("recall_length_hard_cpu", render_recall),
-    "recall: one layer": ("recall_one_layer_figure_cpu", render_recall),
-    "recall: selective copy": ("recall_copy_generated_cpu", render_recall),
-    "recall: streams": ("recall_streams_texts_cpu", render_streams),
-    "recall: Mamba": ("recall_mamba_cpu", render_mamba),
+    "recall: accuracy": ("recall_accuracy_bigrams_cpu", render_report),
+    "recall: length": ("recall_length_hard_cpu", render_report),
+    "recall: one layer": ("recall_one_layer_figure_cpu", render_report),
+    "recall: selective copy": ("recall_copy_generated_cpu", render_report),
+    "recall: streams": ("recall_streams_texts_cpu", render_report),
+    "recall: Mamba": ("recall_mamba_cpu", render_report),
     "recall: theory": ("theory_cpu", render_theory),
     "language models: ranks": ("rank_cpu", render_small_study_files),
     "language models: qk norms": ("qk_norm_cpu", render_small_study),
     "language models: long texts": ("long_texts_cpu", render_small_study),
     "language models: rivals": ("rivals_cpu", render_rivals),
     "landmarks": ("landmark_cpu", partial(render_landmark, block=16)),
-    "long range: atomic": ("long_range_atomic_cpu", render_long_range),
-    "long range: ListOps": ("long_range_listops_cpu", render_long_range),
-    "long range: smnist": ("long_range_smnist_cpu", render_long_range),
+    "long range: atomic": ("long_range_atomic_cpu", render_report),
+    "long range: ListOps": ("long_range_listops_cpu", render_report),
+    "long range: smnist": ("long_range_smnist_cpu", render_report),
 }
 
 

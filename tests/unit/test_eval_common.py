@@ -13,9 +13,9 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_sealed
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import model_label
-from eval.common.cell_store import CellStore, DamagedCell, key_hash
 from eval.common.html import render
 from eval.common.text_table import aligned, markdown_table
+from eval.lab.store import CellStore, DamagedCell, key_hash
 
 
 class Shape(Versioned):
@@ -95,7 +95,7 @@ class TestCellStore:
         assert key_hash({"a": 1}, digits=8) == key_hash({"a": 1})[:8]
 
     def test_cells_have_the_names_that_are_asked_for(self):
-        from eval.common.grids.cells import cell_path
+        from eval.lab.cell import cell_path
         from eval.recall.train.cell import Cell
         from eval.recall.train.language import LanguageCell
 

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cat_lm  # noqa: F401
+from cat_lm.architectures.families.llama import LlamaSection
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM
 from cat_lm.model.hf.inspection import effective_scaling
 from cat_lm.model.rope_scaling import yarn_temperature
@@ -110,3 +111,17 @@ def test_the_row_of_padding_is_trained():
 def test_wrong_configurations_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         CatLlamaConfig(**SIZES, **fields)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mlp_bias": "yes"}, "mlp_bias='yes': must be true or false"),
+        ({"hidden_size": "wide"}, "hidden_size='wide': must be a whole number"),
+    ],
+    ids=str,
+)
+def test_wrong_files_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaSection.check_values(settings)
+    LlamaSection.check_values({"hidden_size": 64, "num_attention_heads": 4})

@@ -11,11 +11,11 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import Busy, hold
-from eval.common.grids import execution
 from eval.common.interrupts import held
-from eval.long_range import figure as long_range
-from eval.long_range.plan import Choice
-from eval.recall.grids import figure, mamba, streams
+from eval.lab import execution
+from eval.lab.run import run_study
+from eval.lab.study import Asked
+from eval.studies import STUDIES
 
 
 @pytest.fixture
@@ -104,25 +104,20 @@ def test_a_missing_folder_is_an_error(tmp_path):
     assert str(caught.value.filename) == str(tmp_path / "absent" / "lock")
 
 
-GRIDS = {
-    "figure": lambda out, how: figure.figure("accuracy", "smoke", out, how),
-    "streams": lambda out, how: streams.ablation("smoke", [], out, how),
-    "mamba": lambda out, how: mamba.study("smoke", out, how),
-    "long_range": lambda out, how: long_range.figure("lra", "smoke", out, how, Choice()),
-}
+@pytest.mark.parametrize("grid", ["accuracy", "atomic"])
+def test_study_that_runs_has_its_folder_alone(grid, tmp_path, monkeypatch):
+    def run(how):
+        return run_study(STUDIES.get(grid), Asked("smoke"), tmp_path, how)
 
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_grid_that_runs_has_its_folder_alone(grid, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(execution, "_estimate", lambda *_: None)
     monkeypatch.setattr(execution, "execute", lambda *_: started.append(grid))
     with held(tmp_path):
         with pytest.raises(UserError, match="another call of the study works in it"):
-            GRIDS[grid](tmp_path, execution.Execution())
-        assert GRIDS[grid](tmp_path, execution.Execution(estimate_only=True)) is None
+            run(execution.Execution())
+        assert run(execution.Execution(estimate_only=True)) is None
         assert not started and [path.name for path in tmp_path.iterdir()] == [".lock"]
     monkeypatch.setattr(execution, "execute", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):  # alone it would train, and lets go when it ends
-        GRIDS[grid](tmp_path, execution.Execution())
+        run(execution.Execution())
     hold(tmp_path / ".lock", wait=False).close()

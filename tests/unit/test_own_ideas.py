@@ -338,7 +338,7 @@ def test_the_cells_of_a_plugin_s_mixer_are_named_by_its_sources_too(tmp_path, mo
 
 
 def test_a_convolution_of_a_plugin_is_in_the_key_of_a_mixer_that_has_it(ideas):
-    from eval.common.grids.code import code_of_mixer
+    from eval.lab.cell import code_of_mixer
     from eval.long_range.cell import Cell as LongRangeCell
 
     assert not code_of_mixer("cat:conv_type=depthwise") and not code_of_mixer("las")

@@ -109,7 +109,8 @@ def test_its_links_modules_and_sources_are_there(path):
 
 def test_every_room_that_is_a_command_has_one():
     rooms = {path.parent for path in ROOM.glob("*/__main__.py")}
-    assert rooms == {path.parent for path in ROOM.glob("*/README.md")}
+    written = {path.parent for path in ROOM.glob("*/README.md")} - {ROOM / "records"}
+    assert rooms == written
 
 
 def test_the_front_one_names_every_command():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cat_lm.ops.runtime.cpu import flush_denormals
-from eval.common.grids import cells
 from eval.common.precision import evaluation_device
+from eval.lab import cell as cells
 from eval.recall.train.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.runs import run_values, write_config

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from cat_lm.data.manifest import read_manifest
-from eval.common.grids import estimate
+from eval.lab import estimate
 from eval.recall.train import cost
 from eval.recall.train.language import LanguageCell
 from tests.unit.test_recall_stack import BASE, three

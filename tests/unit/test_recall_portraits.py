@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.recall.grids.plan import Run
-from eval.recall.show import filter_plots as portraits
+from eval.lab.places import Run
+from eval.recall import filter_plots as portraits
 from eval.recall.train.cell import Cell
 
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))

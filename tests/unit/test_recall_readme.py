@@ -13,12 +13,14 @@ from cat_lm import mixers
 from cat_lm.core.fields import parse_specification
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
-from eval.common.grids import cells, execution
+from eval import study
+from eval.lab import cell as cells
+from eval.lab import execution
 from eval.recall import __main__ as command
-from eval.recall.grids import mamba, plan, streams
-from eval.recall.grids.catalog import FIGURES
+from eval.recall import grids as plan
 from eval.recall.tasks import TASKS, generate, make_task
 from eval.recall.theory import report
+from eval.studies import STUDIES
 from tests.conftest import REPOSITORY
 
 README = REPOSITORY / "eval/recall/README.md"
@@ -35,9 +37,7 @@ SMALL = replace(
 )
 SHORT = {
     "run": ["--train-examples", "64", "--epochs", "1", "--test-examples", "20"],
-    "figure": ["--workers", "1"],
-    "streams": ["--workers", "1"],
-    "mamba": ["--workers", "1"],
+    "tradeoff": [],
     "theory": [],
 }
 
@@ -71,8 +71,14 @@ def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
     monkeypatch.setattr(execution, "execute", in_this_process)
     monkeypatch.setattr(report, "theory", lambda out, **_: done.append("theory"))
     monkeypatch.setattr(report, "landmark_tradeoff", lambda out, _: done.append("landmark"))
-    monkeypatch.setattr(streams, "ablation", lambda *_, **__: done.append("streams"))
-    monkeypatch.setattr(mamba, "study", lambda *_, **__: done.append("mamba"))
+    real = study.run
+    monkeypatch.setattr(
+        study,
+        "run",
+        lambda asked: (
+            done.append(asked.name) if asked.name in ("streams", "mamba") else real(asked)
+        ),
+    )
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     for name in ("slimpajama", "python"):
@@ -81,10 +87,13 @@ def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
     assert len(lines) >= 6
     for line in lines:
         words = shlex.split(line)
-        assert words[:3] == ["python", "-m", "eval.recall"]
-        short = [] if "landmark-tradeoff" in words else SHORT[words[3]]
-        monkeypatch.setattr(sys, "argv", ["eval.recall", *words[3:], *short])
-        command.main()
+        assert words[:2] == ["python", "-m"]
+        program, short = {
+            "eval.recall": (command, SHORT.get(words[3], [])),
+            "eval.study": (study, ["--workers", "1"]),
+        }[words[2]]
+        monkeypatch.setattr(sys, "argv", [*words[2:], *short])
+        program.main()
     assert done == ["landmark", "streams", "mamba", "theory"]
     for name in ("accuracy.md", "accuracy.json", "accuracy.png", "accuracy-filters.svg"):
         assert (tmp_path / "runs/figures" / name).stat().st_size > 500
@@ -134,11 +143,13 @@ def test_the_options_that_it_discusses_are_valid():
     assert found >= 9
 
 
-def test_its_figures_have_the_papers_numbers():
-    rows = table("Figures")
-    assert list(rows) == [*FIGURES, command.LANDMARK]
-    for name, (shows, *numbers) in list(rows.items())[:-1]:
-        assert (shows, " / ".join(numbers)) == FIGURES[name][:2], name
+def test_its_studies_are_there():
+    assert list(table("Figures")) == [
+        *("accuracy", "length", "one-layer", "one-layer-length", "width", "selective-copy"),
+        *("streams", "mamba"),
+    ]
+    for name, (shows, *_) in table("Figures").items():
+        assert shows == STUDIES.get(name).title
 
 
 def test_its_table_of_scales_is_that_of_the_plan():

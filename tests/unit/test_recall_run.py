@@ -15,7 +15,7 @@ import torch
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
-from eval.common.grids import cells
+from eval.lab import cell as cells
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate, make_task
 from eval.recall.train.cell import Cell

@@ -12,11 +12,11 @@ import torch
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
-from eval.common.grids import cells
-from eval.common.grids.execution import Execution, run_unfinished, stacks
-from eval.common.grids.options import add_grid_options
+from eval.lab import cell as cells
+from eval.lab.execution import Execution, run_unfinished, stacks
+from eval.lab.options import add_grid_options
+from eval.lab.places import Run
 from eval.recall import model
-from eval.recall.grids.plan import Run
 from eval.recall.train import stack
 from eval.recall.train import trial as training
 from eval.recall.train.cell import Cell

@@ -19,7 +19,7 @@ from cat_lm import mixers
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
-from eval.common.grids import cells
+from eval.lab import cell as cells
 from eval.recall.model import RecallModel
 from eval.recall.train.cell import Cell
 from eval.recall.train.trial import Trial

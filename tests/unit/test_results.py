@@ -50,7 +50,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 def test_its_records_are_there_and_all_are_named():
     text = PAGE.read_text(encoding="utf-8")
     assert sorted(name for name in records_named(text) if not (RECORDS / name).is_file()) == []
-    unnamed = [path.name for path in RECORDS.glob("*.*") if path.stem not in text]
+    unnamed = [path.name for path in RECORDS.glob("*.json") if path.stem not in text]
     assert sorted(unnamed) == []
 
 

@@ -20,7 +20,7 @@ from cat_lm.core.files import atomic_write, checksums, opened, write_sealed
 from cat_lm.core.folders import atomic_folder, hold
 from cat_lm.core.readers import Versioned, check_shape, read_object
 from cat_lm.data.verified import changed_files
-from eval.common.cell_store import key_hash
+from eval.lab.store import key_hash
 from eval.long_range.tasks.base import Place
 
 _RECORD = "record.json"

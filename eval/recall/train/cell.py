@@ -11,8 +11,8 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.fields import parse_specification
 from cat_lm.core.readers import Versioned
 from cat_lm.mixers import make_mixer
-from eval.common.grids.code import code_of_mixer
-from eval.common.grids.training import Step, count_steps, steps
+from eval.lab import cell
+from eval.lab.training import Step, count_steps, steps
 from eval.recall.model import (
     embedding_dropout,
 )
@@ -25,7 +25,7 @@ STOP_ABOVE = 0.99
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(cell.Cell):
     """All that decides a result.
 
     Attributes:
@@ -117,9 +117,6 @@ class Cell:
             "embedding_dropout": embedding_dropout(mixer, self.embedding_dropout),
         }
 
-    def key(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | code_of_mixer(self.mixer)
-
     @property
     def rows(self) -> int:
         """Rows in a batch."""
@@ -186,7 +183,7 @@ class Cell:
         """Return what a rate is chosen by: validation rows."""
         return record["validation"]["accuracy"]
 
-    def told(self, record: dict[str, Any]) -> str:
+    def summary(self, record: dict[str, Any]) -> str:
         return f"accuracy {record['accuracy']:.3f}"
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:

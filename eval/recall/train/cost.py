@@ -10,7 +10,7 @@ import torch
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
-from eval.common.grids.estimate import few_rows, of_few_rows, seconds_on_cpu, seconds_on_gpu
+from eval.lab.estimate import few_rows, of_few_rows, seconds_on_cpu, seconds_on_gpu
 from eval.recall.tasks import generate
 from eval.recall.train import stack, trial
 from eval.recall.train.trial import Trial

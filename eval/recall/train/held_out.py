@@ -14,7 +14,7 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data.corpus import TokenCorpus
-from eval.common.comparison import ratio_error
+from eval.lab.contrasts import ratio_error
 
 
 class HeldOut(NamedTuple):

@@ -25,8 +25,8 @@ from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
-from eval.common.grids.code import code_of_mixer
-from eval.common.grids.training import own_loss
+from eval.lab import cell
+from eval.lab.training import own_loss
 from eval.recall.model import (
     RecallModel,
     embedding_dropout,
@@ -41,7 +41,7 @@ FLOOR = 0.1  # of the learning rate, where the cosine ends
 
 
 @dataclass(frozen=True)
-class LanguageCell:
+class LanguageCell(cell.Cell):
     """All that decides a language model's result.
 
     Attributes:
@@ -71,9 +71,6 @@ class LanguageCell:
     choosing_documents: int = 0
     shape: ClassVar[type[Versioned]] = FilterRecord
 
-    def key(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | code_of_mixer(self.mixer)
-
     @property
     def all_steps(self) -> int:
         return self.steps
@@ -83,11 +80,6 @@ class LanguageCell:
         """Rows of seq_len tokens that are scored at most."""
         documents = self.documents + self.choosing_documents
         return documents * -(-self.document_tokens // self.seq_len)
-
-    @property
-    def kind(self) -> LanguageCell:
-        """Itself: it is trained alone."""
-        return self
 
     def resolved(self) -> dict[str, Any]:
         """The mixer with all options, defaults too, and the frame's; plain values."""
@@ -111,7 +103,7 @@ class LanguageCell:
         """Return what a rate is chosen by: the loss on documents that are not reported."""
         return -record["validation"]["loss"]
 
-    def told(self, record: dict[str, Any]) -> str:
+    def summary(self, record: dict[str, Any]) -> str:
         return f"accuracy {record['accuracy']:.3f}"
 
     def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.func import functional_call, stack_module_state
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eval.common.grids.training import own_loss
+from eval.lab.training import own_loss
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate
 from eval.recall.train.measuring import free_running_stack, measure_stack

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.mixers import make_mixer
-from eval.common.grids.training import BaseTrial, Step, own_loss, train
+from eval.lab.training import BaseTrial, Step, own_loss, train
 from eval.recall.model import (
     RecallModel,
     learned_filters,

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from eval.common.grids import cells
-from eval.common.grids.execution import Execution
-from eval.long_range import figure as grid
+from eval.lab import cell as cells
+from eval.lab.execution import Execution
+from eval.lab.run import run_study
+from eval.lab.study import Asked
 from eval.long_range import training
 from eval.long_range.__main__ import main
-from eval.long_range.origins import check_same_data
-from eval.long_range.plan import SCALES, Choice, plan
+from eval.long_range.grids import SCALES, Choice
+from eval.long_range.origins import check_origins
 from eval.long_range.tasks import TASKS, Place, make_task
+from eval.studies import STUDIES
 from tests.unit.long_range.test_images import idx, write_mnist
 
 
@@ -56,33 +58,38 @@ def test_run_refuses_what_is_finished_of_other_data(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
-def test_a_figure_refuses_it_before_it_estimates(tmp_path, monkeypatch, capsys):
+def test_study_refuses_other_data_before_it_estimates(tmp_path, monkeypatch, capsys):
     write_mnist(tmp_path / "a")
     other_mnist(tmp_path / "b")
     small = {"smnist": {"train_rows": 8, "validation_rows": 4, "test_rows": 7}}
-    scale = dataclasses.replace(SCALES["smoke"], of_task=small)
-    monkeypatch.setitem(SCALES, "smoke", scale)
+    monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], of_task=small))
+    study, out = STUDIES.get("smnist"), tmp_path / "out"
     there, other = (
-        Choice(rows=("smnist",), place=Place(tmp_path / name, tmp_path / "cache")) for name in "ab"
+        Asked("smoke", rows=("smnist",), more={"long_range": Choice(place=place)})
+        for place in (Place(tmp_path / name, tmp_path / "cache") for name in "ab")
     )
-    point = plan("smnist", scale, there)[0]
-    cells.run(tmp_path / "out", point.at(point.rates[0], 0).cell, "cpu", quiet=True)
+    point = study.places(there)[0]
+    cells.run(out, point.at(point.rates[0], 0).cell, "cpu", quiet=True)
     for only in (True, False):
-        command = ("smnist", "smoke", tmp_path / "out", Execution("cpu", estimate_only=only))
         with pytest.raises(UserError, match="was made from other data"):
-            grid.figure(*command, other)
+            run_study(study, other, out, Execution("cpu", estimate_only=only))
         assert "hours" not in capsys.readouterr().out
-    assert grid.figure(*command[:3], Execution("cpu", estimate_only=True), there) is None
+    assert run_study(study, there, out, Execution("cpu", estimate_only=True)) is None
     assert "hours" in capsys.readouterr().out
 
 
-def test_runs_of_other_data_are_not_compared(tmp_path):
-    point = plan("atomic", SCALES["smoke"], Choice())[0]
-    records = [{"data": {"test": {"origin": {"sha256": x}}}} for x in "ab"]
-    runs = [point.at(1e-3, seed) for seed in (0, 1)]
-    check_same_data([(runs[0], records[0]), (runs[1], records[0])], tmp_path)
+def test_runs_of_other_data_are_not_compared(tmp_path, monkeypatch):
+    point = STUDIES.get("atomic").places(Asked("smoke"))[0]
+    runs = [point.at(1e-3, seed).cell for seed in (0, 1)]
+    origins = {runs[0]: "a", runs[1]: "a"}
+    monkeypatch.setattr(
+        "eval.long_range.origins.finished",
+        lambda out, cell: {"data": {"test": {"origin": {"sha256": origins[cell]}}}},
+    )
+    check_origins(tmp_path, runs)
+    origins[runs[1]] = "b"
     with pytest.raises(UserError, match="was made from other data"):
-        check_same_data(list(zip(runs, records, strict=True)), tmp_path)
+        check_origins(tmp_path, runs)
 
 
 def test_generators_are_not_asked_for_their_rows_again():

@@ -6,23 +6,28 @@ import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cat_lm.core.errors import UserError
-from eval.common.grids import cells, execution
-from eval.common.grids.execution import Execution
-from eval.common.grids.places import CONTROL, NEGATIVE
-from eval.common.grids.tuning import beyond, choose
-from eval.long_range import figure as grid
-from eval.long_range import page, training
+from eval import study as study_command
+from eval.lab import cell as cells
+from eval.lab import execution
+from eval.lab.execution import Execution
+from eval.lab.grid import beyond, choose
+from eval.lab.page import warnings
+from eval.lab.places import CONTROL, NEGATIVE
+from eval.lab.run import run_study
+from eval.lab.study import Asked
+from eval.long_range import training
 from eval.long_range.__main__ import main
-from eval.long_range.catalog import FIGURES
 from eval.long_range.cell import Cell
-from eval.long_range.plan import SCALES, TASKS, Choice, fitted, place_on_axis, plan
+from eval.long_range.grids import SCALES, TASKS, Choice, fitted, place_on_axis
 from eval.long_range.tasks import Place, make_task
+from eval.studies import STUDIES
 
 SUMS = "cumsum:seq_len=6,train=20,validation=6,test=10"
 LISTS = "listops:min_length=3,max_length=14,train=24,validation=6,test=8"
@@ -47,8 +52,21 @@ def _here(groups, out, device, workers):
 
 
 def run(monkeypatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["eval.long_range", *map(str, arguments)])
-    main()
+    program, *words = ("eval.long_range", *arguments)
+    if arguments[0] == "study":
+        program, words = "eval.study", arguments[1:]
+    monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
+    (study_command.main if program == "eval.study" else main)()
+
+
+def plan(name: str, scale: str, choice: Choice | None = None, rows: tuple[str, ...] = ()):
+    """The places of a study, as if its files were there."""
+    choice = choice or Choice()
+    needs_files = any(make_task(SCALES[scale].tasks[task]).reads_files for task in rows or [
+        task for task in TASKS[name] if task in SCALES[scale].tasks])  # fmt: skip
+    if needs_files:
+        choice = dataclasses.replace(choice, place=Place(Path("official"), Path("cache")))
+    return STUDIES.get(name).places(Asked(scale, rows=rows, more={"long_range": choice}))
 
 
 class TestCells:
@@ -199,7 +217,7 @@ class TestCommand:
             raise UserError("this is enough")
 
         monkeypatch.setattr(training, "run_cell", run_cell)
-        figured = plan("lra", SCALES["paper"], Choice())
+        figured = plan("lra", "paper")
         for task, mixer in (("cifar10", "las"), ("imdb", "l"), ("pathfinder", "s")):
             with pytest.raises(SystemExit):
                 run(monkeypatch, "run", "--task", task, "--mixer", mixer, "--out", tmp_path)
@@ -216,18 +234,16 @@ class TestCommand:
             (("run", "--task", "sum", "--mixer", "las"), "task='sum': must be one of listops"),
             (("run", "--task", SUMS, "--mixer", "lass"), "--mixer='lass': must be one of softmax"),
             (("run", "--task", SUMS, "--mixer", "las", "--lr", "0"), "--lr"),
-            (("figure", "lrb"), "invalid choice: 'lrb'"),
-            (("figure", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
-            (("figure", "lra", "--scale", "paper"), "pathfinder is read from official files alone"),
-            (("figure", "atomic", "--rows", "select", "select"), "--rows 'select': is given twice"),
-            (("figure", "smnist", "--protocol", "lra"), "--protocol lra: has no effect on smnist,"),
-            (("figure", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
+            (("study", "smnist", "--protocol", "test"), "invalid choice: 'test'"),
+            (("study", "lra", "--scale", "paper"), "pathfinder is read from official files alone"),
+            (("study", "smnist", "--protocol", "lra"), "--protocol lra: has no effect on smnist,"),
+            (("study", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
             (("run", "--task", SUMS, "--mixer", "las", "--data", "."), "no effect on cumsum"),
             (("run", "--task", SUMS, "--mixer", "las", "--pool", "last"), "--pool: has no effect"),
-            (("figure", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
-            (("figure", "atomic", "--models", "none"), "--models none: is in every figure"),
-            (("figure", "atomic", "--models", "las", "las"), "--models las: is given twice"),
-            (("figure", "atomic", "--models", "lass"), "--models='lass': must be one of"),
+            (("study", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
+            (("study", "atomic", "--models", "none"), "--models none: is in every figure"),
+            (("study", "atomic", "--models", "las", "las"), "--models las: is given twice"),
+            (("study", "atomic", "--models", "lass"), "--models='lass': must be one of"),
         ],
     )
     def test_wrong_arguments_are_one_line(self, arguments, message, tmp_path, monkeypatch, capsys):
@@ -241,10 +257,9 @@ class TestCommand:
 
 class TestFigures:
     def test_every_figure_fits_at_every_scale(self):
-        assert set(FIGURES) == set(TASKS)
-        for name in FIGURES:
-            for scale in SCALES.values():
-                points = plan(name, scale, Choice())
+        for name in TASKS:
+            for scale_name, scale in SCALES.items():
+                points = plan(name, scale_name)
                 for point in points:
                     point.run.cell.make_mixer()
                     rows = {"data": {"train": {"rows": 1}}}
@@ -259,7 +274,7 @@ class TestFigures:
                     assert (len(beside) - beside.count(NEGATIVE)) == has_classes
 
     def test_the_papers_grids(self):
-        points = plan("lra", SCALES["paper"], Choice())
+        points = plan("lra", "paper")
         assert {p.run.row for p in points} - {CONTROL} == {
             *("listops", "imdb", "aan", "cifar10", "pathfinder")
         }
@@ -270,28 +285,28 @@ class TestFigures:
         assert fitted("las:chunk=128", "cifar10") == "las:chunk=128,width=3"
         assert fitted("las:values=none", "cifar10") == "las:values=none"
         assert fitted("vanilla", "cifar10") == "vanilla" and fitted("mamba", "imdb") == "mamba"
-        atomic = plan("atomic", SCALES["paper"], Choice())
+        atomic = plan("atomic", "paper")
         assert {p.seeds for p in atomic if p.run.line != NEGATIVE} == {5}  # of Table 7
         assert {p.run.cell.norm_first for p in atomic} == {False}  # as DLR's
         assert {p.seeds for p in points if p.run.line == "las"} == {3}
-        small = [p.run.cell for p in plan("atomic", SCALES["cpu"], Choice())]
+        small = [p.run.cell for p in plan("atomic", "cpu")]
         assert {(c.all_steps, c.batch_size) for c in small} == {(3_000, 32)}
-        both = Choice(protocol="lra", is_causal=False, rows=("imdb",))
-        (task,) = {p.run.cell.task for p in plan("lra", SCALES["paper"], both)}
+        both = Choice(protocol="lra", is_causal=False)
+        (task,) = {p.run.cell.task for p in plan("lra", "paper", both, rows=("imdb",))}
         assert task == "imdb:protocol=lra"
-        sizes = plan("data-size", SCALES["paper"], Choice(rows=("listops",)))
+        sizes = plan("data-size", "paper", rows=("listops",))
         las = [p.run for p in sizes if p.run.line == "las" and p.run.row != CONTROL]
         assert [r.cell.rows_of("train") for r in las] == [9_600, 24_000, 48_000, 72_000, 96_000]
         (nothing,) = (p.run for p in sizes if p.run.line == NEGATIVE)
         assert place_on_axis(nothing, {"data": {"train": {"rows": 95_000}}}) == 95_000
         # Where a tenth is held out, the whole is fewer than the official rows.
-        whole = [p.run.cell for p in plan("data-size", SCALES["paper"], Choice(rows=("imdb",)))]
+        whole = [p.run.cell for p in plan("data-size", "paper", rows=("imdb",))]
         assert {c.train_rows for c in whole} == {2_500, 6_250, 12_500, 18_750, None}
-        chunks = plan("context", SCALES["cpu"], Choice())
+        chunks = plan("context", "cpu")
         assert {place_on_axis(p.run, {}) for p in chunks} == {16, 64, 200}
 
     def test_there_is_a_rate_beyond_each_of_the_papers(self):
-        places = [p for name in FIGURES for p in plan(name, SCALES["paper"], Choice())]
+        places = [p for name in TASKS for p in plan(name, "paper")]
         tuned = {p.rates for p in places if len(p.rates) > 1}
         assert (1e-4, 1e-3, 2e-3) in tuned and (1e-4, 1e-3, 4e-3) in tuned
         for rates in tuned:
@@ -316,23 +331,28 @@ class TestFigures:
         with_seeds = dataclasses.replace(SCALES["smoke"], seeds_of={name: 3})
         monkeypatch.setitem(SCALES, "smoke", with_seeds)  # of which the command has two
         rows = ("select", "cummax") if name == "atomic" else ()
-        choice = Choice(rows=rows, place=Place(cache=tmp_path / "cache"))
-        command = (name, "smoke", tmp_path, Execution("cpu"), choice, 2, models)
+        more = {"long_range": Choice(place=Place(cache=tmp_path / "cache"))}
+        asked = Asked("smoke", 2, models, rows, more=more)
+        command = (STUDIES.get(name), asked, tmp_path, Execution("cpu"))
         stop = 3
         with pytest.raises(KeyboardInterrupt):
-            grid.figure(*command)
+            run_study(*command)
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")}
         assert len(before) == 3 and "cpu hours" in capsys.readouterr().out
         stop = 0
-        record = grid.figure(*command)
+        record = run_study(*command)
         said = capsys.readouterr().out
         count = len(list((tmp_path / "cells").glob("*.json")))
         assert f"{count} runs, {count - 3} to do" in said
         assert all(path.stat().st_mtime_ns == time for path, time in before.items())
         written = json.loads((tmp_path / f"{name}.json").read_text())
-        assert written["lines"] == record["lines"] and written["protocol"] == "clean"
+        assert written["lines"] == record["lines"]
         assert {len(line["runs"]) for line in record["lines"]} == {1, 2}  # of the control one
-        assert all(len(x["runs"]) == 2 for x in record["lines"] if x["mixer"] != NEGATIVE)
+        assert all(
+            len(x["runs"]) == 2
+            for x in record["lines"]
+            if x["row"] != CONTROL and x["line"] != NEGATIVE
+        )
         kinds = {(control["row"], control["kind"]) for control in record["controls"]}
         assert (
             kinds
@@ -344,8 +364,8 @@ class TestFigures:
             }[name]
         )
         told = (tmp_path / f"{name}.md").read_text()
-        assert FIGURES[name].number in told and record["provenance"]["command"] in told
-        assert all(warning in told for warning in page.warnings(record))
+        assert STUDIES.get(name).source in told and record["command"] in told
+        assert all(warning in told for warning in warnings(record))
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         if name == "atomic":
             assert told.count("0.7830") == 1 and told.count("1.0000") == 1
@@ -357,12 +377,13 @@ class TestFigures:
 
         monkeypatch.setattr(training, "train_step", train_step)
         monkeypatch.setattr(execution, "execute", _here)
-        choice = Choice(rows=("cummax",), place=Place(cache=tmp_path / "cache"))
-        command = ("atomic", "smoke", tmp_path, Execution("cpu"), choice, 1, ("nope",))
-        record = grid.figure(*command)
-        assert [x["mixer"] for x in record["diverged"]] == ["nope", NEGATIVE]
+        more = {"long_range": Choice(place=Place(cache=tmp_path / "cache"))}
+        asked = Asked("smoke", 1, ("nope",), ("cummax",), more=more)
+        command = (STUDIES.get("atomic"), asked, tmp_path, Execution("cpu"))
+        record = run_study(*command)
+        assert [x["line"] for x in record["diverged"]] == ["nope", NEGATIVE]
         assert not record["controls"][0]["passed"]
         text = (tmp_path / "atomic.json").read_text()
         written = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-        assert written["lines"][0]["mean"] is None
-        grid.figure(*command)  # from what is finished
+        assert written["lines"][0]["runs"]["0"] is None
+        run_study(*command)  # from what is finished

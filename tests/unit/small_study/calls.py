@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from cat_lm.config import load_config
 from cat_lm.core.readers import Versioned
-from eval.common.cell_store import CellStore
+from eval.lab.store import CellStore
 from eval.small_study.__main__ import main
 from tests.unit.imitated_study import Imitation, run_command
 

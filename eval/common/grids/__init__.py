@@ -1,1 +1,0 @@
-"""Grids of small models: cells on disk, an estimate, rates that are chosen, parallel processes."""

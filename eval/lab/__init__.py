@@ -1,0 +1,1 @@
+"""Run studies: cells on disk, rates chosen apart, contrasts with intervals, figures and reports."""

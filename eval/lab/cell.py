@@ -1,0 +1,196 @@
+"""Cells: the runs that a study is made of, one JSON file each; finished ones are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from cat_lm import mixers
+from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
+from cat_lm.core.fields import parse_specification
+from cat_lm.core.readers import Versioned
+from cat_lm.ops.convolution import kinds
+from eval.common.provenance import provenance
+from eval.lab.store import CellStore, key_hash
+
+_NAME = 200  # characters of a cell's name at most, without its hash
+
+
+class Cell:
+    """All that decides a result: the base of frozen dataclasses, whose keys name their files.
+
+    Attributes:
+        task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
+        d_model, seq_len, lr, seed: in the file's name too.
+        shape: what every record of this kind holds.
+    """
+
+    task: str
+    mixer: str
+    d_model: int
+    seq_len: int
+    lr: float
+    seed: int
+    shape: ClassVar[type[Versioned]]
+
+    def key(self) -> dict[str, Any]:
+        """Return all that decides the result, the code of a plugin's mixer included."""
+        return dataclasses.asdict(self) | code_of_mixer(self.mixer)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the task, the mixer and the model with all options, defaults too."""
+        raise NotImplementedError
+
+    @property
+    def all_steps(self) -> int:
+        """Steps without an early stop."""
+        raise NotImplementedError
+
+    @property
+    def tested_rows(self) -> float:
+        """Rows of the trained length that cost as much as those of all tests do."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> Self:
+        """Equal for cells that can be trained as one stack; the cell itself where none can."""
+        return self
+
+    def timed(self) -> Self:
+        """Return the shortest cell whose steps cost the same."""
+        raise NotImplementedError
+
+    def seconds(self, size: int, device: str) -> tuple[float, float]:
+        """Time a step of `size` cells that are trained as one, and one row of it."""
+        raise NotImplementedError
+
+    def bytes_needed(self) -> int:
+        """Estimate the bytes that training takes at most; of cells that can be stacked."""
+        raise NotImplementedError
+
+    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        """Train, test and return the record."""
+        raise NotImplementedError
+
+    @staticmethod
+    def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """Train and test cells of one kind as one; yield each with its record when it stops."""
+        raise NotImplementedError
+
+    def derived(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return what follows from a record and is written with it."""
+        return {}
+
+    def score(self, record: dict[str, Any]) -> float:
+        """Return what a rate is chosen by, more being better; never of a test."""
+        raise NotImplementedError
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """Describe the result in a few words."""
+        raise NotImplementedError
+
+
+def code_of_mixer(specification: str) -> dict[str, str]:
+    """Return what a key also has where a mixer or its convolution is a plugin's; else {}."""
+    name, options = parse_specification(specification)
+    entries: list[object] = [mixers.get(name)] if name in mixers.names() else []
+    if (conv_type := options.get("conv_type")) in kinds.names():
+        entries.append(kinds.get(conv_type).add_lag)
+    codes = sorted(filter(None, map(plugins.foreign_code, entries)))
+    return {"code": " ".join(codes)} if codes else {}
+
+
+def _store(folder: Path, cell: Cell) -> CellStore:
+    return CellStore(folder / "cells", cell.shape)
+
+
+def _name(cell: Cell) -> str:
+    what = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{cell.task}-{cell.mixer}")
+    how = f"-d{cell.d_model}-L{cell.seq_len}-lr{cell.lr:g}-seed{cell.seed}"
+    # A file's name has 255 bytes, a picture's and a temporary file's more than this; the hash is
+    # of the whole, so that nothing is lost with the end of many options.
+    return f"{what[: _NAME - len(how)]}{how}-{key_hash(_key(cell), digits=8)}"
+
+
+def _key(cell: Cell) -> dict[str, Any]:
+    """Return all that decides a result, with what options that were left out mean today."""
+    return json.loads(json.dumps({"cell": cell.key(), **cell.resolved()}))
+
+
+def cell_path(folder: Path, cell: Cell) -> Path:
+    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
+    return _store(folder, cell).path(_name(cell))
+
+
+def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """Read the record of a finished cell, if it is there.
+
+    Raises:
+        UserError: a file that is no such record.
+    """
+    key = _key(cell)
+    return _store(folder, cell).read(_name(cell), lambda record: key.items() <= record.items())
+
+
+def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[str, Any]:
+    """The record of a cell: read if it is finished, else trained, tested and written."""
+    record = finished(folder, cell)
+    if record is None:
+        with _computing([cell], device):
+            record = cell.run(device, quiet=quiet)
+        _keep(folder, cell, record, device)
+    return record
+
+
+def run_together(folder: Path, group: Sequence[Cell], device: str) -> list[dict[str, Any]]:
+    """The records of cells of one kind; unfinished ones are trained as one stack.
+
+    A cell's file is written when it has stopped, so that a kill loses those still in the stack.
+
+    Raises:
+        UserError: the stack does not fit into the device's memory.
+    """
+    todo = [cell for cell in group if finished(folder, cell) is None]
+    if len(todo) > 1:
+        with _computing(todo, device):
+            for cell, record in todo[0].run_stack(todo, device):
+                _keep(folder, cell, record, device)
+    return [run(folder, cell, device, quiet=True) for cell in group]
+
+
+@contextmanager
+def _computing(group: Sequence[Cell], device: str) -> Iterator[None]:
+    from cat_lm.ops.runtime.cpu import make_process_ready
+
+    make_process_ready(device)
+    with out_of_memory_as_error(group, device):
+        yield
+
+
+@contextmanager
+def out_of_memory_as_error(group: Sequence[Cell], device: str) -> Iterator[None]:
+    """Turn the device's lack of memory for a group of cells into a UserError."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{device} has no memory for {len(group)} x {group[0].mixer}, "
+            f"d_model={group[0].d_model}, seq_len={group[0].seq_len}; a smaller batch, and in a "
+            "grid a smaller --stack or fewer --workers, need less"
+        ) from None
+
+
+def _keep(folder: Path, cell: Cell, record: dict[str, Any], device: str) -> None:
+    import torch
+
+    record |= cell.derived(record)
+    record["provenance"] = {**provenance(), "device": device, "threads": torch.get_num_threads()}
+    _store(folder, cell).write(_name(cell), record)

@@ -1,0 +1,269 @@
+"""Means, spreads over seeds, and which differences an interval carries.
+
+The rule. All models see the same batches under the same seed, so two models are compared seed by
+seed: d_s = value of one minus value of the other. With the mean d over n seeds, D documents that
+were scored, and m comparisons that are made together,
+
+    lower, higher   the interval d ± h leaves out 0
+    unclear         it holds 0; or there is none, because a run of either model diverged, or a value
+                    or an error is not finite: the seeds that are left would be a choice; or all
+                    seeds differ by the same, 0 or not, as values of few digits can: no error of 0
+
+where h^2 = (t(n-1) s)^2 + (t(D-1) r)^2: s is the standard error of d over seeds, r that over
+documents (left out where these are not known), t(k) Student's quantile at 1 - 0.025/m with k
+degrees of freedom. The division by m is Bonferroni's: the chance that any of the m words is wrong
+is at most 5%. It errs on the wide side: each error times its own quantile covers normal errors at
+least as often as said, whatever the share of each (Banerjee, 1960, Sankhyā 22, 357); what seeds and
+documents share is counted in both; and m words are seldom all near their bounds. On the narrow side
+errs r, which is linearised: a little, where few documents are of very different length. And all of
+it takes the seeds to scatter about one value: where a model finds a task in some runs and not in
+others, a few seeds may all be of one kind, and s then says nothing of the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.special import stdtrit
+
+from eval.lab.places import CONTROL, NEGATIVE
+
+Line = dict[str, Any]  # see `frame`
+
+UNCLEAR, LOWER, HIGHER = "unclear", "lower", "higher"
+ONE_SEED = "one seed"
+_ROUNDING = 1e-12  # of values, up to which an error over seeds is none: numbers k/n round so
+LEVEL = 0.05  # chance of a wrong word among all comparisons made together
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Mean and standard deviation (n - 1) over seeds; the deviation of one seed is None."""
+
+    mean: float
+    sd: float | None
+    n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One model's value minus another's, paired by seed.
+
+    Attributes:
+        mean: over the seeds that both have; nan where none is left.
+        spread: pooled standard deviation over seeds of the two models; None without interval.
+        low, high: the paired interval, corrected for the comparisons; None where there is none.
+        n: seeds that the mean is over.
+        comparisons: made together, which the interval is corrected for.
+        seed_error, document_error: standard errors of the mean over seeds and over documents;
+            None where there is no interval, or the documents are not known.
+        documents: that the second is over; None where they are not known.
+        lost: seeds of which a side has no finite value; with any there is no interval.
+        verdict: one of the words above.
+    """
+
+    mean: float
+    spread: float | None
+    low: float | None
+    high: float | None
+    n: int
+    verdict: str
+    comparisons: int = 1
+    seed_error: float | None = None
+    document_error: float | None = None
+    documents: int | None = None
+    lost: int = 0
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    """Raises ValueError without values."""
+    if not values:
+        raise ValueError("no values")
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return Summary(statistics.fmean(values), sd, len(values))
+
+
+def compare(
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    comparisons: int = 1,
+    document_error: float | None = None,
+    documents: int | None = None,
+) -> Difference | None:
+    """Take the value of `b` from that of `a`, by the rule above; None without a common seed.
+
+    Args:
+        a, b: seed -> value, such as a loss in nats per token; one that is not finite is lost.
+        comparisons: made together, 1 or more.
+        document_error: standard error of the mean difference over documents, see `ratio_error`.
+        documents: that this error is over.
+
+    Raises:
+        ValueError: an error over documents, and not of how many.
+    """
+    if document_error is not None and documents is None:
+        raise ValueError("document_error: needs the number of documents")
+    lost = {seed for side in (a, b) for seed, value in side.items() if not math.isfinite(value)}
+    seeds = sorted((a.keys() & b.keys()) - lost)
+    if not seeds and not lost:
+        return None
+    differences = [a[seed] - b[seed] for seed in seeds]
+    mean, n = statistics.fmean(differences) if seeds else math.nan, len(seeds)
+    known = {"document_error": document_error, "documents": documents, "lost": len(lost)}
+    if lost or n == 1 or not _is_usable(document_error, documents):
+        word = ONE_SEED if n == 1 and not lost else UNCLEAR
+        return Difference(mean, None, None, None, n, word, comparisons, **known)
+    variances = [statistics.variance([side[seed] for seed in seeds]) for side in (a, b)]
+    spread = math.sqrt(sum(variances) / 2)
+    seed_error = statistics.stdev(differences) / math.sqrt(n)
+    largest = max(abs(side[seed]) for side in (a, b) for seed in seeds)
+    if seed_error <= _ROUNDING * largest and document_error is None:
+        return Difference(mean, None, None, None, n, UNCLEAR, comparisons, **known)
+    half = half_width(seed_error, n, document_error, documents, comparisons)
+    low, high = mean - half, mean + half
+    verdict = UNCLEAR if low <= 0 <= high else LOWER if mean < 0 else HIGHER
+    return Difference(mean, spread, low, high, n, verdict, comparisons, seed_error, **known)
+
+
+def half_width(
+    seed_error: float,
+    seeds: int,
+    document_error: float | None,
+    documents: int | None,
+    comparisons: int,
+) -> float:
+    """Return half of the rule's interval.
+
+    Args:
+        seed_error, document_error: standard errors of the mean difference; the second may be None.
+        seeds, documents: how many each is over, 2 or more.
+        comparisons: made together.
+    """
+    level = 1 - LEVEL / 2 / comparisons
+    half = t_quantile(level, seeds - 1) * seed_error
+    if document_error is None or documents is None:
+        return half
+    return math.hypot(half, t_quantile(level, documents - 1) * document_error)
+
+
+def _is_usable(document_error: float | None, documents: int | None) -> bool:
+    """Return True if an error over documents, where there is one, says anything."""
+    if document_error is None or documents is None:
+        return True
+    return documents > 1 and math.isfinite(document_error)
+
+
+def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
+    """The standard error of sum(sums) / sum(counts) when G groups are a sample of many.
+
+    Linearised: sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g, with m the ratio; nan for one
+    group, and for sums that are not finite.
+    """
+    groups, total = len(sums), math.fsum(counts)
+    if groups < 2 or not all(map(math.isfinite, sums)):
+        return math.nan
+    mean = math.fsum(sums) / total
+    squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
+    return math.sqrt(groups / (groups - 1) * squares) / total
+
+
+@functools.cache
+def t_quantile(probability: float, df: int) -> float:
+    """Return the value of Student's t that is not exceeded with `probability`."""
+    return float(stdtrit(df, probability))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast:
+    """A comparison: the sum of some lines' values minus that of as many others, seed by seed.
+
+    Attributes:
+        row, column, x: where reports show it.
+        name: such as "k - q".
+        plus, minus: the lines to add, and those to take away.
+    """
+
+    row: str
+    column: str
+    x: int | None
+    name: str
+    plus: tuple[Line, ...]
+    minus: tuple[Line, ...]
+
+
+def difference_of(one: Line, other: Line) -> Contrast:
+    """Return the contrast of two lines of a panel."""
+    name = f"{one['line']} - {other['line']}"
+    return Contrast(one["row"], one["column"], one["x"], name, (one,), (other,))
+
+
+def first_minus_others(
+    lines: Sequence[Line], more: Sequence[tuple[str, str]] = ()
+) -> list[Contrast]:
+    """Return each panel's first model minus every other at every x, controls left out.
+
+    Args:
+        more: pairs of lines to compare too, where a panel has both.
+    """
+    panels: dict[tuple, dict[str, Line]] = {}
+    for line in lines:
+        if line["row"] != CONTROL and line["line"] != NEGATIVE:
+            panels.setdefault((line["row"], line["column"], line["x"]), {})[line["line"]] = line
+    found = []
+    for panel in panels.values():
+        first, *others = panel
+        pairs = [(first, other) for other in others]
+        pairs += [(a, b) for a, b in more if {a, b} <= panel.keys() and (a, b) not in pairs]
+        found += [difference_of(panel[a], panel[b]) for a, b in pairs]
+    return found
+
+
+def compute(contrasts: Sequence[Contrast], *, by_row: bool = False) -> list[dict[str, Any]]:
+    """Compute contrasts, as records hold them; those without a common seed are left out.
+
+    Intervals are corrected for the number of all that are made together: of the report, or, with
+    `by_row`, of the contrast's row.
+    """
+    made = Counter(one.row if by_row else "" for one in contrasts)
+    found = []
+    for one in contrasts:
+        sums = [_sums(side) for side in (one.plus, one.minus)]
+        error, documents = _document_error(one)
+        together = made[one.row if by_row else ""]
+        difference = compare(*sums, together, error, documents)
+        if difference is not None and difference.verdict != ONE_SEED:
+            place = {"row": one.row, "column": one.column, "x": one.x, "contrast": one.name}
+            found.append(place | dataclasses.asdict(difference))
+    return found
+
+
+def _sums(lines: Sequence[Line]) -> dict[int, float]:
+    seeds = set.intersection(*(set(line["runs"]) for line in lines))
+    return {int(seed): math.fsum(_finite(line["runs"][seed]) for line in lines) for seed in seeds}
+
+
+def _finite(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _document_error(contrast: Contrast) -> tuple[float | None, int | None]:
+    """Return the standard error over documents, and their number; None where they are not known."""
+    lines = [(line, 1) for line in contrast.plus] + [(line, -1) for line in contrast.minus]
+    if any("documents" not in line for line, _ in lines):
+        return None, None
+    tokens = lines[0][0]["documents"]["tokens"]
+    seeds = sorted(set.intersection(*(set(line["runs"]) for line, _ in lines)))
+    if len(tokens) < 2 or not seeds:
+        return None, None
+    sums = [0.0] * len(tokens)
+    for seed, (line, sign) in itertools.product(seeds, lines):
+        for number, nats in enumerate(line["documents"]["nats"][seed]):
+            sums[number] += sign * nats / len(seeds)
+    return ratio_error(sums, tokens), len(tokens)

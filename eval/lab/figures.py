@@ -1,0 +1,267 @@
+"""Figures of studies: curves against an axis, strips of named lines, and heat maps of filters.
+
+All of them show every run beside the means, as a mean of runs that find a task and of runs that do
+not is a value that no run has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
+from eval.lab.frame import Line, mean
+from eval.lab.places import CONTROL, NEGATIVE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from eval.lab.study import Study
+
+# Greys mean the control and the frame here.
+COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
+CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
+LIMIT = "one_token_ceiling"  # of `also`: how far matching one token goes, drawn as a dotted line
+_WIDE = 2.9  # inches of a panel
+_LETTERS, _NAME_LETTERS = 12, 14  # of a title and of a legend, to an inch
+_MARGIN, _LEAST = 0.08, 0.02  # of a strip's range, at both sides; the least range
+_APART = 0.11  # of a strip's row: each run has its own height, so that equal ones are seen
+
+
+def draw(study: Study, record: dict[str, Any]) -> Figure:
+    """Draw a study's figure from its record: curves where its lines have several places."""
+    lines = [line for line in record["lines"] if line["row"] != CONTROL]
+    title = f"{record['study']}, {record['scale']} scale"
+    failed = dict.fromkeys(x["row"] for x in record["controls"] if not x["passed"])
+    title += f"\ncontrol failed: {', '.join(failed)}" if failed else ""
+    measure = study.measure_of
+    if study.figure == "strips":
+        return draw_strips(lines, title, measure, colours="column")
+    if all(len({x["x"] for x in part}) < 2 for part in _panels(lines).values()):
+        return draw_strips(lines, title, measure)
+    return draw_curves(lines, title, study.axis, measure)
+
+
+def draw_curves(
+    lines: Sequence[Line], title: str, axis: str, measure: Callable[[str], str]
+) -> Figure:
+    """Draw a panel for each row and column: the mean of each line, and every run.
+
+    Rows of panels stand below each other, or beside each other where there is one column.
+    """
+    names = list(dict.fromkeys(line["line"] for line in lines))
+    places = _layout(lines)
+    bottom = min([0.0, *(v for line in lines for v in _values(line))])
+    bottom = max(-1.0, bottom) - 0.03
+    with matplotlib.rc_context(STYLE):
+        beside = max(_WIDE, 0.6 + max(map(len, names)) / _NAME_LETTERS)
+        size = (beside + _WIDE * len(places[0]), 0.9 + 2.4 * len(places))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(len(places), len(places[0]), squeeze=False, sharey=True)
+        for axes, place in zip(panels.flat, (p for row in places for p in row), strict=True):
+            part = _panels(lines).get(place, [])
+            _curves(axes, part, names, bottom)
+            axes.set_title(", ".join(filter(None, place)), loc="left", fontsize=9, color=INK)
+        for axes in panels[-1]:
+            axes.set_xlabel(axis)
+        for axes, row in zip(panels[:, 0], places, strict=True):
+            axes.set_ylabel(measure(row[0][0]))
+        handles = [
+            Line2D([], [], label=_label(name), markersize=4.5, **_style(index, name))
+            for index, name in enumerate(names)
+        ]
+        handles.append(_run_key("every run (line: the mean)"))
+        if any(LIMIT in line["also"] for line in lines):
+            handles.append(Line2D([], [], label="one token matched alone", **CEILING))
+        figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+        _title(figure, title, _WIDE * len(places[0]))
+    return figure
+
+
+def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: float) -> None:
+    """Draw a panel's lines; what is below its lower edge, as a run that diverged, stands on it."""
+    ticks = sorted({line["x"] for line in part})
+    apart = 2**0.025 if len(ticks) > 1 else 1.2 ** (1 / len(names))
+    for index, name in enumerate(names):
+        own = sorted((line for line in part if line["line"] == name), key=lambda line: line["x"])
+        beside = apart ** (index - (len(names) - 1) / 2)
+        means = [(line["x"], statistics.fmean(v)) for line in own if (v := _values(line))]
+        style = _style(index, name)
+        axes.plot(
+            [x * beside for x, _ in means],
+            [max(y, bottom) for _, y in means],
+            **style,
+            markersize=4.5,
+            zorder=3 + (len(names) - index) / len(names),  # the first lines stand above the others
+        )
+        every = [(line["x"] * beside, max(v, bottom)) for line in own for v in _values(line)]
+        if every:
+            dots = {"s": 10, "color": style["color"], "alpha": 0.5, "linewidths": 0, "zorder": 5}
+            axes.scatter(*zip(*every, strict=True), **dots)
+    limits = {line["x"]: mean(line["also"][LIMIT]) for line in part if LIMIT in line["also"]}
+    if len(limits) == 1:
+        axes.axhline(*limits.values(), **CEILING)
+    elif limits:
+        axes.plot(sorted(limits), [limits[x] for x in sorted(limits)], **CEILING)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+    axes.set_ylim(bottom, max(1.05, axes.get_ylim()[1]))
+
+
+def draw_strips(
+    lines: Sequence[Line], title: str, measure: Callable[[str], str], *, colours: str = "line"
+) -> Figure:
+    """Draw panels with the lines by name from above: every run of each, and a bar at their mean.
+
+    What mixes nothing does not widen a panel's range, as it would hide the differences: what is
+    outside, and how many runs diverged, stands as text at the edge.
+
+    Args:
+        measure: the row of a panel -> what stands on its axis.
+        colours: `line`, with a panel for each row and column; or `column`, with a panel for each
+            row, in which a line has the runs of all columns.
+    """
+    names = list(dict.fromkeys(line["line"] for line in lines))
+    columns = list(dict.fromkeys(line["column"] for line in lines))
+    places = _layout(lines) if colours == "line" else [[(row, "")] for row in _rows(lines)]
+    with matplotlib.rc_context(STYLE):
+        across = _WIDE if colours == "line" else 7.0
+        height = max(1.3, 0.6 + (0.2 if colours == "line" else 0.34) * len(names))
+        size = (max(6.0, 1.6 + across * len(places[0])), 1.2 + (0.2 + height) * len(places))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(len(places), len(places[0]), squeeze=False, sharey=True)
+        for axes, place in zip(panels.flat, (p for row in places for p in row), strict=True):
+            own = [x for x in lines if x["row"] == place[0]]
+            own = [x for x in own if x["column"] == place[1]] if colours == "line" else own
+            _strip(axes, own, names, columns if colours == "column" else None)
+            axes.set_title(", ".join(filter(None, place)), loc="left", fontsize=9, color=INK)
+            axes.set_xlabel(measure(place[0]), fontsize=8)
+        key = "every run (bar: the mean)"
+        handles = [_run_key(f"{key}; each panel has its own range" if len(places) > 1 else key)]
+        if colours == "column":
+            handles += [
+                Line2D([], [], label=name, linestyle="none", markersize=4.5, **_mark(index))
+                for index, name in enumerate(columns)
+            ]
+        if any(LIMIT in line["also"] for line in lines):
+            handles.append(Line2D([], [], label="one token matched alone", **CEILING))
+        figure.legend(handles=handles, loc="outside lower right", fontsize=8, ncols=4)
+        _title(figure, title, across * len(places[0]) + 1.6)
+    return figure
+
+
+def _strip(
+    axes: Axes, part: Sequence[Line], names: Sequence[str], columns: Sequence[str] | None
+) -> None:
+    limits = [mean(line["also"][LIMIT]) for line in part if LIMIT in line["also"]]
+    low, high = _range([v for x in part if x["line"] != NEGATIVE for v in _values(x)], limits)
+    axes.set_xlim(low, high)
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_yticks(range(len(names)), [_label(name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for limit in dict.fromkeys(limits):
+        axes.axvline(limit, **CEILING)
+    for line in part:
+        index, height = names.index(line["line"]), 0.0
+        look = _style(index, line["line"]) | {"linestyle": "none"}
+        if columns is not None:
+            number = columns.index(line["column"])
+            height = (number - (len(columns) - 1) / 2) * 0.8 / len(columns)
+            look = _mark(number) | {"linestyle": "none"}
+        _strip_row(axes, line, index + height, look, 0.0 if columns else _APART)
+
+
+def _strip_row(axes: Axes, line: Line, height: float, look: dict[str, Any], apart: float) -> None:
+    low, high = axes.get_xlim()
+    values = _values(line)
+    centre = (len(values) - 1) / 2
+    inside = [(x, height + apart * (i - centre)) for i, x in enumerate(values) if low <= x <= high]
+    if inside:
+        axes.plot(*zip(*inside, strict=True), **look, markersize=4.2, alpha=0.75, zorder=5)
+    if values and low <= (middle := statistics.fmean(values)) <= high:
+        bar = {"marker": "|", "markersize": 13 if apart else 8, "markeredgewidth": 1.6}
+        axes.plot(middle, height, **bar, color=look["color"], zorder=4)
+    left, right = [x for x in values if x < low], [x for x in values if x > high]
+    lost = len(line["runs"]) - len(values)
+    said = [f"← {_numbers(left)}"] * bool(left) + [f"{lost} diverged"] * bool(lost)
+    beyond = f"{_numbers(right)} →" * bool(right)
+    for at, side, words in ((0.01, "left", ", ".join(said)), (0.99, "right", beyond)):
+        if words:
+            where = {"transform": axes.get_yaxis_transform(), "ha": side, "va": "center"}
+            axes.text(at, height, words, **where, color=MUTED, fontsize=7)
+
+
+def _range(values: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
+    """Return what a strip shows: of R² none far below 0, and no room above 1."""
+    every = [*values, *limits]
+    shown = [x for x in every if x > -1.0] or every or [0.0, 1.0]
+    wide = max(max(shown) - min(shown), _LEAST)
+    middle = (min(shown) + max(shown)) / 2
+    low, high = middle - (0.5 + _MARGIN) * wide, middle + (0.5 + _MARGIN) * wide
+    above = max(0.0, high - 1 - _MARGIN * wide) if max(shown) <= 1 else 0.0
+    return low - above, high - above
+
+
+def _values(line: Line) -> list[float]:
+    return [v for v in line["runs"].values() if v is not None and math.isfinite(v)]
+
+
+def _rows(lines: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(line["row"] for line in lines))
+
+
+def _layout(lines: Sequence[Line]) -> list[list[tuple[str, str]]]:
+    """Return the grid of panels (row, column); some may have no lines."""
+    columns = list(dict.fromkeys(line["column"] for line in lines))
+    places = [[(row, column) for column in columns] for row in _rows(lines)]
+    return [[place for row in places for place in row]] if len(columns) == 1 else places
+
+
+def _panels(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
+    panels: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        panels.setdefault((line["row"], line["column"]), []).append(line)
+    return panels
+
+
+def _style(index: int, name: str) -> dict[str, Any]:
+    """Style a line: by colour and marker, from the eleventh on dashed and hollow too."""
+    if name == NEGATIVE:
+        return {"color": MUTED, "linestyle": ":", "marker": "x", "linewidth": 1.0}
+    again = index >= len(COLOURS)
+    style = _mark(index) | {"linestyle": "--" if again else "-", "linewidth": 1.5}
+    return style | {"markerfacecolor": PAPER if again else style["color"]}
+
+
+def _mark(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def _label(name: str) -> str:
+    return f"{name} (control)" if name == NEGATIVE else name
+
+
+def _run_key(label: str) -> Line2D:
+    point = {"linestyle": "none", "marker": "o", "markersize": 3, "alpha": 0.5, "color": MUTED}
+    return Line2D([], [], label=label, **point)
+
+
+def _title(figure: Figure, title: str, wide: float) -> None:
+    lines = [textwrap.fill(line, int(_LETTERS * wide)) for line in title.split("\n")]
+    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left")
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{x:.3f}" for x in values)

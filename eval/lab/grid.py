@@ -1,0 +1,154 @@
+"""The grid of a study: places in its figure, whose learning rates are chosen on other seeds.
+
+Every rate of a place is tried once with TUNING_SEED. The best by the cell's own score is taken: of
+validation rows, or of a language model of held-out documents that are not reported. Of those that
+are as good it is the one nearest to the middle of what was tried. Where the best lies on the grid's
+edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may be
+beyond. Then the reported seeds run, at this rate alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.lab.places import Place, Run
+
+if TYPE_CHECKING:
+    from eval.lab.cell import Cell
+    from eval.lab.execution import Execution
+
+TUNING_SEED = 10_000
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+_AS_GOOD = 0.005  # scores that differ by no more (accuracies, nats, log2 of steps) are as good
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place's rate.
+
+    Attributes:
+        tried: rate -> score with the tuning seed; empty where there was one rate.
+        on_edge: whether it is the least or the largest of several that were tried.
+    """
+
+    rate: float
+    tried: Mapping[float, float]
+    on_edge: bool
+
+
+def choose(tried: Mapping[float, float]) -> Choice:
+    """The best of rates by their scores; see above."""
+    rates = sorted(tried)
+    best = max(tried.values())
+    middle = (math.log(rates[0]) + math.log(rates[-1])) / 2
+    good = [rate for rate in rates if tried[rate] >= best - _AS_GOOD]
+    rate = min(good, key=lambda rate: round(abs(math.log(rate) - middle), 6))
+    return Choice(rate, tried, len(rates) > 1 and rate in (rates[0], rates[-1]))
+
+
+def beyond(choice: Choice) -> float | None:
+    """The next rate of LADDER on the side on which a chosen one, of it or not, lies on the edge."""
+    if not choice.on_edge:
+        return None
+    if choice.rate == min(choice.tried):
+        return max((rate for rate in LADDER if rate < choice.rate), default=None)
+    return min((rate for rate in LADDER if rate > choice.rate), default=None)
+
+
+def run_tuned(
+    title: str, places: Sequence[Place], out: Path, execution: Execution
+) -> list[tuple[Run, dict[str, Any], Choice]] | None:
+    """Tunes and runs all places.
+
+    Returns:
+        The reported runs with their records and choices; none after an estimate alone.
+    """
+    from eval.lab.execution import run_unfinished
+
+    trials, later = _planned(places, out)
+    if not run_unfinished(title, trials, out, execution, later=later):
+        return None
+    wider = [run for place in places for run in _beyond(place, out)]
+    run_unfinished(f"{title}, rates beyond an edge", wider, out, execution, estimated=True)
+    choices = [_choice(place, out) for place in places]
+    reported = [
+        (run, choice)
+        for place, choice in zip(places, choices, strict=True)
+        for run in _reported(place, choice.rate)
+    ]
+    runs = [run for run, _ in reported]
+    run_unfinished(f"{title}, at the chosen rates", runs, out, execution, estimated=True)
+    return [(run, _finished(out, run.cell), choice) for run, choice in reported]
+
+
+def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
+    """All runs of places as far as they are known before they begin."""
+    trials, later = _planned(places, out)
+    return [*trials, *later]
+
+
+def all_records(places: Sequence[Place], out: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of all runs of finished places, those that chose rates among them."""
+    return (_finished(out, run.cell) for run in foreseen(places, out))
+
+
+def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
+    from eval.lab.cell import finished  # needs torch, which reports do without
+
+    return finished(out, cell)
+
+
+def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:
+    """The trials, and what follows them."""
+    trials = [run for place in places for run in _trials(place)]
+    return trials, [run for place in places for run in _later(place, out)]
+
+
+def _trials(place: Place) -> list[Run]:
+    several = len(place.rates) > 1
+    return [place.at(rate, TUNING_SEED) for rate in place.rates] if several else []
+
+
+def _reported(place: Place, rate: float) -> list[Run]:
+    return [place.at(rate, seed) for seed in range(place.seeds)]
+
+
+def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
+    """Rate -> score; none if not all are finished."""
+    found = {run.cell.lr: _finished(out, run.cell) for run in runs}
+    if not all(found.values()):
+        return None
+    scores = {run.cell.lr: run.cell.score(found[run.cell.lr]) for run in runs}
+    # A model that diverged is the last choice.
+    return {rate: -math.inf if math.isnan(score) else score for rate, score in scores.items()}
+
+
+def _beyond(place: Place, out: Path) -> list[Run]:
+    """The trial beyond the grid's edge, if the best of the grid lies on it."""
+    tried = _tried(_trials(place), out)
+    rate = beyond(choose(tried)) if tried else None
+    return [] if rate is None else [place.at(rate, TUNING_SEED)]
+
+
+def _choice(place: Place, out: Path) -> Choice | None:
+    """None where trials are not finished."""
+    trials = _trials(place)
+    if not trials:
+        return Choice(place.rates[0], {}, False)
+    tried = _tried([*trials, *_beyond(place, out)], out)
+    return choose(tried) if tried else None
+
+
+def _later(place: Place, out: Path) -> list[Run]:
+    """Return what comes after the trials; as costly ones where that is not known yet."""
+    choice = _choice(place, out)
+    if choice is not None:
+        return [*_beyond(place, out), *_reported(place, choice.rate)]
+    wider = _beyond(place, out)
+    if not wider and _tried(_trials(place), out) is None:
+        wider = [place.at(LADDER[-1], TUNING_SEED)]
+    return [*wider, *_reported(place, place.rates[len(place.rates) // 2])]

@@ -1,0 +1,46 @@
+"""Where cells stand in a figure: runs, and places whose learning rate is chosen first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eval.lab.cell import Cell
+
+NEGATIVE = "none"  # the mixer that mixes nothing, in every panel
+CONTROL = "control"  # the row of what must learn a task
+
+
+@dataclass(frozen=True)
+class Run:
+    """A cell, and where it goes in a figure: the panel's row and column, and its line.
+
+    Attributes:
+        across: what the panel's axis is. Of recall `lengths`, with the cell at all its test
+            lengths; `length`, where it trained; or its `width`.
+    """
+
+    row: str
+    column: str
+    line: str
+    cell: Cell
+    across: str = "length"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point or line of a figure whose rate is chosen first.
+
+    Attributes:
+        run: its run but for the rate and the seed.
+        rates: to choose from, in order; seeds: runs at the chosen one.
+    """
+
+    run: Run
+    rates: tuple[float, ...]
+    seeds: int
+
+    def at(self, rate: float, seed: int) -> Run:
+        """Return its run at a rate, with a seed."""
+        return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))

@@ -1,0 +1,140 @@
+"""Studies: a question, the runs that answer it, how they are compared, controlled and shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eval.lab.contrasts import Contrast, first_minus_others
+from eval.lab.frame import (
+    Line,
+    Record,
+    Values,
+)
+from eval.lab.places import Place, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Rows = Sequence[tuple[Run, Record]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks of a study.
+
+    Attributes:
+        scale: smoke, cpu or paper.
+        seeds: runs of each model; None: the scale's.
+        models: mixers in place of the scale's.
+        rows, columns: of the report, by their names; none: all.
+        more: further options of the study's own, such as `data`.
+    """
+
+    scale: str
+    seeds: int | None = None
+    models: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A check that a model learned, or that none learned from nothing.
+
+    Attributes:
+        kind: positive, whose value is to be at least the bound; negative, at most.
+        what: in a few words; means: what it means that the control failed.
+    """
+
+    row: str
+    kind: str
+    what: str
+    line: str
+    value: float
+    bound: float
+    means: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the control did as it must."""
+        return self.value >= self.bound if self.kind == "positive" else self.value <= self.bound
+
+
+def _no_controls(rows: Rows) -> list[Control]:
+    return []
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_tables(record: Record) -> list[Table]:
+    return []
+
+
+class Table(NamedTuple):
+    """A further table of a report: what stands above it, its header and its rows."""
+
+    title: str
+    text: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study.
+
+    Attributes:
+        name, title: of its files, and for people.
+        places: all places of what is asked, controls too; raises UserError.
+        values: what was measured of a run, by its place on the axis; `value` is compared.
+        source: the figure or table of the paper; claim: what the paper says that it shows.
+        notes: what to know when it is read.
+        measures: row (or its beginning) -> what `value` is; "" stands for all rows.
+        also: further measure -> the title of its table.
+        axis: what stands on the axis; figure: `curves`, or `strips` of a colour a column.
+        contrasts: of lines; by_row: whether intervals are corrected for those of a row alone.
+        controls: of runs; extra: what else a record holds of runs.
+        tables, pictures: further ones of a record, the latter by the end of their files' names.
+        check: looks at finished cells, before and after the runs; raises UserError.
+        solved: the value from which a run counts as having found its task.
+        options: of `Asked` and of the command that the study takes.
+    """
+
+    name: str
+    title: str
+    places: Callable[[Asked], list[Place]]
+    values: Values
+    source: str = ""
+    claim: str = ""
+    notes: str = ""
+    measures: Mapping[str, str] = field(default_factory=lambda: {"": "accuracy"})
+    also: Mapping[str, str] = field(default_factory=dict)
+    axis: str = "length"
+    figure: str = "curves"
+    contrasts: Callable[[Sequence[Line]], Sequence[Contrast]] = first_minus_others
+    by_row: bool = False
+    controls: Callable[[Rows], list[Control]] = _no_controls
+    extra: Callable[[Rows], dict[str, Any]] = _nothing
+    tables: Callable[[Record], list[Table]] = _no_tables
+    pictures: Callable[[Record], Mapping[str, Figure]] = _nothing
+    check: Callable[[Iterable[Any], Path], None] | None = None
+    solved: float | None = None
+    options: tuple[str, ...] = ("models", "rows")
+
+    def measure_of(self, row: str) -> str:
+        """Return what `value` is in a row."""
+        keys = [key for key in self.measures if row.startswith(key)]
+        return self.measures[max(keys, key=len)]
+
+
+def is_finite(value: float | None) -> bool:
+    """Return True if a value is a number."""
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,425 @@
+"""The grids of the LaS paper's figures and tables at three scales, and what is measured."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from cat_lm.core.errors import UserError
+from cat_lm.core.fields import parse_specification
+from eval.lab.contrasts import Contrast, first_minus_others
+from eval.lab.frame import Line, Record
+from eval.lab.places import CONTROL, NEGATIVE, Run
+from eval.lab.places import Place as Point
+from eval.lab.study import Asked, Rows, Study, Table
+from eval.long_range import mixers
+from eval.long_range.cell import Cell
+from eval.long_range.controls import controls
+from eval.long_range.origins import check_origins
+from eval.long_range.recipes import Recipe, recipe_of
+from eval.long_range.tasks import Place, Task, make_task
+from eval.long_range.tasks.commands import check_read
+
+_SHARE = 0.9  # of the best model, which steps are counted to
+LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
+ATOMIC = ("select", "cumsum", "cummax")
+MODELS = {
+    "lra": ("vanilla", "rope", "l", "l-steep", "s", "las", "las:chunk={chunk}", "cat-v"),
+    # ALiBi has no positions beside it: decays stand beside it without them too.
+    "ablation": (
+        *(f"{name}:chunk={{chunk}}" for name in ("vanilla", "alibi", "l", "s", "s-alibi", "las")),
+        "nope:chunk={chunk}",
+        *(f"{name}:position=none,chunk={{chunk}}" for name in ("l", "las")),
+    ),
+    "context": ("las", "vanilla"),
+    "data-size": ("las", "vanilla", "cat-v"),
+    # Rows have a cosine and a sine of the position: nothing is added.
+    "atomic": (
+        "nope",
+        *("l:position=none", "s:position=none", "las:position=none"),
+        *("cat-v:position=none", "cat-v-box:position=none", "l-cat-v:position=none"),
+    ),
+    "smnist": ("vanilla", "rope", "l", "l-steep", "s", "las", "cat-v"),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Fix how large the grids are.
+
+    Attributes:
+        tasks: task -> its specification, in the order of the panels; a figure shows those that it
+            is about.
+        options: of all cells, over the recipe's; of_task: of a task's cells, over those.
+        seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
+        rates: to choose from, none for the recipe's alone.
+        chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
+        shares: of the training rows, of `data-size`.
+        models: figure -> mixers, none for those of MODELS.
+    """
+
+    tasks: Mapping[str, str]
+    options: Mapping[str, Any]
+    of_task: Mapping[str, Mapping[str, Any]]
+    seeds: int
+    rates: tuple[float, ...]
+    chunk: int
+    chunks: tuple[int, ...]
+    shares: tuple[float, ...]
+    models: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MODELS)
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
+
+    def with_models(self, figure: str, models: Sequence[str]) -> Scale:
+        """The same with these mixers in a figure.
+
+        Raises:
+            UserError: one that is no mixer, is the negative control or is given twice.
+        """
+        for mixer in models:
+            mixers.make(mixer, "--models")
+            if mixer == NEGATIVE:
+                raise UserError(f"--models {mixer}: is in every figure, as its control")
+            if models.count(mixer) > 1:
+                raise UserError(f"--models {mixer}: is given twice")
+        return replace(self, models={**self.models, figure: tuple(models)})
+
+
+_SMALL = "train=64,validation=32,test=64"
+_CPU = "train=96000,validation=1000,test=1000"
+_CPU_PIXELS = {"epochs": 4, "patience": 1, "eval_steps": 50}
+_CPU_PIXELS |= {"train_rows": 8_000, "validation_rows": 500, "test_rows": 2_000}
+SCALES = {
+    "smoke": Scale(
+        tasks={
+            "listops": f"listops:min_length=5,max_length=30,{_SMALL}",
+            "smnist": "smnist:size=14",
+            "pmnist": "pmnist:size=14",
+            "select": f"select:noise=12,marked=2,{_SMALL}",
+            "cumsum": f"cumsum:seq_len=16,{_SMALL}",
+            "cummax": f"cummax:seq_len=16,{_SMALL}",
+        },
+        options={"d_model": 16, "layers": 1, "batch_size": 16, "epochs": 1, "eval_steps": None},
+        of_task={
+            name: {"train_rows": 64, "validation_rows": 32, "test_rows": 64}
+            for name in ("smnist", "pmnist")
+        },
+        seeds=1,
+        rates=(),
+        chunk=8,
+        chunks=(8, 0),
+        shares=(0.5, 1.0),
+    ),
+    # Two cores, less than an hour a figure.
+    "cpu": Scale(
+        tasks={
+            "listops": "listops:min_length=50,max_length=200,train=20000,validation=2000,test=2000",
+            "smnist": "smnist:size=14",
+            "pmnist": "pmnist:size=14",
+            "select": f"select:noise=64,marked=8,{_CPU}",
+            "cumsum": f"cumsum:seq_len=64,{_CPU}",
+            "cummax": f"cummax:seq_len=64,{_CPU}",
+        },
+        options={"d_model": 64, "layers": 2, "batch_size": 32},
+        of_task={
+            "listops": {"epochs": 3, "patience": 1},
+            **{name: _CPU_PIXELS for name in ("smnist", "pmnist")},
+            # With fewer rows in a step plain attention does not learn Select.
+            **{name: {"epochs": 1, "eval_steps": 500} for name in ATOMIC},
+        },
+        seeds=3,
+        rates=(),
+        chunk=32,
+        chunks=(16, 64, 0),
+        shares=(0.25, 0.5, 1.0),
+    ),
+    "paper": Scale(
+        tasks={name: name for name in (*LRA, "smnist", "pmnist", *ATOMIC)},
+        options={},
+        of_task={name: {"eval_steps": 250} for name in ATOMIC},
+        seeds=3,
+        rates=(1e-4, 1e-3),
+        chunk=128,
+        chunks=(16, 32, 64, 128, 256, 512, 0),
+        shares=(0.1, 0.25, 0.5, 0.75, 1.0),
+        seeds_of={"atomic": 5},
+    ),
+}
+TASKS = {
+    "lra": LRA,
+    "ablation": ("listops", "imdb", "aan", "cifar10"),
+    "context": ("cifar10", "imdb", "listops", "pathfinder"),
+    "data-size": ("cifar10", "imdb", "listops", "pathfinder"),
+    "atomic": ATOMIC,
+    "smnist": ("smnist", "pmnist"),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a command may change of a figure.
+
+    Attributes:
+        protocol: lra takes the test split for validation where the official pipeline does (IMDB);
+            clean never.
+        is_causal: causal models, as all of the paper's are; or encoders that read both sides.
+        place: where data lies.
+    """
+
+    protocol: str = "clean"
+    is_causal: bool = True
+    place: Place = field(default=Place(), compare=False)
+
+
+def figure_places(figure: str) -> Callable[[Asked], list[Point]]:
+    """Return a study's `places`: those of a figure's tasks, with their controls."""
+
+    def places(asked: Asked) -> list[Point]:
+        scale = SCALES[asked.scale]
+        if asked.models:
+            scale = scale.with_models(figure, asked.models)
+        if asked.seeds is not None:
+            scale = replace(scale, seeds=asked.seeds, seeds_of={})
+        choice = asked.more.get("long_range", Choice())
+        known = [name for name in TASKS[figure] if name in scale.tasks]
+        for row in asked.rows:
+            if row not in known:
+                said = f"of {figure} at this scale, choose {', '.join(known)}"
+                raise UserError(f"--rows {row!r}: {said}")
+        rows = list(dict.fromkeys(asked.rows)) or known
+        tasks = [make_task(scale.tasks[name]) for name in rows]
+        needing = sorted({task.name for task in tasks if task.needs_folder})
+        if needing and choice.place.folder is None:
+            raise UserError(
+                f"--data: {', '.join(needing)} is read from official files alone; name their folder"
+            )
+        if choice.place.folder is not None:
+            check_read(tasks)
+        if choice.protocol != "clean" and not any(map(has_protocol, tasks)):
+            names = ", ".join(task.name for task in tasks)
+            raise UserError(f"--protocol {choice.protocol}: has no effect on {names}; leave it out")
+        return [point for name in rows for point in _row(figure, scale, choice, name)]
+
+    return places
+
+
+def has_protocol(task: Task) -> bool:
+    """Return True if the official pipeline of a task validates on its test split."""
+    return "protocol" in {field.name for field in fields(task)}
+
+
+def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
+    """A task's places: its models, what mixes nothing, and controls with other rows' labels or
+    without a bag of tokens."""
+    base = _base(scale, choice, name)
+    rates = scale.rates or (base.lr,)
+    rates = tuple(sorted({*rates, base.lr})) if len(rates) > 1 else rates
+    seeds = scale.seeds_of.get(figure, scale.seeds)
+    models = [model.format(chunk=scale.chunk) for model in scale.models[figure]]
+    for model in models:
+        for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
+            yield Point(Run(name, "", model, cell, across), rates, seeds)
+    nothing = replace(base, mixer=NEGATIVE)
+    if base.make_task().classes and base.pool == "last":
+        # A position alone knows nothing, and the mean over all is what models must be better than.
+        yield Point(Run(CONTROL, name, NEGATIVE, nothing), (base.lr,), 1)
+        nothing = replace(nothing, pool="mean")
+    across = "rows" if figure == "data-size" else "length"
+    yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
+    if base.make_task().classes:
+        shuffled = replace(base, mixer=fitted(models[0], name), is_shuffled=True)
+        yield Point(Run(CONTROL, name, models[0], shuffled), (base.lr,), 1)
+
+
+def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
+    """The cells of a line, and what its axis is."""
+    if figure == "context":
+        for chunk in scale.chunks:
+            joined = "," if ":" in cell.mixer else ":"
+            yield replace(cell, mixer=f"{cell.mixer}{joined}chunk={chunk}"), "chunk"
+    elif figure == "data-size":
+        most = cell.rows_of("train")
+        for share in scale.shares:
+            # All that there are: without what is held out of them, which nobody has counted yet.
+            rows = None if share == 1 else int(most * share)
+            yield replace(cell, train_rows=rows), "rows"
+    else:
+        yield cell, "length"
+
+
+def _base(scale: Scale, choice: Choice, name: str) -> Cell:
+    options = {**recipe_of(name).cell_options(), **scale.options, **scale.of_task.get(name, {})}
+    text = scale.tasks[name]
+    if choice.protocol != "clean" and has_protocol(make_task(text)):
+        text += f"{',' if ':' in text else ':'}protocol={choice.protocol}"
+    return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
+
+
+def fitted(mixer: str, task: str) -> str:
+    """Make a mixer with the paper's widths and bounds for a task, where it names none."""
+    name, given = parse_specification(mixer)
+    recipe, preset = recipe_of(task), mixers.VARIANTS.get(name, {})
+    own = {f.name: f.default for f in fields(Recipe) if f.name in ("width", "bound")}
+    wanted = {}
+    if given.get("values", preset.get("values", "none")) != "none":
+        wanted["width"] = recipe.width
+    if given.get("decay", preset.get("decay", "none")) == "slow":
+        wanted["bound"] = recipe.bound
+    more = [f"{k}={v}" for k, v in wanted.items() if k not in given and v != own[k]]
+    return mixer + "".join(f"{':' if not given and not i else ','}{x}" for i, x in enumerate(more))
+
+
+def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
+    """Return where a run with its record stands on the figure's axis."""
+    if run.across == "rows":
+        return record["data"]["train"]["rows"]
+    if run.across == "chunk":
+        return run.cell.make_mixer().options.chunk or run.cell.seq_len
+    return run.cell.seq_len
+
+
+def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+    """Return accuracy or R² on the test, once, by the model of the best validation."""
+    return {place_on_axis(run, record): {"value": record["value"]}}
+
+
+def check(cells: Sequence[Cell], out: Path) -> None:
+    """Check that finished cells were made from the data that is there. Raises UserError."""
+    check_origins(out, cells)
+
+
+def steps_and_tasks(rows: Rows) -> dict[str, Any]:
+    """Return each task's facts, and the steps of each line until validation was at its level.
+
+    The level is the same for all lines of a task: nine tenths of the largest mean of a test.
+    """
+    tasks: dict[str, dict[str, Any]] = {}
+    steps: list[dict[str, Any]] = []
+    shown = [(run, record) for run, record in rows if run.row != CONTROL]
+    means: dict[tuple, list[float]] = {}
+    for run, record in shown:
+        means.setdefault((run.row, run.line, place_on_axis(run, record)), []).append(
+            record["value"]
+        )
+    for row in dict.fromkeys(run.row for run, _ in shown):
+        best = max(statistics.fmean(found) for (of, *_), found in means.items() if of == row)
+        run, record = next(x for x in shown if x[0].row == row)
+        counts = {split: found["rows"] for split, found in record["data"].items()}
+        tasks[row] = {
+            "task": record["task"],
+            "counted": [run.cell.make_task().counted(*count) for count in counts.items()],
+            "most_frequent": record["data"]["test"]["most_frequent"],
+            "notes": record["notes"],
+            "layers": record["layers"],
+            "d_model": record["cell"]["d_model"],
+            "level": _SHARE * best if best > 0 else None,
+        }
+    for run, record in shown:
+        place = {"row": run.row, "line": run.line, "x": place_on_axis(run, record)}
+        found = steps_to(record, tasks[run.row]["level"])
+        steps.append(place | {"seed": run.cell.seed, "steps": found})
+    return {"tasks": tasks, "steps": steps}
+
+
+def steps_to(record: Mapping[str, Any], level: float | None) -> int | None:
+    """Count the steps until validation was at a level for the first time; None if it never was."""
+    if level is None:
+        return None
+    return next((p["step"] for p in record["history"] if p["value"] >= level), None)
+
+
+def _tables(printed: Mapping[str, Mapping[str, float]], record: Record) -> list[Table]:
+    """Return the tasks, the steps to nine tenths of the best, and what the paper printed."""
+    tasks = record["extra"]["tasks"]
+    of_tasks = [
+        [
+            name,
+            ", ".join(task["counted"]),
+            f"{task['layers']} x {task['d_model']}",
+            "" if task["most_frequent"] is None else f"{task['most_frequent']:.3f}",
+            " ".join(task["notes"]),
+        ]
+        for name, task in tasks.items()
+    ]
+    head = ["task", "rows", "layers x width", "most frequent class of the test", "notes"]
+    found = [Table("Tasks", "What models are trained and tested on.", head, of_tasks)]
+    steps: dict[tuple, list[int | None]] = {}
+    for one in record["extra"]["steps"]:
+        steps.setdefault((one["row"], one["line"], one["x"]), []).append(one["steps"])
+    rows = []
+    for (row, line, x), own in steps.items():
+        there = [count for count in own if count is not None]
+        of_all = "" if len(there) == len(own) else f" ({len(there)} of {len(own)})"
+        said = f"{statistics.fmean(there):,.0f}{of_all}" if there else ""
+        rows.append([row, f"`{line}`", f"{x:,}", said])
+    text = (
+        "Steps until validation was at nine tenths of the best model's mean test, mean of the "
+        "seeds that were there."
+    )
+    found.append(Table("Steps", text, ["task", "model", "length, chunk or rows", "steps"], rows))
+    papers = [
+        [task, f"`{model}`", f"{number:.4f}"]
+        for task, of_task in printed.items()
+        if task in tasks
+        for model, number in of_task.items()
+    ]
+    if papers:
+        text = "These are of the paper's scale, and do not compare with those of another."
+        found.append(Table("The paper's numbers", text, ["task", "model", "value"], papers))
+    return found
+
+
+def long_range_study(
+    name: str,
+    title: str,
+    figure: str,
+    *,
+    pairs: Sequence[tuple[str, str]] = (),
+    printed: Mapping[str, Mapping[str, float]] | None = None,
+    **declared: Any,
+) -> Study:
+    """Return a study of long-range tasks.
+
+    Args:
+        figure: of `MODELS` and `TASKS`.
+        pairs: of models to compare beside those with the first; `{chunk}` is the scale's.
+        printed: task -> model -> the paper's number.
+        declared: further attributes.
+    """
+
+    def contrasts(lines: Sequence[Line]) -> list[Contrast]:
+        names = {line["line"] for line in lines}
+        chunks = {scale.chunk for scale in SCALES.values()}
+        more = [
+            (a, b)
+            for chunk in chunks
+            for a, b in (tuple(name.format(chunk=chunk) for name in pair) for pair in pairs)
+            if {a, b} <= names
+        ]
+        return first_minus_others(lines, list(dict.fromkeys(more)))
+
+    return Study(
+        name,
+        title,
+        figure_places(figure),
+        values,
+        contrasts=contrasts,
+        controls=controls,
+        extra=steps_and_tasks,
+        tables=functools.partial(_tables, printed or {}),
+        check=check,
+        options=("models", "rows", "data", "long_range"),
+        **declared,
+    )
+
+
+# Does a learned filter of values keep what the box gives?
+FILTER_PAIRS = (("cat-v", "s"), ("cat-v", "las"), ("cat-v-box", "s"), ("l-cat-v", "las"))
+
+
+def with_options(options: str, *pairs: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return pairs of mixers with options."""
+    return tuple((f"{one}:{options}", f"{other}:{options}") for one, other in pairs)

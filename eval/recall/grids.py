@@ -1,0 +1,498 @@
+"""The grids of the recall figures at three scales, their controls, and what is compared."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.mixers import make_mixer
+from eval.lab.contrasts import Contrast, difference_of, first_minus_others
+from eval.lab.frame import Line, Record
+from eval.lab.places import CONTROL, NEGATIVE, Place, Run
+from eval.lab.study import Asked, Control, Rows, Study, is_finite
+from eval.recall import filter_plots
+from eval.recall.tasks import generate
+from eval.recall.train.cell import Cell
+
+# CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
+CHANNELS = "cat:conv_type=depthwise"
+# The paper's models, attention with RoPE and without positions beside its learned ones, and the
+# negative control.
+_PAPER = ("lincat", "attention", "attention:position=rope", "attention:position=none")
+_PAPER += ("linear-attention", "based", "mamba")
+MODELS = ("cat", CHANNELS, *_PAPER)
+BIGRAMS = {"mqnar": "MQNAR", "hard-mqnar:pool=dense": "hard MQNAR"}  # task -> its row
+# What must learn each row's task: (mixer, layers).
+POSITIVE = {"MQAR": ("attention", 2), "MQNAR": ("attention", 2), "hard MQNAR": ("cat:heads=2", 1)}
+COPIER = ("mamba", 2)
+# How rows end that have, beside one layer of a model, its two: for the difference alone.
+TWO_LAYERS = ", two layers"
+ONE_LAYER_NOTE = (
+    "One layer of Based is its short convolution alone, as its attention stands in every second "
+    "layer."
+)
+TRAINED = "trained length"  # the test of the task that was trained
+CONTROL_AT_LEAST = 0.99
+SOLVED = 0.99  # accuracy from which a run counts as having solved its task
+_DEVIATIONS = 5  # of chance, up to which the negative control may come: it is tested many times
+# What tests find beside the accuracy -> what it is.
+ALSO = {
+    "accuracy_shared": "accuracy of queries whose last token another key has too",
+    "accuracy_unshared": "accuracy of the other queries",
+    "one_token_ceiling": "what matching the last token alone scores on these rows",
+    "free_running_accuracy": "accuracy with a model's own answers fed back",
+    "fixed_keys": "accuracy with as many keys as in training",
+}
+# Theorem 4 lets the query see all tokens copied so far and adds positions; with three taps and no
+# positions one layer cannot know the order of tokens that noise separates.
+COPY_MODELS = ("cat:window={copies},position=learned", "cat", *_PAPER)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Fix how large the grids are.
+
+    Attributes:
+        widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
+        rates, length_rates: learning rates to choose from, of the length figures the latter;
+            seeds, length_seeds: runs at the chosen one.
+        trained, tested: lengths of the length figures.
+        examples, bigram_examples: training rows of MQAR and copying, and of bigrams.
+        batch_size: none for Zoology's.
+        bigrams: tasks with bigrams as keys, of BIGRAMS.
+        bigram_keys: keys at length 64, more in proportion; none: as many as fit.
+        memory_widths, memory_vocab, memory_len, memory_epochs, memory_rates, memory_models: of the
+            figure `width`; memory_one_layer: those of its models that have one layer, where their
+            own number takes longer to learn than there is time.
+        copies, signals: tokens to copy, and different ones to choose from.
+        models, copy_models: mixers, without the negative control; the latter of copying, where
+            {copies} is the number of tokens to copy.
+    """
+
+    vocab_size: int
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    bigram_lengths: tuple[int, ...]
+    copy_lengths: tuple[int, ...]
+    rates: tuple[float, ...]
+    length_rates: tuple[float, ...]
+    seeds: int
+    length_seeds: int
+    trained: int
+    tested: tuple[int, ...]
+    examples: int
+    bigram_examples: int
+    epochs: int
+    batch_size: int | None
+    memory_widths: tuple[int, ...]
+    memory_vocab: int
+    memory_len: int
+    memory_epochs: int
+    memory_rates: tuple[float, ...]
+    memory_models: tuple[str, ...] = ("cat", "attention", "based", "mamba")
+    memory_one_layer: tuple[str, ...] = ()
+    bigrams: tuple[str, ...] = ("hard-mqnar:pool=dense",)
+    bigram_keys: int | None = None
+    copies: int = 16
+    signals: int = 16
+    models: tuple[str, ...] = MODELS
+    copy_models: tuple[str, ...] = COPY_MODELS
+
+    def with_models(self, models: Sequence[str]) -> Scale:
+        """The same with these mixers in every figure.
+
+        Raises:
+            UserError: one that is no mixer, is the negative control or is given twice.
+        """
+        for mixer in models:
+            make_mixer(mixer, "--models")
+            if mixer == NEGATIVE:
+                raise UserError(f"--models {mixer}: is in every figure, as its negative control")
+            if models.count(mixer) > 1:
+                raise UserError(f"--models {mixer}: is given twice")
+        chosen = tuple(models)
+        return replace(self, models=chosen, memory_models=chosen, copy_models=chosen)
+
+
+SCALES = {
+    "smoke": Scale(
+        vocab_size=64,
+        widths=(16,),
+        lengths=(16, 32),
+        bigram_lengths=(24,),
+        copy_lengths=(16,),
+        rates=(3e-3, 1e-2),
+        length_rates=(3e-3, 1e-2),
+        seeds=1,
+        length_seeds=1,
+        trained=16,
+        tested=(16, 32),
+        examples=1280,
+        bigram_examples=1280,
+        epochs=2,
+        batch_size=64,
+        memory_widths=(8, 16),
+        memory_vocab=64,
+        memory_len=16,
+        memory_epochs=2,
+        memory_rates=(3e-3, 1e-2),
+        copies=4,
+        signals=4,
+    ),
+    # Small enough for two cores, and long enough that two layers of attention find the answer.
+    "cpu": Scale(
+        vocab_size=128,
+        widths=(64,),
+        lengths=(16, 32),
+        bigram_lengths=(32, 64),
+        copy_lengths=(16, 32),
+        rates=(3e-3, 1e-2, 3e-2),
+        length_rates=(3e-3, 1e-2, 3e-2),
+        seeds=3,
+        length_seeds=3,
+        trained=32,
+        tested=(16, 32, 64, 128),
+        examples=16_000,
+        bigram_examples=16_000,
+        epochs=12,
+        batch_size=64,
+        memory_widths=(16, 32, 64, 128),
+        # RESULTS.md: at L = 32, width 64 and 128 tokens one layer of Mamba has 0.88 to 0.99 after
+        # 3,000 steps, where two, trained otherwise, took 7,250 and 9,500. Here are 4,000.
+        memory_vocab=512,
+        memory_len=32,
+        memory_epochs=16,
+        memory_rates=(1e-3, 3e-3, 1e-2, 3e-2),  # a larger width may want a smaller one
+        memory_one_layer=("mamba",),
+        copies=4,
+        signals=8,
+    ),
+    "paper": Scale(
+        vocab_size=8192,
+        widths=(32, 64, 128),
+        lengths=(64, 128, 256, 512),
+        bigram_lengths=(64, 128, 256),
+        copy_lengths=(64, 128, 256, 512),
+        rates=(1e-3, 1e-2, 1e-1),
+        length_rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+        seeds=3,
+        length_seeds=5,
+        trained=128,
+        tested=(32, 64, 128, 256, 512, 1024),
+        examples=100_000,
+        bigram_examples=200_000,
+        epochs=64,
+        batch_size=None,
+        memory_widths=(32, 64, 128, 256),
+        memory_vocab=8192,
+        memory_len=256,
+        memory_epochs=64,
+        memory_rates=(1e-3, 1e-2, 1e-1),
+        bigrams=("mqnar", "hard-mqnar:pool=dense"),
+        bigram_keys=10,
+    ),
+}
+
+
+Grid = Callable[[Scale], Iterator[Place]]
+
+
+def figure_places(grid: Grid) -> Callable[[Asked], list[Place]]:
+    """Return a study's `places`: those of a grid, with the controls of each row."""
+
+    def places(asked: Asked) -> list[Place]:
+        scale = SCALES[asked.scale]
+        if asked.models:
+            scale = scale.with_models(asked.models)
+        if asked.seeds is not None:
+            scale = replace(scale, seeds=asked.seeds, length_seeds=asked.seeds)
+        found = list(grid(scale))
+        known = list(dict.fromkeys(map(_task_row, found)))
+        for row in asked.rows:
+            if row not in known:
+                raise UserError(f"--rows {row!r}: choose among {', '.join(known)}")
+        found = [place for place in found if _task_row(place) in (asked.rows or known)]
+        found += positive_controls(found)
+        for place in found:
+            place.run.cell.tests()  # refused now, not after hours of training
+        return found
+
+    return places
+
+
+def _task_row(place: Place) -> str:
+    """The row of panels, that of one layer where a place is of two."""
+    return place.run.row.removesuffix(TWO_LAYERS)
+
+
+def positive_controls(places: Sequence[Place]) -> Iterator[Place]:
+    """For each row a model that must learn its task: at the row's largest length and width, with
+    its rows, epochs and rates. A control that is easier or longer would vouch for nothing. Across
+    widths there is one at each: a width at which nothing learns says nothing of memory."""
+    for row in dict.fromkeys(map(_task_row, places)):
+        of_row = [p for p in places if _task_row(p) == row and p.run.line != NEGATIVE]
+        by_width = of_row[0].run.across == "width"
+        widths = {p.run.cell.d_model for p in of_row}
+        for width in sorted(widths) if by_width else [max(widths)]:
+            of_width = [p for p in of_row if p.run.cell.d_model == width]
+            hardest = max(of_width, key=lambda p: p.run.cell.seq_len)
+            mixer, layers = POSITIVE.get(row, COPIER)
+            cell = replace(hardest.run.cell, mixer=mixer, layers=_layers(mixer, layers))
+            across = "width" if by_width else "length"
+            yield replace(hardest, run=Run(CONTROL, row, mixer, cell, across))
+
+
+def _tasks(scale: Scale) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """(row, task, lengths, examples)."""
+    vocabulary = f"vocab_size={scale.vocab_size}"
+    yield "MQAR", f"mqar:{vocabulary}", scale.lengths, scale.examples
+    for task in scale.bigrams:
+        joined = "," if ":" in task else ":"
+        task, row = f"{task}{joined}{vocabulary}", BIGRAMS[task]
+        yield row, task, scale.bigram_lengths, scale.bigram_examples
+
+
+def _at_length(task: str, scale: Scale, length: int) -> str:
+    """The task with the keys that the scale gives bigrams at a length."""
+    if scale.bigram_keys is None or task.startswith("mqar"):
+        return task
+    return f"{task},keys={scale.bigram_keys * length // 64}"
+
+
+def accuracy(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
+    """Accuracy by length of each task, of models with as many layers as in the paper or one."""
+    yield from _by_length(scale, scale.models, one_layer)
+    # What one layer is compared with: the cells of the figure `accuracy`.
+    two = [mixer for mixer in scale.models if make_mixer(mixer).layers == 2]
+    for place in _by_length(scale, two, False) if one_layer and two else ():
+        yield replace(place, run=replace(place.run, row=place.run.row + TWO_LAYERS))
+
+
+def _by_length(scale: Scale, models: Sequence[str], one_layer: bool) -> Iterator[Place]:
+    for row, task, lengths, examples in _tasks(scale):
+        for width in scale.widths:
+            for mixer in (*models, NEGATIVE):
+                for length in lengths:
+                    at_length = _at_length(task, scale, length)
+                    base = _base(scale, at_length, mixer, width, length, examples, one_layer)
+                    if length == scale.trained:  # the length figure's cells, which serve both
+                        base = _tested(base, scale)
+                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
+
+
+def other_lengths(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
+    """Models trained at one length and tested at others."""
+    for row, task, _, examples in _tasks(scale):
+        task = _at_length(task, scale, scale.trained)
+        for width in scale.widths:
+            for mixer in (*scale.models, NEGATIVE):
+                base = _base(scale, task, mixer, width, scale.trained, examples, one_layer)
+                run = Run(row, f"d = {width}", mixer, _tested(base, scale), "lengths")
+                yield _place(run, scale.length_rates, scale.length_seeds)
+
+
+def copying(scale: Scale) -> Iterator[Place]:
+    """Selective copying by length, with one and two layers."""
+    task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
+    models = (*(mixer.format(copies=scale.copies) for mixer in scale.copy_models), NEGATIVE)
+    for layers in (1, 2):
+        for width in scale.widths:
+            for mixer in models:
+                for length in scale.copy_lengths:
+                    base = _base(scale, task, mixer, width, length, scale.examples, False)
+                    base = replace(base, layers=_layers(mixer, layers))
+                    row = f"{layers} layer{'s'[: layers - 1]}"
+                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
+
+
+def widths(scale: Scale) -> Iterator[Place]:
+    """Accuracy by width."""
+    task, length = f"mqar:vocab_size={scale.memory_vocab}", scale.memory_len
+    for mixer in (*scale.memory_models, NEGATIVE):
+        one = mixer.partition(":")[0] in scale.memory_one_layer
+        for width in scale.memory_widths:
+            base = _base(scale, task, mixer, width, length, scale.examples, one)
+            base = replace(base, epochs=scale.memory_epochs)
+            run = Run("MQAR", f"L = {length}", mixer, base, "width")
+            yield _place(run, scale.memory_rates, scale.seeds)
+
+
+def _tested(cell: Cell, scale: Scale) -> Cell:
+    return replace(cell, test_lengths=scale.tested, fixed_items=True)
+
+
+def _base(
+    scale: Scale, task: str, mixer: str, width: int, length: int, examples: int, one_layer: bool
+) -> Cell:
+    return Cell(
+        task,
+        mixer,
+        width,
+        length,
+        layers=_layers(mixer, 1) if one_layer else None,
+        epochs=scale.epochs,
+        train_examples=examples,
+        batch_size=scale.batch_size,
+        stop_above=None,  # all for as long, so that nobody is tested when just above a threshold
+    )
+
+
+def _layers(mixer: str, layers: int) -> int | None:
+    """So many layers, none where the mixer has as many anyway: one hash for one thing."""
+    return None if make_mixer(mixer).layers == layers else layers
+
+
+def _place(run: Run, rates: tuple[float, ...], seeds: int) -> Place:
+    # The negative control cannot learn: one run of it shows chance.
+    return Place(run, rates[:1], 1) if run.line == NEGATIVE else Place(run, rates, seeds)
+
+
+def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+    """Return a run's accuracy by length or width, and what else its tests found.
+
+    At other lengths the items are in proportion to the length; `fixed_keys` is the accuracy with as
+    many as in training.
+    """
+    tests = record["tests"]
+    if run.across != "lengths":
+        x = run.cell.d_model if run.across == "width" else run.cell.seq_len
+        return {x: _measured(tests[TRAINED])}
+    found = {t["seq_len"]: _measured(t) for name, t in tests.items() if "," not in name}
+    fixed = {t["seq_len"]: t["accuracy"] for name, t in tests.items() if "," in name}
+    if fixed:
+        fixed[run.cell.seq_len] = tests[TRAINED]["accuracy"]
+    return {x: one | ({"fixed_keys": fixed[x]} if x in fixed else {}) for x, one in found.items()}
+
+
+def _measured(test: dict[str, float]) -> dict[str, float]:
+    return {"value": test["accuracy"], **{k: v for k, v in test.items() if k in ALSO}}
+
+
+def contrasts(lines: Sequence[Line]) -> list[Contrast]:
+    """Compare each panel's first model with the others, and one layer of a model with its two."""
+    shown = [line for line in lines if not line["row"].endswith(TWO_LAYERS)]
+    generated = [
+        {**line, "row": f"{line['row']}, its own answers fed back", "runs": found}
+        for line in shown
+        if (found := line["also"].get("free_running_accuracy", {})).keys() == line["runs"].keys()
+    ]
+    place = ("row", "column", "line", "x")
+    two = {tuple(line[key] for key in place): line for line in lines}
+    layers = [
+        difference_of(line, {**other, "row": line["row"], "line": line["line"] + TWO_LAYERS})
+        for line in shown
+        if line["line"] != NEGATIVE
+        if (other := two.get((line["row"] + TWO_LAYERS, *(line[key] for key in place[1:]))))
+    ]
+    return [*first_minus_others(shown), *first_minus_others(generated), *layers]
+
+
+def width_contrasts(lines: Sequence[Line]) -> list[Contrast]:
+    """Compare models as `contrasts` does, each with itself at the least and the largest width, and
+    what each gains so with what the first one does."""
+    models: dict[tuple, list[Line]] = {}
+    for line in lines:
+        if line["line"] != NEGATIVE:
+            models.setdefault((line["row"], line["column"], line["line"]), []).append(line)
+    found = contrasts(lines)
+    first: dict[tuple, Contrast] = {}
+    gains = []
+    for (row, column, name), of_model in models.items():
+        least, widest = (end(of_model, key=lambda line: line["x"]) for end in (min, max))
+        if least is widest:
+            continue
+        said = f"{name}, d = {widest['x']} - {name}, d = {least['x']}"
+        gain = Contrast(row, column, widest["x"], said, (widest,), (least,))
+        found.append(gain)
+        other = first.setdefault((row, column), gain)
+        if other is not gain:
+            said = f"gain of {name} - gain of {other.plus[0]['line']}"
+            sides = (gain.plus + other.minus, gain.minus + other.plus)
+            gains.append(Contrast(row, column, widest["x"], said, *sides))
+    return found + gains
+
+
+def controls(rows: Rows) -> list[Control]:
+    """Check that a model learned each row's task, and that models without mixing are at chance.
+
+    Positive: the mean over seeds is at least 0.99 at the row's largest length and width, or at
+    each width of a figure across them, trained as all are. Negative: at most five standard
+    deviations of a guesser's accuracy above chance, in every test.
+    """
+    positive: dict[tuple[str, int], list[tuple[Run, Record]]] = {}
+    nothing: dict[Cell, tuple[Run, Record]] = {}
+    for run, record in rows:
+        if run.row == CONTROL:
+            positive.setdefault((run.column, run.cell.d_model), []).append((run, record))
+        elif run.line == NEGATIVE:  # a cell in two places of a figure is one control
+            nothing.setdefault(run.cell, (run, record))
+    by_row: dict[str, list[tuple[Run, Record]]] = {}
+    for run, record in nothing.values():
+        by_row.setdefault(run.row, []).append((run, record))
+    found = [_positive(row, runs) for (row, _), runs in positive.items()]
+    return found + [_negative(row, runs) for row, runs in by_row.items()]
+
+
+def _positive(row: str, runs: Rows) -> Control:
+    run, first = runs[0]
+    layers = first["layers"]
+    return Control(
+        row,
+        "positive",
+        f"learns with {layers} layer{'s'[: layers - 1]} at width {run.cell.d_model} and length "
+        f"{run.cell.seq_len}, trained as all are",
+        run.line,
+        statistics.fmean(record["accuracy"] for _, record in runs),
+        CONTROL_AT_LEAST,
+        "Models that fail there may be under-trained; only those that succeed say anything.",
+    )
+
+
+def _negative(row: str, rows: Rows) -> Control:
+    """Hold what mixes nothing against chance in each of its tests; return the test nearest to it"""
+    found = []
+    for run, record in rows:
+        apart: dict[Any, str] = {}
+        tasks = run.cell.tests()
+        for name in record["tests"]:
+            apart.setdefault(tasks[name], name)  # two may be on the same rows
+        for task, name in apart.items():
+            accuracy = record["tests"][name]["accuracy"]
+            labels = generate(task, 1, seed=0, split="test").labels
+            answers = run.cell.test_examples * int((labels != IGNORE_INDEX).sum())
+            spread = math.sqrt(task.chance * (1 - task.chance) / answers)
+            bound = min(task.chance + _DEVIATIONS * spread, 1.0)
+            value = accuracy if is_finite(accuracy) else math.inf
+            what = f"mixes nothing; of all tests the nearest to its limit, at {run.column}, length "
+            found.append(Control(row, "negative", f"{what}{task.seq_len}", NEGATIVE, value, bound))
+    return max(found, key=lambda control: control.value - control.bound)
+
+
+def filters(rows: Rows) -> dict[str, Any]:
+    """Return the filters of each place's best run."""
+    return {"filters": filter_plots.table(rows)}
+
+
+def recall_study(name: str, title: str, grid: Grid, **declared: Any) -> Study:
+    """Return a study of recall: `declared` are further attributes, and override those here."""
+    return Study(
+        name,
+        title,
+        figure_places(grid),
+        values,
+        **{
+            "also": ALSO,
+            "contrasts": contrasts,
+            "controls": controls,
+            "solved": SOLVED,
+            "extra": filters,
+            "tables": filter_plots.tables,
+            "pictures": filter_plots.pictures,
+        }
+        | declared,
+    )

@@ -1,1 +1,0 @@
-"""Plan the figures' grids of runs, and gather what they found."""

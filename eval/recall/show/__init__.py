@@ -1,1 +1,0 @@
-"""Draw and tell what grids found."""

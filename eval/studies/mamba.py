@@ -1,0 +1,148 @@
+"""How fast Mamba learns to recall: dropout of its embeddings, its initialization, and the rate.
+
+Mamba stays on a plateau and then finds the task within few steps, at a time that differs between
+seeds. What is compared is therefore when it finds the task, and not the accuracy at the end, which
+nearly all runs reach. A rate is chosen for each of the four, as in all studies, but the one that
+finds the task first. Two controls have the same task and budget: two layers of attention, which
+must find it, and no mixing, which must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.lab.contrasts import Contrast, difference_of
+from eval.lab.frame import Line, Record
+from eval.lab.places import CONTROL, NEGATIVE, Place, Run
+from eval.lab.study import Asked, Control, Rows, Study
+from eval.recall.train.cell import Cell
+
+FOUND = 0.9  # accuracy above which a run counts as having found its task
+DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
+STARTS = ("own", "zoology")
+POSITIVE = "attention"
+
+
+@dataclass(frozen=True)
+class PlateauCell(Cell):
+    """A cell whose rate is chosen by when it finds the task."""
+
+    def score(self, record: Record) -> float:
+        """Return −log2 of the steps; without them, below all that have some, the accuracy."""
+        step = found_at(record)
+        return super().score(record) - 100 if step is None else -math.log2(step)
+
+
+def found_at(record: Record) -> int | None:
+    """Return the step at which validation rows were first seen above FOUND, if they ever were."""
+    return next((p["step"] for p in record["history"] if p["accuracy"] > FOUND), None)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Fix how large the study is.
+
+    Attributes:
+        eval_steps: steps between two looks at the accuracy.
+    """
+
+    d_model: int
+    vocab_size: int
+    lengths: tuple[int, ...]
+    examples: int
+    epochs: int
+    batch_size: int
+    rates: tuple[float, ...]
+    seeds: int
+    eval_steps: int
+
+
+SCALES = {
+    "smoke": Scale(16, 64, (8,), 128, 2, 32, (3e-3, 1e-2), 1, 4),
+    "cpu": Scale(64, 128, (16,), 16_000, 48, 64, (1e-3, 3e-3, 1e-2, 3e-2), 3, 125),
+    "paper": Scale(64, 8192, (64, 128), 100_000, 64, 512, (1e-4, 1e-3, 1e-2, 1e-1), 3, 195),
+}
+
+
+def _name(dropout: float, start: str) -> str:
+    return f"dropout {dropout:g}, start {start}"
+
+
+def places(asked: Asked) -> list[Place]:
+    """Return a row a length, a line a dropout and a start, and the controls of each length."""
+    scale = SCALES[asked.scale]
+
+    def cell_of(length: int, mixer: str, **how: float) -> PlateauCell:
+        return PlateauCell(
+            f"mqar:vocab_size={scale.vocab_size}",
+            mixer,
+            scale.d_model,
+            length,
+            epochs=scale.epochs,
+            train_examples=scale.examples,
+            batch_size=scale.batch_size,
+            eval_steps=scale.eval_steps,
+            **how,
+        )
+
+    found = []
+    for length in scale.lengths:
+        for dropout in DROPOUTS:
+            for start in STARTS:
+                cell = cell_of(length, f"mamba:init={start}", embedding_dropout=dropout)
+                run = Run(f"L = {length}", "", _name(dropout, start), cell)
+                found.append(Place(run, scale.rates, asked.seeds or scale.seeds))
+        middle = scale.rates[len(scale.rates) // 2]
+        for mixer in (POSITIVE, NEGATIVE):
+            run = Run(CONTROL, f"L = {length}", mixer, cell_of(length, mixer))
+            found.append(Place(run, (middle,), 1))
+    return found
+
+
+def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+    """Return log2 of the steps until the task was found, infinite where it never was."""
+    step = found_at(record)
+    found = {"value": math.inf if step is None else math.log2(step)}
+    return {run.cell.seq_len: found | {"accuracy": record["accuracy"]}}
+
+
+def contrasts(lines: Sequence[Line]) -> list[Contrast]:
+    """Compare dropout with none at either start, and the starts at either dropout."""
+    at = {(line["row"], line["line"]): line for line in lines}
+    (none, some), (own, zoology) = DROPOUTS, STARTS
+    pairs = [(_name(some, start), _name(none, start)) for start in STARTS]
+    pairs += [(_name(dropout, zoology), _name(dropout, own)) for dropout in DROPOUTS]
+    rows = dict.fromkeys(row for row, _ in at)
+    return [difference_of(at[row, one], at[row, other]) for row in rows for one, other in pairs]
+
+
+def controls(rows: Rows) -> list[Control]:
+    """Check that attention finds the task, and that no mixing does not."""
+    return [
+        Control(
+            run.column,
+            "negative" if run.line == NEGATIVE else "positive",
+            "accuracy",
+            run.line,
+            max(point["accuracy"] for point in record["history"]),
+            FOUND,
+            "No number here is to be believed.",
+        )
+        for run, record in rows
+        if run.row == CONTROL
+    ]
+
+
+ENTRY = Study(
+    "mamba",
+    "when Mamba learns to recall, by dropout, initialization and learning rate",
+    places,
+    values,
+    measures={"": f"log2 of the steps until validation was above {FOUND:g}"},
+    also={"accuracy": "accuracy at the end"},
+    contrasts=contrasts,
+    controls=controls,
+    options=(),
+)

@@ -1,0 +1,242 @@
+"""Which of q, k and v needs the convolution, on recall and on text.
+
+Two claims stand against each other. Su's post "Why do linear attention models add short conv?" says
+that in linear attention the keys' convolution matters most, because it makes the pairs that a layer
+memorises (k_{t−1}, v_t) instead of (k_t, v_t), for which a window of 2 suffices, and that with
+K = V nothing can be learned without it. Li et al. (CAT, arXiv version, section 7) remark that in
+real runs convolving keys and queries does not help.
+
+So softmax attention, linear attention, DeltaNet and Gated DeltaNet are trained with a convolution
+on every subset of their streams: with one filter a head (CAT's) and one a channel (the post's),
+separate and shared keys and values, and windows of 2. All else is the same, filters start as the
+identity, and none has positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cat_lm.core.errors import UserError
+from cat_lm.data.manifest import read_manifest
+from eval.lab.contrasts import Contrast
+from eval.lab.frame import Line, Record
+from eval.lab.places import Place, Run
+from eval.lab.study import Asked, Study
+from eval.recall.train.cell import Cell
+from eval.recall.train.held_out import check_documents
+from eval.recall.train.language import LanguageCell
+
+WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
+CONV_TYPES = ("head", "depthwise")
+# As wide values as keys in all of them, so that K = V is possible.
+MIXERS = {
+    "softmax attention": "cat:heads=2,bias=false,dropout=0.0",
+    "linear attention": "lincat:heads=2,bias=false",
+    "DeltaNet": "deltanet:heads=2,activation=none",
+    "Gated DeltaNet": "gated-deltanet:heads=2,activation=none,expand_v=1.0",
+}
+RECALL, TEXT = "MQAR", "text"
+
+
+class Streams(NamedTuple):
+    """What differs between lines: the convolved streams, the window, and whether K = V."""
+
+    streams: str
+    window: int = WINDOW
+    shared_kv: bool = False
+
+    @property
+    def name(self) -> str:
+        short = f", W = {self.window}" if self.window != WINDOW else ""
+        streams = "no filters" if self.streams == "none" else self.streams
+        return f"{'K = V, ' if self.shared_kv else ''}{streams}{short}"
+
+    @property
+    def baseline(self) -> str:
+        """Name the line without filters that it is compared with."""
+        return Streams("none", shared_kv=self.shared_kv).name
+
+
+LINES = (
+    *(Streams(streams) for streams in ("none", "q", "k", "v", "qk", "qv", "kv", "qkv")),
+    *(Streams(streams, SHORT) for streams in ("k", "qkv")),
+    *(Streams(streams, shared_kv=True) for streams in ("none", "q", "k", "v", "qkv")),
+    *(Streams(streams, SHORT, shared_kv=True) for streams in ("k", "qkv")),
+)
+# Compared in addition to each line and the same without filters; fixed before the runs.
+PAIRS = (
+    *((Streams("k"), Streams("q")), (Streams("k"), Streams("v"))),
+    *((Streams(streams, SHORT), Streams(streams)) for streams in ("k", "qkv")),
+    *((Streams(streams), Streams(streams, shared_kv=True)) for streams in ("none", "k", "qkv")),
+)
+# What filters change in linear attention minus what they change in softmax attention. The last is
+# the post's: what K = V costs without filters.
+GAINS = (Streams("k"), Streams("qkv"), Streams("none", shared_kv=True))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Fix how large the study is: recall with one layer, then text with `layers`.
+
+    Attributes:
+        rates, text_rates: learning rates to choose from.
+        documents: held-out ones of each text that are scored.
+        choosing: held-out ones of each text before them, by which rates are chosen.
+    """
+
+    d_model: int
+    vocab_size: int
+    seq_len: int
+    examples: int
+    epochs: int
+    batch_size: int
+    rates: tuple[float, ...]
+    seeds: int
+    layers: int
+    text_len: int
+    text_steps: int
+    text_rates: tuple[float, ...]
+    documents: int
+    choosing: int
+
+
+_RATES = (3e-3, 1e-2, 3e-2)
+SCALES = {
+    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 2, 1, 32, 4, (3e-3,), 4, 2),
+    "cpu": Scale(64, 128, 32, 16_000, 2, 64, _RATES, 3, 2, 64, 1_000, _RATES, 200, 50),
+    "paper": Scale(
+        *(128, 8192, 128, 100_000, 32, 256, (1e-3, 3e-3, 1e-2), 3),
+        *(12, 1024, 20_000, (3e-4, 1e-3, 3e-3), 400, 100),
+    ),
+}
+
+
+def specification(mixer: str, conv_type: str, line: Streams) -> str:
+    """Return a mixer's options; without filters their kind and window are nothing, and left out."""
+    options = [mixer, f"streams={line.streams}"]
+    if line.streams != "none":
+        options += [f"window={line.window}", f"conv_type={conv_type}", "init=identity"]
+    return ",".join(options + ["shared_kv=true"] * line.shared_kv)
+
+
+def places(asked: Asked) -> list[Place]:
+    """Return a row for recall and one a text, and a column for each mixer and kind of filter.
+
+    Raises:
+        UserError: a text that is no prepared data, has too few held-out documents, or the name of
+            another; a row or column that is not there.
+    """
+    scale = SCALES[asked.scale]
+    bases: dict[str, tuple[Callable[[str], Any], tuple[float, ...]]]
+    bases = {RECALL: (_recall(scale), scale.rates)}
+    for data in asked.more.get("data", ()):
+        row = f"{TEXT}: {Path(data).resolve().name}"
+        if row in bases:
+            raise UserError(f"--data {data}: there is another folder of this name")
+        bases[row] = (_language(scale, data), scale.text_rates)
+    columns = {f"{name}, {kind}": (name, kind) for name in MIXERS for kind in CONV_TYPES}
+    found = []
+    for row, (make, rates) in _chosen("--rows", bases, asked.rows).items():
+        for column, (name, kind) in _chosen("--columns", columns, asked.columns).items():
+            for line in LINES:
+                run = Run(row, column, line.name, make(specification(MIXERS[name], kind, line)))
+                found.append(Place(run, rates, asked.seeds or scale.seeds))
+    return found
+
+
+def _chosen(option: str, known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return those that are named, in their own order; none named: all. Raises UserError."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} {name!r}: choose among {'; '.join(known)}")
+    return {name: value for name, value in known.items() if name in (names or known)}
+
+
+def _recall(scale: Scale) -> Callable[[str], Cell]:
+    return lambda mixer: Cell(
+        f"mqar:vocab_size={scale.vocab_size}",
+        mixer,
+        scale.d_model,
+        scale.seq_len,
+        layers=1,
+        epochs=scale.epochs,
+        train_examples=scale.examples,
+        test_examples=1_000,
+        batch_size=scale.batch_size,
+        stop_above=None,  # one that learns sooner is not to be trained for less
+    )
+
+
+def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
+    manifest = read_manifest(data)
+    documents = manifest["splits"]["validation"]["documents"]
+    check_documents(f"--data {data}", documents, scale.documents, scale.choosing)
+    return lambda mixer: LanguageCell(
+        data,
+        manifest["fingerprint"],
+        mixer,
+        scale.d_model,
+        scale.text_len,
+        scale.layers,
+        scale.text_steps,
+        scale.text_rates[0],
+        documents=scale.documents,
+        choosing_documents=scale.choosing,
+    )
+
+
+def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+    """Return the accuracy of recall, or the loss on held-out documents in nats a token."""
+    return {run.cell.seq_len: {"value": record.get("loss", record["accuracy"])}}
+
+
+def contrasts(lines: Sequence[Line]) -> list[Contrast]:
+    """Compare each line with the same without filters, then PAIRS and GAINS."""
+    at = {(line["row"], line["column"], line["line"]): line for line in lines}
+    panels = dict.fromkeys((row, column) for row, column, _ in at)
+    pairs = [(line.name, line.baseline) for line in LINES if line.streams != "none"]
+    pairs += [(one.name, other.name) for one, other in PAIRS]
+    found = [
+        Contrast(*panel, None, f"{one} - {other}", (at[*panel, one],), (at[*panel, other],))
+        for panel in panels
+        for one, other in pairs
+        if {(*panel, one), (*panel, other)} <= at.keys()
+    ]
+    return [*found, *_gains(at, dict.fromkeys(row for row, _ in panels))]
+
+
+def _gains(at: Mapping[tuple, Line], rows: Sequence[str]) -> Iterator[Contrast]:
+    none = Streams("none").name
+    for row, kind, line in itertools.product(rows, CONV_TYPES, GAINS):
+        softmax, linear = (
+            f"{mixer}, {kind}" for mixer in ("softmax attention", "linear attention")
+        )
+        plus = ((row, linear, line.name), (row, softmax, none))
+        minus = ((row, linear, none), (row, softmax, line.name))
+        if {*plus, *minus} <= at.keys():
+            sides = (tuple(at[place] for place in side) for side in (plus, minus))
+            column = f"linear - softmax attention, {kind}"
+            yield Contrast(row, column, None, f"{line.name} - {none}", *sides)
+
+
+ENTRY = Study(
+    "streams",
+    "which of q, k and v needs the convolution, on recall and on text",
+    places,
+    values,
+    source="CAT, arXiv version, section 7",
+    claim="Convolving keys and queries does not help in real runs.",
+    notes="Without a filter on k or v, softmax and linear attention sum over positions what each "
+    "token gives by itself: exchanging the values of two keys changes no answer of a query whose "
+    "window holds no pair. Their accuracies on MQAR with no filter, or one on q, are therefore "
+    "known by algebra, and are no finding.",
+    measures={"": "value", RECALL: "accuracy", TEXT: "loss on held-out documents, nats a token"},
+    figure="strips",
+    contrasts=contrasts,
+    by_row=True,
+    options=("rows", "columns", "data"),
+)
