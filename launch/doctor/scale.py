@@ -52,6 +52,7 @@ class SyntheticCorpus:
     def __init__(self, num_tokens: int) -> None:
         self.name, self.split = "no data", "train"
         self.num_tokens, self.fingerprint = num_tokens, "synthetic"
+        self.parts = (self,)
 
 
 def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:

@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from cat_lm.config import RunConfig, load_config
-from cat_lm.model.attention import documents, masks
+from cat_lm.model.attention import masks
 from cat_lm.model.attention.documents import DocumentAttention, document_attention
 from cat_lm.model.attention.modules import landmark
+from cat_lm.model.attention.modules.call import computing_dtype
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops import convolve, head_conv_qkv
 from cat_lm.ops.runtime.documents import document_borders, document_positions
@@ -254,9 +255,9 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
 
 def test_autocast_decides_the_kernel_s_dtype():
     x = torch.zeros(1)
-    assert documents.computing_dtype(x) == torch.float32
+    assert computing_dtype(x) == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert documents.computing_dtype(x) == torch.bfloat16
+        assert computing_dtype(x) == torch.bfloat16
 
 
 def test_positions_serve_in_the_place_of_ids():

@@ -14,8 +14,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.documents import attend_within_borders, computing_dtype
-from cat_lm.model.attention.modules.call import AttentionCall
+from cat_lm.model.attention.modules.call import (
+    AttentionCall,
+    attend_within_borders,
+    computing_dtype,
+)
 from cat_lm.model.attention.modules.scores import (
     attend_by_rows,
     attend_with_scores,

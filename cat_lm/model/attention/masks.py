@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import computing_dtype, document_attention
+from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.attention.modules.call import computing_dtype
 from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.context import Context
 from cat_lm.ops.landmark.layout import interior_padding

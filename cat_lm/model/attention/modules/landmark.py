@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.model.attention.documents import (
+from cat_lm.model.attention.modules.call import (
+    AttentionCall,
     attend_within_borders,
     computing_dtype,
     why_no_kernel,
 )
-from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.model.cache import LayerStateMixin, StateDynamicLayer, StateStaticLayer
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.attend import attend_blocks, choose_backend
