@@ -135,8 +135,9 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
             lock.error = error
             return lock
         # The holder before may have removed or renamed what was opened above.
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            return lock
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
         lock.close()
         if not wait:
             raise Busy
@@ -265,7 +266,8 @@ def atomic_folder(
         flag: names the option in messages.
 
     Raises:
-        UserError: `out` holds anything else, or cannot be written.
+        UserError: `out` holds anything else; another command is writing to it; or it cannot be
+            written.
     """
     from safetensors import SafetensorError
 
@@ -274,24 +276,24 @@ def atomic_folder(
     holder = own_name(place, "tmp")
     new, old = holder / "new", holder / "old"
     try:
-        _clear_leftovers(place)
-        _check_listed(place, listing, named)
-        make_temporary(holder)
-        try:
-            new.mkdir()
-            yield new
-            _publish(new)
-            if place.exists():
-                shutil.copymode(place, new)
-                os.replace(place, old)
-            _check_listed(old, listing, named)  # again: a file may have come meanwhile
-            os.replace(new, place)
-            sync_directory(place.parent)
-        finally:
-            if old.exists() and not place.exists():
-                os.replace(old, place)
-            with contextlib.suppress(UserError):  # The next attempt removes it.
-                remove_temporary(holder)
+        with _claimed(place, listing, named):
+            _check_listed(place, listing, named)
+            make_temporary(holder)
+            try:
+                new.mkdir()
+                yield new
+                _publish(new)
+                if place.exists():
+                    shutil.copymode(place, new)
+                    os.replace(place, old)
+                _check_listed(old, listing, named)  # again: a file may have come meanwhile
+                os.replace(new, place)
+                sync_directory(place.parent)
+            finally:
+                if old.exists() and not place.exists():
+                    os.replace(old, place)
+                with contextlib.suppress(UserError):  # The next attempt removes it.
+                    remove_temporary(holder)
     except OSError as error:
         text = f"{named}: cannot be written: {describe_os_error(error)}"
         raise file_error(text, error) from error
@@ -299,16 +301,45 @@ def atomic_folder(
         raise UserError(f"{named}: cannot be written: {error}") from error
 
 
-def _clear_leftovers(place: Path) -> None:
-    """Remove what killed processes of this host left beside a place.
+@contextmanager
+def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> Iterator[None]:
+    """Hold the lock of a place, and clear what killed commands left beside it.
 
-    A kill between the two renames left the earlier result there; it is put back.
+    Without it the later of two commands would silently replace what the earlier one has made, and
+    nobody could tell what a command on another host has left from what it is still making.
     """
-    for left in left_beside(place, "tmp"):
-        if left == own_name(place, "tmp") or maker_is_gone(left):
-            if (left / "old").exists() and not place.exists():
-                os.replace(left / "old", place)
-            remove_temporary(left)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path = place.with_name(f".{place.name}.writing")
+    try:
+        lock = hold(path, wait=False)
+    except Busy:
+        raise UserError(f"{named}: another command is writing to it") from None
+    with lock:
+        try:
+            for left in left_beside(place, "tmp"):
+                # Where the file system has no locks, another command may be at work.
+                if lock.error is None or maker_is_gone(left):
+                    _clear(left, place, listing, named)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
+    """Remove what a killed command left, after an earlier result in it is back in its place.
+
+    Raises:
+        UserError: the place holds something else; the earlier result then stays where it is.
+    """
+    old = left / "old"
+    if old.is_dir():
+        with contextlib.suppress(OSError):
+            place.rmdir()  # if it is empty
+        if not place.exists():
+            os.replace(old, place)
+        # A result that is there is the newer one: the kill came after the second rename.
+        _check_listed(place, listing, named)
+    remove_temporary(left)
 
 
 def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:

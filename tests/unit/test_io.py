@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import subprocess
+from unittest import mock
 
 import pytest
 from pydantic import Field
@@ -251,8 +253,30 @@ def test_a_kill_between_the_renames_loses_nothing(tmp_path):
     assert (out / "weights").read_text() == "1" and os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("files", [(), ("note.txt",)])
+def test_an_earlier_result_is_kept_where_its_place_was_made_again(tmp_path, files):
+    """A command on another host was killed between the renames; then somebody made the folder."""
+    out = tmp_path / "model"
+    write(out, weights="1")
+    left = tmp_path / ".model.n001-4026531836-7.tmp"
+    folders.make_temporary(left)
+    out.rename(left / "old")
+    out.mkdir()
+    for name in files:
+        (out / name).write_text("mine")
+    with pytest.raises((UserError, ZeroDivisionError)) as error, atomic_folder(out, listing):
+        raise ZeroDivisionError
+    assert not files or "holds note.txt, which is not of an earlier result" in str(error.value)
+    kept = left / "old" if files else out
+    assert (kept / "weights").read_text() == "1" and left.exists() == bool(files)
+
+
 def test_two_writers_lose_no_result(tmp_path, monkeypatch):
     out = tmp_path / "model"
+    with atomic_folder(out, listing), pytest.raises(UserError, match="another command is writing"):
+        write(out, weights="0")
+    # And where the file system has no locks:
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     write(out, weights="1")
     with atomic_folder(out, listing) as first:
         monkeypatch.setattr(os, "getpid", lambda: os.getppid())
