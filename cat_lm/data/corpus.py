@@ -25,6 +25,8 @@ from cat_lm.data.manifest import MANIFEST, splits_of
 from cat_lm.data.shards import Shard
 
 OPENING_THREADS = 16
+# Files that a process needs besides the shards: libraries, sockets, logs.
+OTHER_FILES = 256
 BLOCK = 10_000
 
 
@@ -97,7 +99,7 @@ class TokenCorpus:
         self.eod_id: int = manifest["tokenizer"]["eod_id"]
         dtype = manifest["dtype"]
         self.entries: list[dict] = counts["shards"]
-        _allow_open_files()
+        allow_open_files(len(self.entries))
         self.shards = [ListedShard(folder, entry, dtype, bring) for entry in self.entries]
         self._token_ends = list(accumulate(shard.num_tokens for shard in self.shards))
         self._document_ends = list(accumulate(shard.num_documents for shard in self.shards))
@@ -193,9 +195,18 @@ class TokenCorpus:
 _NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
 
 
-def _allow_open_files() -> None:
-    """Raise this process's soft limit of open files: a memory map keeps its file open."""
+def allow_open_files(shards: int) -> None:
+    """Raise this process's soft limit of open files: a memory map keeps its file open.
+
+    Raises:
+        UserError: the hard limit is too low for so many shards.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and shards + OTHER_FILES > hard:
+        raise UserError(
+            f"the data are in {shards:,} shards, but only {hard:,} files may be open; raise the "
+            "hard limit (ulimit -Hn), or prepare larger shards (--shard-tokens)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.corpus import Mixture, TokenCorpus
+from cat_lm.data.corpus import Mixture, TokenCorpus, allow_open_files
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.manifest import SPLITS, check_fingerprint, read_manifest
 from cat_lm.data.verified import verify
@@ -81,6 +81,8 @@ def open_splits(
                 f"model.vocab_size={asked}: the tokenizer of {splits[0].name} has "
                 f"{splits[0].vocab_size} entries; use at least that, or leave the key out"
             )
+    # Each on its own may be few enough; all of them stay open together.
+    allow_open_files(sum(len(split.shards) for split in splits))
     return splits[0], splits[1]
 
 

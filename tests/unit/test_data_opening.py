@@ -37,6 +37,14 @@ def test_one_folder(folder):
     assert set(loader.batch(0)) == {"input_ids", "labels"}
 
 
+def test_more_shards_than_files_may_be_open_are_refused(folder, monkeypatch):
+    """Else the map of some shard fails, in the middle of a run."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (257, 257))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    with pytest.raises(UserError, match=r"only 257 files may be open; raise the hard limit"):
+        open_data(config_of(folder))
+
+
 def test_manifest_of_other_shards_is_refused(folder):
     """A shard and its checksum are another's, the fingerprint is not."""
     tokens = folder / "train-00000.bin"
