@@ -19,6 +19,7 @@ import hashlib
 import logging
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -212,8 +213,9 @@ class Storage:
             if _is_refusal(error):
                 return self._refusal(f"/{name}", error)
             reason = reason_of(error)
-            has_no_server = isinstance(error, OSError) and not isinstance(error, TimeoutError)
-            if has_no_server and not self._has_answered and attempt >= FIRST_ATTEMPTS:
+            if not _has_no_server(error):
+                self._has_answered = True
+            elif not self._has_answered and attempt >= FIRST_ATTEMPTS:
                 return UserError(f"{place}: nothing answers at this address ({reason})")
             if attempt < ATTEMPTS:
                 return None
@@ -235,3 +237,14 @@ def _is_refusal(error: Exception) -> bool:
     names = " ".join(kind.__name__ for kind in type(error).__mro__)
     refused = isinstance(error, PermissionError) or bool(_REFUSALS.search(names))
     return refused or status_of(error) in (401, 403)
+
+
+def _has_no_server(error: BaseException | None) -> bool:
+    """Return True if an error comes of an unknown host, or of one that takes no connections."""
+    kinds, seen = (socket.gaierror, ConnectionRefusedError), []
+    while error is not None and error not in seen:
+        if isinstance(error, kinds) or isinstance(getattr(error, "os_error", None), kinds):
+            return True  # `os_error` is of aiohttp
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False

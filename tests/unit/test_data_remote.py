@@ -1,8 +1,10 @@
 """Data at an address: served right while they are copied, copied whole or not at all, shared."""
 
 import json
+import socket
 import subprocess
 import sys
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -221,6 +223,19 @@ def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
         open_corpus(url, "train", tmp_path)
     assert len(waits) == 1
+
+
+def test_a_server_that_is_busy_at_first_is_waited_for(memory, monkeypatch):
+    """Libraries tell of a busy server and of none by errors of one kind; only causes differ."""
+    storage, busy = Storage(memory), OSError(16, "Please reduce your request rate.")
+    monkeypatch.setattr(storage._fs, "cat_file", mock.Mock(side_effect=[busy, busy, b"text"]))
+    assert storage.read("manifest.json") == b"text"
+    absent = RuntimeError("Could not connect to the endpoint")
+    absent.__cause__ = socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(storage, "_has_answered", False)
+    monkeypatch.setattr(storage._fs, "cat_file", mock.Mock(side_effect=absent))
+    with pytest.raises(UserError, match="nothing answers"):
+        storage.read("manifest.json")
 
 
 def test_a_server_that_has_answered_is_waited_for(memory, monkeypatch):
