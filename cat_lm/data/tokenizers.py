@@ -34,6 +34,7 @@ from cat_lm.core.numbers import VOCABULARY
 from cat_lm.core.readers import Record, clipped, read_json, read_text, short
 from cat_lm.data.sentencepiece_models import (
     EOD_PIECE,
+    NORMAL,
     SPACE,
     UNIGRAM,
     SentencePieceModel,
@@ -246,11 +247,11 @@ def _sentencepiece_ids(
 
     See the texts of the module and of `DocumentEncoder`.
     """
-    special = {*map(model.processor.piece_to_id, model.special_pieces())}
+    normal = {index for index, (*_, kind) in enumerate(model.pieces) if kind == NORMAL}
     for text, ids in zip(texts, encoded, strict=True):
         differs = info.spec.startswith(TRAIN_PREFIX) and SPACE in text
         if model.model_type == UNIGRAM:
-            differs = "<0x" in text or not special.isdisjoint(ids)
+            differs = not normal.issuperset(ids)
         yield ids if differs else model.processor.encode(text)
 
 

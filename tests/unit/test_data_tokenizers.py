@@ -184,12 +184,13 @@ def test_other_sentencepiece_models(tmp_path, model_type, normalization, dummy_p
 def test_names_of_pieces_in_a_text_are_spelled_out_as_sentencepiece_does(tmp_path, normalization):
     """`tokenizers` takes them for the pieces; "＜" becomes "<" by NFKC."""
     path = unigram_model(tmp_path / "x.model", normalization_rule_name=normalization)
-    _, encoder = build(tmp_path, path)
-    names = ["<s>", "</s>", "<unk>", "<0x0A>", "＜s＞", "\n", "漢", "\u2581 "]
+    info, encoder = build(tmp_path, path)
+    names = ["<s>", "</s>", "<unk>", "<0x0A>", "＜s＞", "＜0x0A＞", "\n", "漢", "\u2581 "]
     texts = [
         f"{before}{name}{after}" for name in names for before in ("", "a ") for after in ("", "b")
     ]
     texts = ["plain text", *texts, "", "more of it"]
+    verify_tokenizer(info, tmp_path / "tokenizer", texts)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert encoder.encode_batch(texts) == reference.encode(texts)
     tokens, lengths = encoder.encode_documents(texts, np.dtype("uint16"))
