@@ -72,12 +72,15 @@ def gradients(
     kind = kinds.get(conv_type)
     window, sum_dtype, time = kind.window_of(filters), at_least_fp32(x), x.shape[1]
     taps, dy, inputs = (s.to(sum_dtype) for s in (filters, dy, x))
-    axes = "".join(axis for axis in kind.filter_axes if axis != "W").lower()
-    read = "btid" if kind.mixes_heads else "bthd"
+    summed = [axis for axis, name in enumerate("BTHD") if name not in kind.filter_axes]
     dx, df = torch.zeros_like(inputs), torch.zeros_like(taps)
     back = taps.mT if kind.mixes_heads else taps
     for lag, delayed in _delayed_inputs(inputs, window, positions):
-        df.select(kind.window_axis, lag).copy_(torch.einsum(f"bthd,{read}->{axes}", dy, delayed))
+        own = df.select(kind.window_axis, lag)
+        if kind.mixes_heads:
+            own.copy_(torch.einsum("bthd,btid->hi", dy, delayed))
+        else:  # where einsum is up to 20 times as slow
+            own.copy_((dy * delayed).sum(dim=summed))
         seen = dy[:, lag:]
         if positions is not None:
             seen = torch.where((positions[:, lag:] >= lag)[:, :, None, None], seen, 0.0)
