@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,7 +25,15 @@ def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object
 
 
 def head_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **how: Any
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each head.
 
@@ -41,7 +47,6 @@ def head_conv(
         filters: [H, W], lag 0 first. Used in the dtype of x, as a linear layer's weight is under
             autocast; products are summed in fp32 where x has half precision.
         bias: [H, D].
-        how: the options below, by their names.
         document_ids: [B, T] integers; a change of the id starts a new document.
         cu_seqlens: [N+1] integers, the same said as flash attention says it: the borders of N
             documents in the B rows joined end to end, from 0 to B·T. A row starts a document.
@@ -57,11 +62,21 @@ def head_conv(
         ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
             a state, which belongs to no document.
     """
-    return convolve("head", x, filters, bias, **how)
+    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
+    state = {"initial_state": initial_state, "return_state": return_state}
+    return convolve("head", x, filters, bias, **documents, **state, backend=backend)
 
 
 def depthwise_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **how: Any
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each channel.
 
@@ -75,11 +90,21 @@ def depthwise_conv(
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
-    return convolve("depthwise", x, filters, bias, **how)
+    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
+    state = {"initial_state": initial_state, "return_state": return_state}
+    return convolve("depthwise", x, filters, bias, **documents, **state, backend=backend)
 
 
 def multihead_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **how: Any
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time that mixes heads, with one filter for each pair of heads.
 
@@ -90,7 +115,9 @@ def multihead_conv(
 
     The other arguments, the results and the errors are those of `head_conv`.
     """
-    return convolve("multihead", x, filters, bias, **how)
+    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
+    state = {"initial_state": initial_state, "return_state": return_state}
+    return convolve("multihead", x, filters, bias, **documents, **state, backend=backend)
 
 
 @flops(_flops)
