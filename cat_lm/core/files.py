@@ -90,8 +90,7 @@ class AppendedFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._try(lambda: None)
-        self._stream.close()
+        self._try(lambda: self._stream.close())
 
     def _append(self, data: bytes) -> None:
         size = os.fstat(self._stream.fileno()).st_size
@@ -137,7 +136,8 @@ class AppendedFile:
             self.error = error
         except OSError as error:
             self.error = file_error(f"{self._path}: {describe_os_error(error)}", error)
-            self._stream.close()
+            with suppress(OSError):  # NFS says here again that a write failed.
+                self._stream.close()
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -72,6 +72,28 @@ def test_a_flush_that_fails_is_noted(tmp_path, monkeypatch):
     assert isinstance(file.error, TemporaryError)
 
 
+class ClosedBadly(io.FileIO):
+    """A file of NFS, which may say only when it is closed that there was no room."""
+
+    def close(self) -> None:
+        was_closed = self.closed
+        super().close()
+        if not was_closed:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_a_close_that_fails_is_noted(tmp_path):
+    file, other = AppendedFile(tmp_path / "x"), AppendedFile(tmp_path / "y")
+    for each in (file, other):
+        each._stream = ClosedBadly(each._path, "a+")
+    file.close()
+    assert str(file.error) == f"{tmp_path / 'x'}: Disk quota exceeded"
+    with file_sizes_limited(0):
+        other.write(b"1")
+    other.close()
+    assert str(other.error) == f"{tmp_path / 'y'}: File too large"
+
+
 def test_removed_file_is_written_again_whole(tmp_path):
     said = []
     file = AppendedFile(tmp_path / "x", said.append)
