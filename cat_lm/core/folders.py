@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import io
 import os
 import re
@@ -125,7 +124,7 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
-        lock = Lock(path, "a")
+        lock = Lock(path, "a+")  # NFS gives a shared lock to readers alone, the other to writers
         try:
             fcntl.flock(lock, kind)
         except OSError as error:
@@ -163,7 +162,9 @@ def own_name(place: Path, suffix: str) -> Path:
 
 def left_beside(place: Path, suffix: str) -> list[Path]:
     """List the temporary folders of all processes beside a place."""
-    found = place.parent.glob(f".{glob.escape(place.name)}.*-*.{suffix}")
+    # Without a dot: `.model.v2.HOST-1-2.tmp` is beside `model.v2`, not `model`.
+    named = re.compile(rf"\.{re.escape(place.name)}\.[^.]+-\d+\.{suffix}")
+    found = (path for path in place.parent.iterdir() if named.fullmatch(path.name))
     return sorted(path for path in found if is_ours(path))
 
 
@@ -182,7 +183,7 @@ def maker_is_gone(folder: Path) -> bool:
 def _process_namespace() -> str:
     """Return this host's name, and the namespace that numbers its processes, as of a container."""
     namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
-    return f"{socket.gethostname()}-{namespace}"
+    return f"{socket.gethostname().replace('.', '_')}-{namespace}"
 
 
 def make_temporary(folder: Path) -> None:

@@ -172,9 +172,10 @@ def test_only_a_process_of_this_host_that_has_ended_is_gone(tmp_path):
     ended.wait()
     gone = mine.with_name(mine.name.replace(f"-{os.getpid()}.", f"-{ended.pid}."))
     assert folders.maker_is_gone(gone)
-    elsewhere = gone.with_name(gone.name.replace(socket.gethostname(), "n001"))
+    elsewhere = gone.with_name(gone.name.replace(socket.gethostname().replace(".", "_"), "n001"))
     assert not folders.maker_is_gone(elsewhere)
-    for folder in (mine, gone, elsewhere, tmp_path / ".out.notes-1.tmp"):
+    siblings = tmp_path / ".out.v2.n001-1-2.tmp"  # of another command, on out.v2
+    for folder in (mine, gone, elsewhere, siblings, tmp_path / ".out.notes-1.tmp"):
         folders.make_temporary(folder)
     (tmp_path / ".out.mine-2.tmp").mkdir()
     (tmp_path / ".out.mine-2.tmp/thesis").touch()
