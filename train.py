@@ -114,7 +114,8 @@ class Trainer:
         checked = preflight.check(config, ranks, watchdog.progress)
         watchdog.progress("the preflight")
         # A rank of each host has looked at all shards; this one does where it reads them.
-        self.corpus, held_out, self.loader = open_data(config, look=False)
+        opened = ranks.on_all_ranks(lambda: open_data(config, look=False))
+        self.corpus, held_out, self.loader = opened
 
         # The run's folder, and the checkpoint to go on from.
         self.log = ranks.on_rank_zero(lambda: RunLog(folder / "train.log")) or RunLog(None)

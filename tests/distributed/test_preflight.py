@@ -111,6 +111,8 @@ def checked(ranks, folders: list[Path], changes: dict[str, object]) -> tuple[str
     if is_last and "torch" in changes:
         real = facts.versions
         facts.versions = lambda on_gpu: real(on_gpu) | {"torch": changes["torch"]}
+    if is_last and "sources" in changes:
+        facts.code_hash = lambda: changes["sources"].read_bytes()
     if "free_memory" in changes:
         facts.free_memory = lambda device: changes["free_memory"]
     try:
@@ -168,6 +170,13 @@ def test_data_and_memory_of_one_host_are_missing(tiny_corpus, tmp_path):
     assert lines[1].startswith("  n0 rank 0: the model of")
     assert lines[2].startswith("  all ranks: about 0.0") and "lower train.micro_batch" in lines[2]
     assert lines[3].startswith("  n1 rank 1: data: no such folder")
+
+
+def test_what_fails_on_one_rank_alone_ends_all_of_them(tiny_corpus, tmp_path):
+    (tmp_path / "data").symlink_to(tiny_corpus)
+    absent = tmp_path / "absent.py"
+    found = run_on_ranks(checked, 2, [tmp_path, tmp_path], {"sources": absent})
+    assert found == [(f"{absent}: no such file or folder", [])] * 2
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])

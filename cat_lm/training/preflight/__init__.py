@@ -46,13 +46,12 @@ def check(
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
     # Another node that looked for the folder before it is made would not see it for a while.
-    existed, written = ranks.broadcast(ranks.is_first and (output.exists(), probe.write()))
-    if ranks.device.type == "cuda":
-        facts.keep_triton_cache_here()
+    existed, written = ranks.broadcast(ranks.is_first and (os.path.exists(output), probe.write()))
     try:
         read = (lambda note: data.read_data(config, note)) if leads else None
         opened = data.meanwhile(ranks, read, progress)
-        here = facts.collect(config, ranks, opened, probe if leads else None, written)
+        own = probe if leads else None
+        here = ranks.on_all_ranks(lambda: facts.collect(config, ranks, opened, own, written))
         first = ranks.broadcast(here)
         found = ranks.on_all_ranks(lambda: rules.examine(config, here, first, places))
         report = rules.Report(hosts, ranks.gather(found))

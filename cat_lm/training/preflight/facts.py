@@ -1,4 +1,4 @@
-"""The facts of one rank and its host. No collectives, and nothing raises: a failure is a fact."""
+"""The facts of one rank and its host, without collectives; what the user may fix is a fact too."""
 
 from __future__ import annotations
 
@@ -154,6 +154,9 @@ def collect(
 ) -> Facts:
     """Collect this rank's facts; also its host's with `opened` data and `probe`, if `written`."""
     problems: list[Problem] = []
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu:
+        keep_triton_cache_here()
 
     def tried(action: Callable[[], Any], name: str = "") -> Any:
         try:
@@ -174,7 +177,6 @@ def collect(
             checkpoints = saved_checkpoints(probe.folder, config.checkpoint.keep_last)
     if problem := kernel_problem(config, ranks.device):
         problems.append(Problem(problem, False))
-    on_gpu = ranks.device.type == "cuda"
     return Facts(
         rank=ranks.rank,
         config=config.model_dump(mode="json"),
