@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eval import study
 from eval.recall.__main__ import main
 from tests.conftest import REPOSITORY
 from tests.unit.calls import call_main
@@ -23,7 +24,10 @@ SHORT = " --epochs 1 --train-examples 8 --test-examples 4 --device cpu"
 
 def fails(words: str, capsys, monkeypatch) -> str:
     """The last line of stderr of a command that must end with code 2."""
-    code, _, told = call_main(main, monkeypatch, capsys, "eval.recall", *words.split())
+    program, command = main, words.split()
+    if command[:1] == ["study"]:
+        program, command = study.main, command[1:]
+    code, _, told = call_main(program, monkeypatch, capsys, "eval.recall", *command)
     assert code == 2, told
     assert "Traceback" not in told
     return told.strip().splitlines()[-1]
@@ -119,42 +123,34 @@ OTHERS = {
     "": "the following arguments are required: command",
     "plot": "invalid choice: 'plot'",
     "run --task mqar": "the following arguments are required: --mixer",
-    "figure acuracy --out OUT": "invalid choice: 'acuracy'",
-    "figure accuracy": "the following arguments are required: --out",
-    "figure accuracy --scale huge --out OUT": "invalid choice: 'huge'",
-    "figure accuracy --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
-    "figure accuracy --out OUT --stack 0": "'0' must be from 1 to 10,000, or auto",
-    "figure accuracy --out OUT --workers some": "'some' must be a whole number",
-    "figure accuracy --out OUT --device cuda:99": "--device cuda:99",
-    "figure accuracy --out OUT --seeds 0": "--seeds: '0' must be from 1",
-    "figure accuracy --out OUT --seeds 10001": "--seeds: '10001' must be from 1 to 10,000",
-    "figure landmark-tradeoff --scale smoke --out OUT --seeds 2": "without --workers, --seeds",
-    "figure accuracy --out FILE": "--out FILE: is a file; give a folder",
-    "figure accuracy --out OUT --models cat kat": "--models='kat': must be one of attention",
-    "figure length --scale paper --out OUT --models multi-token --estimate-only": (
+    "study acuracy --out OUT": "invalid choice: 'acuracy'",
+    "study accuracy": "the following arguments are required: --out",
+    "study accuracy --scale huge --out OUT": "invalid choice: 'huge'",
+    "study accuracy --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
+    "study accuracy --out OUT --stack 0": "'0' must be from 1 to 10,000, or auto",
+    "study accuracy --out OUT --workers some": "'some' must be a whole number",
+    "study accuracy --out OUT --device cuda:99": "--device cuda:99",
+    "study accuracy --out OUT --seeds 0": "--seeds: '0' must be from 1",
+    "study accuracy --out OUT --seeds 10001": "--seeds: '10001' must be from 1 to 10,000",
+    "study accuracy --out FILE": "--out FILE: is a file; give a folder",
+    "study accuracy --out OUT --models cat kat": "--models='kat': must be one of attention",
+    "study length --scale paper --out OUT --models multi-token --estimate-only": (
         "multi-token: takes rows of at most 512 tokens, not of 1024"
     ),
-    "figure accuracy --out OUT --models cat:window={copies}": "window={copies}: must be a wh",
-    "figure width --out OUT --models cat cat": "--models cat: is given twice",
-    "figure width --out OUT --models cat none:": "'none:': must be name or name:key=value",
-    "figure width --out OUT --models cat none": "--models none: is in every figure",
-    "figure landmark-tradeoff --scale smoke --out OUT --models cat": "without --models, --rows",
-    "figure length --out OUT --rows MQNAR": "--rows 'MQNAR': of length, choose among MQAR, ha",
-    "figure landmark-tradeoff --scale smoke --out OUT --estimate-only": "without --device",
-    "figure landmark-tradeoff --scale smoke --out OUT --device cpu": "simulation without --device",
-    "figure landmark-tradeoff --scale smoke --out OUT --stack 2": "simulation without --device",
-    "figure landmark-tradeoff --scale smoke --out OUT --workers 2": "without --workers",
-    "figure landmark-tradeoff --scale smoke --out FILE": "--out FILE: is a file",
-    "streams --out OUT --data": "--data: expected at least one argument",
-    "streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
-    "streams --data NOWHERE --out OUT": "NOWHERE: no such folder",
-    "streams --data . --out OUT": "holds no finished data",
-    "streams --data '' --out OUT": "--data: \"''\" is no path",
-    "mamba": "the following arguments are required: --out",
-    "mamba --out OUT --seeds 0": "--seeds: '0' must be from 1 to",
-    "mamba --out FILE": "--out FILE: is a file; give a folder",
-    "mamba --out OUT --rates 0": "--rates: '0' must be greater than 0; give a list such as",
-    "mamba --out OUT --rates 0.01,1e-2": "--rates: '0.01,1e-2' names a number twice",
+    "study accuracy --out OUT --models cat:window={copies}": "window={copies}: must be a wh",
+    "study width --out OUT --models cat cat": "--models cat: is given twice",
+    "study width --out OUT --models cat none:": "'none:': must be name or name:key=value",
+    "study width --out OUT --models cat none": "--models none: is in every figure",
+    "study length --out OUT --rows MQNAR": "--rows 'MQNAR': choose among MQAR, ha",
+    "tradeoff --scale smoke --out FILE": "--out FILE: is a file",
+    "study streams --out OUT --data": "--data: expected at least one argument",
+    "study streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
+    "study streams --data NOWHERE --out OUT": "NOWHERE: no such folder",
+    "study streams --data . --out OUT": "holds no finished data",
+    "study streams --data '' --out OUT": "--data: \"''\" is no path",
+    "study mamba": "the following arguments are required: --out",
+    "study mamba --out OUT --seeds 0": "--seeds: '0' must be from 1 to",
+    "study mamba --out FILE": "--out FILE: is a file; give a folder",
     "theory --out FILE": "--out FILE: is a file; give a folder",
     "theory --out FILE/a": "/FILE is a file; give a folder",
     "theory --out OUT --rows 19": "'19' must be from 20 to 1,000,000",
@@ -201,7 +197,7 @@ def signals_heard() -> None:
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
     """An interrupt as a terminal sends it, to the whole group; other signals to the first alone."""
     signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP}
-    command = [sys.executable, "-m", "eval.recall", "figure", "accuracy", "--scale", "smoke"]
+    command = [sys.executable, "-m", "eval.study", "accuracy", "--scale", "smoke"]
     command += ["--out", str(tmp_path / "OUT"), "--workers", "2", "--device", "cpu"]
     grid = subprocess.Popen(
         command,
