@@ -29,6 +29,7 @@ ORDERS = {
     "the model itself": "from cat_lm.model import CatConfig, CatForCausalLM",
     "by torch alone": "import torch",
     "by torch, amid transformers": "from transformers import AutoModelForCausalLM",
+    "by torch, amid configurations": "from transformers import AutoConfig",
     "reloaded": "import importlib, cat_lm, transformers.models.auto.modeling_auto as auto\n"
     "importlib.reload(auto)\nimportlib.reload(cat_lm)",
 }
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 # Each is an interpreter of its own.
-SHORT = ("by torch, amid transformers",)
+SHORT = ("by torch, amid configurations",)
 
 
 @pytest.mark.parametrize(
