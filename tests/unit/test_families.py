@@ -447,6 +447,7 @@ def test_class_says_what_is_true_of_it(case):
     for kind in (model, model.base_model):
         assert type(kind)._is_stateful is (keeps_filters is None)
         assert kind._is_stateful is (keeps_filters is not False)
+        assert {*kind._no_split_modules} == {type(x).__name__ for x in model.base_model.layers}
     assert not model.supports_tp_plan and not model.supports_pp_plan
     assert find_labels(type(model)) == ["labels"]
 

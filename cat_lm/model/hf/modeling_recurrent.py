@@ -59,7 +59,7 @@ class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
     supports_gradient_checkpointing = True
     _is_stateful = True  # no drafted token can be taken back
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("Block", "MambaBlock", "MixerBlock")
+    _no_split_modules = ("Block",)  # of those that a model has, or accelerate finds none
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
 
     @torch.no_grad()
@@ -229,6 +229,7 @@ class CatMambaModel(RecurrentModel):
 
     config_class = CatMambaConfig
     base_model_prefix = "backbone"
+    _no_split_modules = ("MambaBlock",)
     norm_name, epsilon_name = "norm_f", "layer_norm_epsilon"
 
     def _make_layer(self, index: int) -> MambaBlock:
@@ -264,6 +265,7 @@ class CatMambaForCausalLM(RecurrentForCausalLM):
 
     config_class = CatMambaConfig
     base_model_prefix = "backbone"
+    _no_split_modules = ("MambaBlock",)
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
     body = CatMambaModel
 
@@ -312,6 +314,7 @@ class MixerPreTrainedModel(RecurrentPreTrainedModel):
     config_class = CatMixerConfig
     base_model_prefix = "model"
     _input_embed_layer = "embed_tokens"
+    _no_split_modules = ("MixerBlock",)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
