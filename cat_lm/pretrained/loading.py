@@ -115,10 +115,27 @@ class GenerationSettings(Record):
     pad_token_id: int | None = None
 
 
+class WeightIndex(Record):
+    """Hold the file of each tensor, for weights in several files."""
+
+    weight_map: dict[str, str]
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """Find the files that transformers reads the weights from, in name order; none without any."""
-    files = sorted(folder.glob("model*.safetensors"))
-    return files or sorted(folder.glob("pytorch_model*.bin"))
+    """Find the files that transformers reads the weights from, in name order; none without any.
+
+    Raises:
+        UserError: an index is damaged, or names a file that is not in the folder.
+    """
+    files, whole = sorted(folder.glob("model*.safetensors")), WEIGHTS
+    if not files:
+        files, whole = sorted(folder.glob("pytorch_model*.bin")), "pytorch_model.bin"
+    index, names = folder / f"{whole}.index.json", {path.name for path in folder.iterdir()}
+    is_split = files and whole not in names and index.name in names
+    needed = read_json(index, WeightIndex).weight_map.values() if is_split else ()
+    if absent := {*needed} - names:
+        raise UserError(f"{index}: weight_map names {min(absent)}, which is not in the folder")
+    return files
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -126,7 +143,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the file is damaged; or the model is an adapter to another one, asks for code
-            from the Hub, or for more than can be meant.
+            from the Hub, for other files, or for more than can be meant.
     """
     path = folder / "config.json"
     settings = read_object(path, limit=MAX_YAML_BYTES)
@@ -136,6 +153,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"model {folder}: holds an adapter (adapter_config.json), which is not read; merge it "
             "into the weights or move it away"
         )
+    for key in ("transformers_weights", "configuration_files"):
+        if key in settings:  # transformers would open other files than those that are looked at
+            raise UserError(f"{path}: {key}: other files are not read; remove the key")
     for key in ("attn_implementation", "_attn_implementation"):
         value = settings.get(key)
         if value is not None and not (isinstance(value, str) and value.isidentifier()):

@@ -287,6 +287,12 @@ class TestCode:
         with pytest.raises(UserError, match="holds an adapter"):
             load_model(foreign)
 
+    @pytest.mark.parametrize("key", ["transformers_weights", "configuration_files"])
+    def test_settings_do_not_lead_elsewhere(self, foreign, key):
+        change_settings(foreign, **{key: "other.safetensors"})
+        with pytest.raises(UserError, match=f"{key}: other files are not read"):
+            load_model(foreign)
+
 
 class TestIndex:
     def test_weights_in_several_files_load(self, foreign):
@@ -298,6 +304,9 @@ class TestIndex:
         assert len(list(foreign.glob("*.safetensors"))) > 1
         loaded = load_model(foreign).state_dict()
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        next(foreign.glob("model-00002*")).rename(foreign / "parts" / "away")
+        with pytest.raises(UserError, match=r"weight_map names model-00002.* not in the folder"):
+            load_model(foreign)
 
 
 class TestSettings:
