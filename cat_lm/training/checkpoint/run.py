@@ -103,9 +103,10 @@ class Checkpoints:
             try:
                 start = files.newest_whole(found, self._damage, self._say)
             except UserError as error:
-                advice = "; put it back from a copy, or start anew in another train.output_dir"
-                advice = advice if self.config.train.resume == "auto" else ""
-                raise shared_error(f"{error}{advice}", is_temporary(error)) from None
+                text, passes = str(error), is_temporary(error)
+                if self.config.train.resume == "auto" and not passes:
+                    text += "; put it back from a copy, or start anew in another train.output_dir"
+                raise shared_error(text, passes) from None
         self.ranks.on_rank_zero(lambda: self._check_mixture(start))
         if start is None:
             self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, None, self._say))
