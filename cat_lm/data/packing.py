@@ -23,6 +23,7 @@ from cat_lm.core.files import checksums, write_json
 from cat_lm.core.folders import atomic_folder, hold_patiently
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Record, read_json
+from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.verified import NOTE, cache_folder, changed_files, note_files, verify
@@ -32,9 +33,6 @@ VERSION = 2
 FILES = ("windows.bin", "pieces.bin")
 PLAN_FILES = ("plan.json", *FILES, NOTE)
 GROUP = 100_000
-# A piece: where it starts in the stream, and its length, above two bits that tell its ends.
-PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
-FIRST, CUT = 1, 2  # It is the first of its document; its document goes on in another window.
 
 Progress = Callable[[str], object]
 
@@ -248,68 +246,3 @@ def plan_files(data: Path) -> list[str]:
         if named.fullmatch(folder.name):
             found += [f"{PACKING}/.{folder.name}.lock", *(f"{place}/{name}" for name in PLAN_FILES)]
     return found
-
-
-def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
-    """Pack documents, given by where they start and how long they are, both [N].
-
-    Returns the pieces [P], in the order of their windows, and the number of pieces in each window.
-    """
-    full = lengths // context_length
-    rest = lengths - full * context_length
-    # Full windows of long documents.
-    owner = np.repeat(np.arange(len(lengths)), full)
-    part = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
-    cut = (part + 1) * context_length < lengths[owner]
-    whole = _pieces(
-        starts[owner] + part * context_length,
-        np.full(len(owner), context_length),
-        np.where(part == 0, FIRST, 0) | np.where(cut, CUT, 0),
-    )
-    # Rests, and documents that are shorter than a window.
-    some = np.flatnonzero(rest)
-    windows = best_fit(rest[some], context_length)
-    order = np.argsort(windows, kind="stable")
-    some = some[order]
-    packed = _pieces(
-        starts[some] + full[some] * context_length,
-        rest[some],
-        np.where(full[some] == 0, FIRST, 0),
-    )
-    counts = np.concatenate([np.ones(len(whole), np.int64), np.bincount(windows)])
-    return np.concatenate([whole, packed]), counts
-
-
-def _pieces(starts: np.ndarray, lengths: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    pieces = np.empty(len(starts), dtype=PIECE)
-    pieces["start"], pieces["packed"] = starts, lengths << 2 | flags
-    return pieces
-
-
-def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the window of each item by best-fit decreasing, numbered from 0; int64 [N].
-
-    The longest item first, each into the window with the least room that still holds it.
-    """
-    windows = np.zeros(len(lengths), dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where some window has room r
-    opened = 0
-    placed = []
-    for length in lengths[order].tolist():
-        if fitting := rooms >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
-            window = by_room[room].pop()
-            if not by_room[room]:
-                rooms ^= 1 << room
-        else:
-            window, room = opened, capacity
-            opened += 1
-        placed.append(window)
-        room -= length
-        if room:
-            by_room[room].append(window)
-            rooms |= 1 << room
-    windows[order] = placed
-    return windows

@@ -183,7 +183,7 @@ EXPORTED = {
     "scores": "score_transform='log_distance': must be one of none",
     "pattern": "attention='forgetting': must be one of softmax, chunk",
     "mixer": "mixer='leaky': must be one of attention, based, cat",
-    "family": "none of cat_neox, cat_llama, cat_delta_net",
+    "family": "does not recognize this architecture",
 }
 
 

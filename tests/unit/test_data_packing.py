@@ -17,8 +17,9 @@ from cat_lm.core.folders import hold
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, verified
 from cat_lm.data import packing as packing_module
+from cat_lm.data.best_fit import PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
-from cat_lm.data.packing import PIECE, PackedWindows, best_fit, pack
+from cat_lm.data.packing import PackedWindows
 from tests.prepared_data import EOD, random_documents, write_prepared
 
 T = 16

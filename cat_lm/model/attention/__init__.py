@@ -31,8 +31,18 @@ def _registry(kind: type[Entry], folder: str, **names: tuple[str, ...]) -> Regis
     return Registry(kind.key, kind, package=f"{__name__}.{folder}", **made, **names)
 
 
+def _check_form(entry: ScoreTransform) -> None:
+    if entry.form not in entry.FORMS:
+        forms = ", ".join(entry.FORMS)
+        raise ValueError(
+            f"score_transform {entry.name!r}: form={entry.form!r} must be one of {forms}"
+        )
+
+
 PATTERNS: Registry[Pattern] = _registry(Pattern, "patterns", first=("softmax",))
-SCORE_TRANSFORMS: Registry[ScoreTransform] = _registry(ScoreTransform, "scores", others=("none",))
+SCORE_TRANSFORMS: Registry[ScoreTransform] = _registry(
+    ScoreTransform, "scores", others=("none",), check=_check_form
+)
 VALUE_TRANSFORMS: Registry[ValueTransform] = _registry(ValueTransform, "values", others=("none",))
 REGISTRIES: dict[type[Entry], Registry] = {
     Pattern: PATTERNS,

@@ -23,9 +23,10 @@ _FILES = ("kernel.cpp", "block.h", "call.h", "pairs.h", "tiles.h")
 # By their numbers in kernel.cpp.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # `ConvolutionCall` of call.h; `work` is the products of x and filters.
+SOURCES = Sources("convolution", (*(Path(__file__).with_name(n) for n in _FILES), *SHARED))
 KERNEL = Kernel(
     "convolution",
-    Sources("convolution", (*(Path(__file__).with_name(name) for name in _FILES), *SHARED)),
+    SOURCES,
     integers=("dtype", "kind", "threads", "batch", "time", "heads", "width", "window"),
     strided=("x", "dy", "out"),
     pointers=(
