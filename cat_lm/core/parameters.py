@@ -77,7 +77,8 @@ def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
     """
     for part in module.modules():
         takes_decay(part)
-        lost = part._non_persistent_buffers_set
+        buffers = {name for name, buffer in part._buffers.items() if buffer is not None}
+        lost = part._non_persistent_buffers_set & buffers
         # transformers makes the buffers of its own rotary embeddings again.
         if lost and not hasattr(part, "original_inv_freq"):
             raise ValueError(

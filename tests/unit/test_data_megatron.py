@@ -55,7 +55,8 @@ def test_every_prepared_shard_is_read_by_the_description_alone(tiny_corpus):
         documents, code = megatron_files.read(path.with_suffix(""))
         shard = Shard(path.with_suffix(""))
         assert [d for (d,) in documents] == [
-            shard.tokens[slice(*shard.document(i))].tolist() for i in range(shard.num_documents)
+            shard.tokens[start:stop].tolist()
+            for start, stop in zip(*shard.documents(0, shard.num_documents), strict=True)
         ]
         assert code == {2: 8, 4: 4}[token_dtype(257).itemsize]
 
@@ -92,7 +93,9 @@ def test_what_deepspeeds_writer_writes_is_read_here(tmp_path):
     builder.finalize(str(tmp_path / "x.idx"))
     shard = Shard(tmp_path / "x")
     assert (shard.num_documents, shard.num_sequences) == (3, 6)
-    found = [shard.tokens[slice(*shard.document(i))].tolist() for i in range(3)]
+    found = [
+        shard.tokens[slice(*ends)].tolist() for ends in zip(*shard.documents(0, 3), strict=True)
+    ]
     assert found == [[1, 2, 3, 0], [4, 0], [5, 6, 0]]
     assert megatron_files.read(tmp_path / "x") == (documents, 4)
 
@@ -109,6 +112,8 @@ def test_what_megatron_cores_writer_writes_is_read_here(tmp_path, dtype, code):
         builder.add_document(tokens, [len(sequence) for sequence in document])
     builder.finalize(str(tmp_path / "x.idx"))
     shard = Shard(tmp_path / "x")
-    found = [shard.tokens[slice(*shard.document(i))].tolist() for i in range(2)]
+    found = [
+        shard.tokens[slice(*ends)].tolist() for ends in zip(*shard.documents(0, 2), strict=True)
+    ]
     assert found == [[1, 2, 3, 0], [4, 0]]
     assert megatron_files.read(tmp_path / "x") == (documents, code)

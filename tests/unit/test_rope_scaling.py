@@ -249,7 +249,9 @@ class TestWhatExists:
 
     def test_what_does_not_exist_is_an_error(self):
         rope, nope = pythia_config(), pythia_config(position_embedding="none")
-        with pytest.raises(ValueError, match="without positions; it has none, temperature"):
+        with pytest.raises(
+            ValueError, match="does not exist for the model; it has none, temperature"
+        ):
             scaled_fields(nope, "yarn", 2, 32)
         with pytest.raises(ValueError, match="it has none, pi, pi\\+temperature, yarn"):
             scaled_fields(rope, "temperature", 2, 32)

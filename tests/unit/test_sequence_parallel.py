@@ -107,7 +107,7 @@ def test_ranks_and_rows():
     with pytest.raises(UserError, match=r"sequence_parallel=4: must divide the number of ranks, 6"):
         config.accumulation_steps(6)
     assert batch_advice(config, 6) == "right would be 4 or 8 ranks"
-    with pytest.raises(UserError, match=r"2 x 20 / 4 = 10"):
+    with pytest.raises(UserError, match=r"2 x 5 = 10"):
         config.accumulation_steps(20)
 
 
