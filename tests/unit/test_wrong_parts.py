@@ -21,7 +21,8 @@ from tests.runs import run_values, write_config
         (
             {"conv_rank": 2, "conv_streams": "v"},
             "model.conv_rank=2: needs conv_type=head, filters of taps and the streams q and k, "
-            "whose filters make the kernel, not conv_type=head, conv_filter=taps and conv_streams=v",
+            "whose filters make the kernel, not conv_type=head, conv_filter=taps and "
+            "conv_streams=v",
         ),
     ],
     ids=["canon", "rank"],
