@@ -144,7 +144,7 @@ def _look_after_execution(module: ModuleType, look: Callable[[ModuleType], None]
     class Executing(original):
         def __getattribute__(self, name: str):
             found = original.__getattribute__(self, name)
-            if name != "__spec__" and not self.__spec__._initializing:
+            if name != "__spec__" and not getattr(self.__spec__, "_initializing", False):
                 self.__class__ = original
                 look(self)
                 return original.__getattribute__(self, name)

@@ -394,7 +394,7 @@ TARGETS = (
         line_weight=2,
     ),
     Target(
-        *("streams", "eval.recall", "torch"),
+        *("streams", "eval.study", "torch"),
         (
             *("streams", "--data", "data", "--scale", "smoke", "--estimate-only", "--out", "out"),
             *("--workers", "1", "--device", "cpu"),

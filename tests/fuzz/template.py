@@ -35,7 +35,7 @@ _TORCH = (
     *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
     *("eval.speed.conv.measure", "eval.speed.model.decode"),
     *("eval.speed.model.train", "eval.speed.tables"),
-    *("eval.recall.__main__", "eval.recall.filter_plots"),
+    *("eval.recall.__main__", "eval.recall.filter_plots", "eval.study"),
     *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.grids"),
     *("eval.studies.streams", "launch.doctor.__main__", "launch.doctor.scale"),
 )
