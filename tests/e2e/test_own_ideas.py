@@ -332,27 +332,12 @@ WRONG = {
     "a decay of no parameter": (
         "mixer",
         ('no_decay = ("rate",)', 'no_decay = ("rates",)'),
-        "mixer leaky:memory=8.0: LeakyAverage.no_decay names 'rates'; must be of its own",
-    ),
-    "a module that takes no context": (
-        "mixer",
-        ("def forward(self, x: Tensor, context: Context)", "def forward(self, x: Tensor)"),
-        "mixer leaky:memory=8.0: the forward of LeakyAverage must take x and a context",
-    ),
-    "a type that is not its configuration's": (
-        "family",
-        ('    model_type = "ngram"\n\n', '    model_type = "n_gram"\n\n'),
-        "architecture 'ngram': NgramConfig.model_type is 'n_gram'; must be 'ngram'",
+        "mixer leaky:memory=8.0: LeakyAverage.no_decay=('rates',): must be a tuple of names",
     ),
     "a matrix that no layer has": (
         "family",
         ('.out_proj.weight"', '.proj.weight"'),
         "architecture 'ngram': layer_weight names model.layers.1.proj.weight, which its model has",
-    ),
-    "documents that the body does not take": (
-        "family",
-        ("        document_ids: Tensor | None = None,\n", ""),
-        "architecture 'ngram': isolates_documents, but the forward of NgramModel takes no",
     ),
 }
 

@@ -480,17 +480,17 @@ def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
 
 @pytest.mark.long
 def test_a_broken_plugin_is_no_matter_of_other_models(tmp_path):
-    """transformers' own models open in a program that happens to have cat_lm; ours say why not."""
+    """transformers' own models and ours open in a program that has cat_lm; a line says why."""
     environment = install(tmp_path / "site", "1 / 0")
     code = (
         "import cat_lm\nfrom transformers import AutoConfig\n"
         "assert AutoConfig.for_model('gpt2').model_type == 'gpt2'\n"
-        "try:\n    AutoConfig.for_model('cat_neox')\nexcept Exception as error:\n    print(error)\n"
+        "assert AutoConfig.for_model('cat_neox').model_type == 'cat_neox'\n"
     )
     done = python(environment, "-c", code)
     assert done.returncode == 0, done.stderr
     said = "plugin mine of toy 1.5: toy_plugin cannot be imported"
-    assert f"cat_lm: {said}" in done.stderr and done.stdout.startswith(said)
+    assert f"cat_lm: {said}" in done.stderr
 
 
 def test_a_broken_plugin_stays_broken(monkeypatch):
