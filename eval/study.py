@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "columns": {"help": "columns of the report, by their names (default: all)"},
     "data": {
         "type": path_name,
+        "metavar": "DIR",
         "help": "texts prepared by data_prep; or the folder of a long-range task's official files",
     },
 }
@@ -43,9 +44,8 @@ def main() -> None:
     add_grid_options(parser)
     add_seeds(parser)
     for name, declared in OPTIONS.items():
-        parser.add_argument(
-            f"--{name}", nargs="+", default=(), metavar=name[:-1].upper(), **declared
-        )
+        shown = {"metavar": name[:-1].upper(), **declared}
+        parser.add_argument(f"--{name}", nargs="+", default=(), **shown)
     _add_long_range(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
@@ -97,7 +97,10 @@ def _add_long_range(parser: argparse.ArgumentParser) -> None:
 def _long_range(study: Study, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return how long-range tasks are trained, for studies of them."""
     given = {name: getattr(arguments, name) for name in ("protocol", "direction", "cache")}
-    if "long_range" not in study.options:
+    if "long_range" in study.options:
+        if arguments.stack is not None:
+            raise UserError(f"--stack: has no effect on the study {study.name}; leave it out")
+    else:
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"--{name}: has no effect on the study {study.name}; leave it out")

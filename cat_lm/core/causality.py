@@ -61,7 +61,7 @@ def changed(config: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Give modules values, in fp32 on the CPU, from a generator of their own.
+    """Initialize modules in fp32 on the CPU, from a generator of their own.
 
     The model may be on the meta device, in bf16, or not drawn.
     """

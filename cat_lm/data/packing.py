@@ -154,7 +154,7 @@ def plan_folder(
 
 
 class _Planner:
-    """What makes the plan of a corpus, and knows it again."""
+    """The maker of a corpus's plan, which recognises one that is kept."""
 
     def __init__(
         self,

@@ -199,6 +199,11 @@ SCALES = {
 }
 
 
+LENGTHS_NOTE = "Models are trained at one length: " + ", ".join(
+    f"{scale.trained} tokens at {name} scale" for name, scale in SCALES.items()
+)
+LENGTHS_NOTE += ". Items are in proportion to the length, but in the table of as many keys."
+
 Grid = Callable[[Scale], Iterator[Place]]
 
 

@@ -1,6 +1,6 @@
 """Accuracy of recall at other lengths than the trained one."""
 
-from eval.recall.grids import other_lengths, recall_study
+from eval.recall.grids import LENGTHS_NOTE, other_lengths, recall_study
 
 ENTRY = recall_study(
     "length",
@@ -9,4 +9,5 @@ ENTRY = recall_study(
     source="CAT, Figure 6 (AAAI), 4 (workshop), 6 (arXiv)",
     claim="A CAT layer trained at one length keeps its accuracy at others, where the baselines' "
     "falls.",
+    notes=LENGTHS_NOTE,
 )

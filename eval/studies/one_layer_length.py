@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from eval.recall.grids import ONE_LAYER_NOTE, other_lengths, recall_study
+from eval.recall.grids import LENGTHS_NOTE, ONE_LAYER_NOTE, other_lengths, recall_study
 
 ENTRY = recall_study(
     "one-layer-length",
@@ -10,5 +10,5 @@ ENTRY = recall_study(
     partial(other_lengths, one_layer=True),
     source="CAT, Figures 9 and 10 (workshop), 10 and 11 (arXiv)",
     claim="With one layer each, CAT alone keeps its accuracy at other lengths.",
-    notes=ONE_LAYER_NOTE,
+    notes=f"{LENGTHS_NOTE} {ONE_LAYER_NOTE}",
 )
