@@ -13,7 +13,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import make_mixer
-from eval.lab.contrasts import compute
+from eval.lab.contrasts import compute, difference_of, ratio_error
 from eval.lab.frame import gather_lines
 from eval.lab.grid import LADDER, TUNING_SEED, Choice
 from eval.lab.places import CONTROL, NEGATIVE
@@ -333,3 +333,17 @@ def test_steps_are_counted_to_the_level():
     history = [{"step": 2, "value": 0.4}, {"step": 4, "value": 0.6}, {"step": 6, "value": 0.5}]
     assert steps_to({"history": history}, 0.5) == 4
     assert steps_to({"history": history}, 0.7) is None is steps_to({"history": history}, None)
+
+
+def test_documents_of_both_sides_make_the_error_of_a_contrast():
+    tokens, nats = [4, 6, 5], {"a": [8.0, 9.0, 10.0], "b": [6.0, 10.0, 9.0]}
+    lines = [
+        {**line(name, (1.8, 1.7)), "documents": {"tokens": tokens, "nats": {"0": x, "1": x}}}
+        for name, x in nats.items()
+    ]
+    (found,) = compute([difference_of(*lines)])
+    differences = [a - b for a, b in zip(nats["a"], nats["b"], strict=True)]
+    assert found["document_error"] == pytest.approx(ratio_error(differences, tokens))
+    assert found["documents"] == 3
+    del lines[1]["documents"]
+    assert compute([difference_of(*lines)])[0]["document_error"] is None
