@@ -57,7 +57,7 @@ class SyntheticCorpus:
 
 def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """Yield whether nodes and global batch divide, and what a rank computes."""
-    from cat_lm.training.preflight.rules import batch_advice
+    from cat_lm.training.preflight import batch_advice
 
     ranks, per_node = asked.ranks, asked.gpus_per_node
     nodes, problem = max(1, ranks // per_node), None

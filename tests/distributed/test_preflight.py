@@ -130,7 +130,6 @@ def test_two_hosts_that_agree(tiny_corpus, tmp_path):
     assert error == "" and all(line.startswith("preflight: ") for line in lines), lines
     text = "\n".join(lines)
     assert "2 ranks on 2 hosts (n0, n1); python 3." in text
-    assert "all-reduce of" in text and "GB/s on the bus" in text
     assert "disk: " in text and "memory: about 0.0" in text and "read on each host" in text
     assert list((tmp_path / "run").iterdir()) == [], "the probe files are gone"
 

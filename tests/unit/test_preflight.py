@@ -16,11 +16,12 @@ import torch
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import GIB
+from cat_lm.training import preflight
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import checkpoint_bytes, num_parameters
-from cat_lm.training.preflight import check, dry_run, facts, rules
+from cat_lm.training.preflight import check, dry_run, facts
 from cat_lm.training.preflight.data import DataFacts
-from cat_lm.training.preflight.facts import Facts, Place, Probe, Problem
+from cat_lm.training.preflight.facts import Facts, Probe, Problem
 from tests.runs import run_values
 
 
@@ -37,7 +38,6 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             rank=rank,
             config=config().model_dump(mode="json"),
             versions={"python": "3.11.7", "torch": "2.13.0"},
-            device="H100",
             on_gpu=True,
             free_memory=80 * GIB,
             gpu_memory=80 * GIB,
@@ -49,12 +49,12 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
     return found
 
 
-def judged(run: RunConfig, found: list[Facts], per_host: int = 8, cores=None) -> rules.Report:
+def judged(run: RunConfig, found: list[Facts], per_host: int = 8) -> preflight.Report:
     """What is said where ranks on hosts n000, n001, … have these facts."""
-    cores = cores or (lambda rank: range(8 * (rank % per_host), 8 * (rank % per_host) + 8))
-    places = [Place(f"n{f.rank // per_host:03}", frozenset(cores(f.rank))) for f in found]
-    findings = [rules.examine(run, fact, found[0], places) for fact in found]
-    return rules.Report([place.host for place in places], findings)
+    hosts = [f"n{fact.rank // per_host:03}" for fact in found]
+    return preflight.Report(
+        hosts, [preflight.examine(run, fact, found[0], hosts) for fact in found]
+    )
 
 
 def problems(found: list[Facts], **train) -> list[str]:
@@ -98,7 +98,7 @@ def test_many_hosts_are_counted():
     [([3], "rank 3"), ([1, 0], "ranks 0–1"), ([0, 2, 3, 4, 9], "ranks 0, 2–4, 9")],
 )
 def test_ranges(ranks, text):
-    assert rules.ranges(ranks) == text
+    assert preflight.ranges(ranks) == text
 
 
 def test_everything_is_told_at_once():
@@ -123,26 +123,6 @@ def test_everything_is_told_at_once():
         strict=True,
     ):
         assert line.startswith(f"{who}: ") and said in line
-
-
-@pytest.mark.parametrize(
-    ("parts", "who"),
-    [
-        (1, None),
-        (4, None),
-        (8, None),
-        (16, "all ranks"),
-        (6, "n000 ranks 6–7, n001 ranks 8–15, n002"),
-    ],
-)
-def test_sequences_shared_between_hosts_are_told(parts, who):
-    values = run_values("data", "run", global_batch_size=128, sequence_parallel=parts)
-    values["model"] |= {"hidden_size": 96, "num_attention_heads": 48}  # which all parts divide
-    values["data"]["context_length"] = 48
-    found = judged(RunConfig.model_validate(values), sound(24 if parts == 6 else 32))
-    told = [line for line in found.lines() if "share sequences" in line]
-    assert len(told) == (who is not None)
-    assert not told or told[0].startswith(f"preflight: warning: {who}")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +161,7 @@ def test_disk_for_all_checkpoints_that_are_there_at_once(keep_last, steps, saved
 
 def test_ranks_of_a_host_share_its_memory():
     parameters = num_parameters(config(), 257)
-    need = rules.memory_per_rank(config(), parameters, 4, 257, on_gpu=False).total
+    need = preflight.memory_per_rank(config(), parameters, 4, 257, on_gpu=False).total
     assert problems(sound(4, 4, on_gpu=False, free_memory=int(5 * need))) == []
     (line,) = problems(sound(4, 4, on_gpu=False, free_memory=int(2 * need)))
     assert line.startswith("all ranks: about 0.0")
@@ -217,24 +197,6 @@ def test_calibration_in_bf16_has_a_copy_of_the_weights(stage, precision, copies)
         assert sum("is built on this host" in line for line in found) == wrong
 
 
-def test_what_only_slows_is_a_warning():
-    found = sound()
-    found[10] = replace(found[10], device="A100")
-    verdict = judged(config(), found)
-    rules.judge_bandwidth(verdict, 19e9)
-    lines = [line for line in verdict.lines() if "warning" in line]
-    assert not verdict.problems and len(lines) == 2
-    assert "n001 rank 10: the device is A100, but H100 on n000" in lines[0]
-    assert "all ranks: the all-reduce's 19 GB/s are very little, 20 or more" in lines[1]
-    verdict.warnings.clear()
-    rules.judge_bandwidth(verdict, 21e9)
-    assert not verdict.warnings
-
-
-def warnings(found: list[Facts], cores) -> list[str]:
-    return [line for line in judged(config(), found, cores=cores).lines() if "warning" in line]
-
-
 @pytest.mark.parametrize(
     ("batch", "micro", "ranks", "advice"),
     [
@@ -250,25 +212,7 @@ def test_batch_advice(batch, micro, ranks, advice):
     )
     with pytest.raises(UserError):
         asked.accumulation_steps(ranks)
-    assert rules.batch_advice(asked, ranks) == f"right would be {advice}"
-
-
-@pytest.mark.parametrize(
-    ("cores", "says"),
-    [
-        (lambda rank: (rank,), "1 core for a GPU's rank"),
-        (lambda rank: range(24), "3 cores for a GPU's rank"),  # not bound: 8 ranks share 24
-        (lambda rank: range(4 * (rank % 8), 4 * (rank % 8) + 4), None),
-        (lambda rank: range(32), None),
-    ],
-)
-def test_few_cores_are_a_warning(cores, says):
-    lines = warnings(sound(16), cores)
-    assert len(lines) == (says is not None)
-    for line in lines:
-        assert line.startswith(f"preflight: warning: all ranks: {says}")
-        assert "--cpus-per-task" in line
-    assert not [line for line in warnings(sound(16, on_gpu=False), cores) if "core" in line]
+    assert preflight.batch_advice(asked, ranks) == f"right would be {advice}"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +278,7 @@ def test_one_rank_alone(tiny_corpus, tmp_path):
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     lines = check(RunConfig.model_validate(values), alone)
     assert "1 rank on 1 host (" in lines[0] and f"torch {torch.__version__}" in lines[0]
-    assert not any("warning" in line or "all-reduce" in line for line in lines)
+    assert not any("warning" in line for line in lines)
     assert list((tmp_path / "run").iterdir()) == []
     values["train"] |= {"output_dir": str(tmp_path / "file" / "run"), "micro_batch_size": 8}
     (tmp_path / "file").write_text("")

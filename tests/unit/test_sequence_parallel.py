@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import memory_per_rank
-from cat_lm.training.preflight.rules import batch_advice
+from cat_lm.training.preflight import batch_advice
 from launch.doctor import costs as plan
 from launch.doctor import scale
 from launch.doctor.cost_table import table

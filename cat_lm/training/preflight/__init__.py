@@ -1,9 +1,9 @@
 """Checks of every rank before step 0, so that all that is wrong is known at once, per host.
 
 `check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
-the collectives, and whether the shards are what their manifest says. `dry_run_batch` comes after:
-one micro-batch of the largest shape. Both are collectives. A rank collects what it sees (`facts`)
-and compares it with rank 0's and with what the run needs (`rules`); all ranks raise one error.
+and whether the shards are what their manifest says. `dry_run_batch` comes after: one micro-batch of
+the largest shape. Both are collectives. A rank collects its `facts` and compares them with rank 0's
+and with what the run needs; all ranks raise one error.
 """
 
 from __future__ import annotations
@@ -11,17 +11,34 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from cat_lm.config import RunConfig
-from cat_lm.core.errors import SharedError
+from cat_lm.config import RunConfig, changed_values
+from cat_lm.core.errors import SharedError, UserError, shared_error
+from cat_lm.core.host import GIB
+from cat_lm.training.building import model_config
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.preflight import data, facts, rules
+from cat_lm.training.estimate import (
+    MEMORY_ACCURACY,
+    Memory,
+    building_bytes,
+    checkpoint_bytes,
+    checkpoints_to_hold,
+    describe_kept,
+    memory_per_rank,
+    num_parameters,
+)
+from cat_lm.training.preflight import data, facts
 from cat_lm.training.preflight.dry_run import dry_run_batch
+from cat_lm.training.preflight.facts import Facts, Problem
 from cat_lm.training.watchdog import host_name
 
 __all__ = ["check", "dry_run_batch"]
+
+HOSTS_NAMED = 8
 
 
 def check(
@@ -41,8 +58,7 @@ def check(
             host and the ranks, the key or value, and what would be right.
     """
     output = Path(config.train.output_dir).absolute()
-    places = ranks.gather(facts.Place(host_name(), frozenset(os.sched_getaffinity(0))))
-    hosts = [place.host for place in places]
+    hosts = ranks.gather(host_name())
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
     probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
     # Another node that looked for the folder before it is made would not see it for a while.
@@ -53,18 +69,220 @@ def check(
         own = probe if leads else None
         here = ranks.on_all_ranks(lambda: facts.collect(config, ranks, opened, own, written))
         first = ranks.broadcast(here)
-        found = ranks.on_all_ranks(lambda: rules.examine(config, here, first, places))
-        report = rules.Report(hosts, ranks.gather(found))
+        found = ranks.on_all_ranks(lambda: examine(config, here, first, hosts))
+        report = Report(hosts, ranks.gather(found))
     finally:
         if ranks.is_first:
             probe.remove()
     try:
         if report.problems:
             raise report.error()
-        rules.time_all_reduce(report, ranks)
         return [*report.lines(), *data.verify(config, ranks, progress)]
     except SharedError:
         if ranks.is_first and not existed:
             with contextlib.suppress(OSError):
                 os.rmdir(output)  # A run that cannot start leaves no empty folder behind.
         raise
+
+
+@dataclass
+class Findings:
+    """What a rank finds wrong with itself; notes for the log on the first rank only."""
+
+    problems: list[Problem]
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Report:
+    """Problems, warnings and notes of all ranks, each with the ranks that it is about."""
+
+    def __init__(self, hosts: Sequence[str], found: Sequence[Findings]) -> None:
+        self.hosts, self.notes = hosts, list(found[0].notes)
+        self.problems: dict[str, list[int]] = defaultdict(list)
+        self.warnings: dict[str, list[int]] = defaultdict(list)
+        for rank, findings in enumerate(found):
+            for problem in findings.problems:
+                self.problems[problem.text].append(rank)
+            for warning in findings.warnings:
+                self.warnings[warning].append(rank)
+        every = (problem for findings in found for problem in findings.problems)
+        self.passes = all(problem.passes for problem in every)
+
+    def error(self) -> SharedError:
+        """Make one error of all problems, temporary where all of them may pass."""
+        lines = self._grouped(self.problems)
+        text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        return shared_error(f"preflight:{text}", self.passes)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the log."""
+        warnings = [f"warning: {line}" for line in self._grouped(self.warnings)]
+        return [f"preflight: {line}" for line in (*self.notes, *warnings)]
+
+    def _grouped(self, found: dict[str, list[int]]) -> list[str]:
+        return [f"{self._who(ranks)}: {text}" for text, ranks in found.items()]
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == len(self.hosts) > 1:
+            return "all ranks"
+        of_host = defaultdict(list)
+        for rank in ranks:
+            of_host[self.hosts[rank]].append(rank)
+        named = [f"{host} {ranges(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
+        more = len(of_host) - len(named)
+        return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Format numbers as `rank 3`, `ranks 24–31`, `ranks 0, 2–3`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    several = len(runs) > 1 or len(runs[0]) > 1
+    parts = (f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"rank{'s' if several else ''} {', '.join(parts)}"
+
+
+def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) -> Findings:
+    """Compare the facts `here` with those of the `first` rank and with what the run needs.
+
+    Args:
+        hosts: of all ranks.
+    """
+    found, ranks = Findings(list(here.problems)), len(hosts)
+    names = list(dict.fromkeys(hosts))
+    named = ", ".join(names) if len(names) <= HOSTS_NAMED else f"{names[0]} … {names[-1]}"
+    found.notes.append(
+        f"{ranks} rank{'s' if ranks > 1 else ''} on "
+        f"{len(names)} host{'s' if len(names) > 1 else ''} ({named}); "
+        + ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    )
+    _compare_ranks(found, here, first, hosts[0])
+    try:
+        config.accumulation_steps(ranks)
+    except UserError as error:
+        _problem(found, f"{error}; {batch_advice(config, ranks)}")
+    if first.data is not None:  # else it is a problem already
+        vocab_size = config.model.vocab_size or first.data.vocab_size
+        try:
+            model_config(config, vocab_size)
+        except UserError as error:
+            _problem(found, str(error))
+        else:
+            parameters = num_parameters(config, vocab_size)
+            _check_room(found, config, here, parameters, first.checkpoints)
+            memory = memory_per_rank(config, parameters, ranks, vocab_size, here.on_gpu)
+            sharing = 1 if here.on_gpu else hosts.count(hosts[here.rank])
+            _check_memory(found, here, memory, sharing)
+    return found
+
+
+def _problem(found: Findings, text: str, passes: bool = False) -> None:
+    found.problems.append(Problem(text, passes))
+
+
+def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> None:
+    """Name what differs from rank 0, on `host`."""
+    for name in here.versions | first.versions:
+        mine, wanted = (facts.versions.get(name, "absent") for facts in (here, first))
+        advice = f"install the same {name} on every host"
+        if name == "code":
+            advice = "copy the same checkout to every host"
+        if mine != wanted:
+            _problem(found, f"{name} is {mine}, but {wanted} on {host}; {advice}")
+    for name, (a, b) in changed_values(first.config, here.config).items():
+        _problem(
+            found,
+            f"{name}={b!r}, but {a!r} on rank 0; start all ranks with the same file and overrides",
+        )
+    if here.data is None or first.data is None:
+        return
+    if here.data.fingerprint != first.data.fingerprint:
+        _problem(
+            found,
+            f"data: the fingerprint is {here.data.fingerprint[:12]}, but on {host} "
+            f"{first.data.fingerprint[:12]}; give all hosts the same prepared data",
+        )
+    elif here.data.probe != first.data.probe:
+        _problem(
+            found,
+            f"data: the same samples read otherwise than on {host}, though the fingerprints are "
+            "equal; copy the data there again",
+        )
+    found.notes.append(f"data {first.data.fingerprint[:12]}, read on each host")
+
+
+def batch_advice(config: RunConfig, world_size: int) -> str:
+    """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    parts, ways = config.train.sequence_parallel, []
+    if world_size % parts == 0 and batch % (world_size // parts) == 0:
+        share = batch * parts // world_size
+        fits = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+        ways.append(f"train.micro_batch_size={fits}")
+    counts = [n * parts for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
+    near = [max((n for n in counts if n < world_size), default=None)]
+    near.append(min((n for n in counts if n > world_size), default=None))
+    near = [n for n in near if n is not None]
+    ways.append(f"{' or '.join(map(str, near))} rank{'' if near == [1] else 's'}")
+    return f"right would be {' or '.join(ways)}"
+
+
+def _check_room(
+    found: Findings, config: RunConfig, here: Facts, parameters: int, saved: int
+) -> None:
+    """Compare the disk, which has `saved` checkpoints, and host memory with what the run needs."""
+    one, free = checkpoint_bytes(parameters), here.free_disk
+    if free is not None:
+        needed = checkpoints_to_hold(config, saved) * one
+        if free < needed:
+            _problem(
+                found,
+                f"train.output_dir={config.train.output_dir}: {size(free)} are free, but "
+                f"checkpoints of {size(one)} each need {size(needed)}",
+            )
+        found.notes.append(
+            f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
+        )
+    # The first rank builds the whole model on its host, whatever it keeps of it.
+    one = building_bytes(config, parameters)
+    if here.rank == 0 and one > here.host_memory:
+        _problem(
+            found,
+            f"the model of {parameters:,} parameters is built on this host, which takes "
+            f"{size(one)}, but {size(here.host_memory)} of memory are free there; take a smaller "
+            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0",
+        )
+    found.notes.append(
+        f"host memory: {size(one)} on the first rank's host while it builds the model, "
+        f"{size(here.host_memory)} free"
+    )
+
+
+def _check_memory(found: Findings, here: Facts, memory: Memory, sharing: int) -> None:
+    """Compare what a step needs with the memory that is free for so many ranks together."""
+    free = here.free_memory / sharing
+    text = (
+        f"about {memory.total / GIB:.2f} GiB a rank are needed ({memory}), but {free / GIB:.2f} "
+        f"GiB of {'GPU memory' if here.on_gpu else 'memory'} are free for each; {memory.advice}"
+    )
+    if memory.states > free or memory.total > free * MEMORY_ACCURACY:
+        # Processes of an earlier start may still hold it.
+        _problem(found, text, passes=memory.total <= here.gpu_memory)
+    elif memory.total > free:
+        found.warnings.append(text)
+    found.notes.append(
+        f"memory: about {memory.total / GIB:.2f} GiB a rank, {free / GIB:.2f} GiB free"
+    )
+
+
+def size(bytes_: float) -> str:
+    """Format a number of bytes."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB")):
+        if bytes_ >= unit:
+            return f"{bytes_ / unit:.1f} {name}"
+    return f"{bytes_ / 1024:.1f} KiB"

@@ -43,13 +43,6 @@ class Problem(NamedTuple):
     passes: bool
 
 
-class Place(NamedTuple):
-    """The host of a rank, and the numbers of the cores there that it may run on."""
-
-    host: str
-    cores: frozenset[int]
-
-
 @dataclass(frozen=True)
 class Facts:
     """The facts that a rank gathers; `data` and `free_disk` on one rank of each host.
@@ -67,7 +60,6 @@ class Facts:
     rank: int
     config: dict[str, Any]
     versions: dict[str, str]
-    device: str
     on_gpu: bool
     free_memory: int
     gpu_memory: int
@@ -181,7 +173,6 @@ def collect(
         rank=ranks.rank,
         config=config.model_dump(mode="json"),
         versions=versions(on_gpu),
-        device=torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
         on_gpu=on_gpu,
         free_memory=free_memory(ranks.device),
         gpu_memory=torch.cuda.mem_get_info(ranks.device)[1] if on_gpu else 0,
@@ -255,18 +246,11 @@ def keep_triton_cache_here() -> None:
 def versions(on_gpu: bool) -> dict[str, str]:
     """Return everything whose difference between ranks may change results or break collectives."""
     found = {"python": platform.python_version(), "cat_lm": __version__, "code": code_hash()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
+    found |= {name: metadata.version(name) for name in PACKAGES}
     found |= {f"the plugin {name}": code for name, code in plugins.describe().items()}
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        # Some images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: ten bits where fp32 has 23.
-        is_exact = torch.get_float32_matmul_precision() == "highest"
-        found["fp32 products"] = "exact" if is_exact else "TF32"
     return found
 
 
