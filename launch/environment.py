@@ -8,9 +8,7 @@ at any moment leaves an unfinished record, and the next run repairs what it find
 from __future__ import annotations
 
 import argparse
-import configparser
 import contextlib
-import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -24,13 +22,40 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 RECORD = VENV / "cat_lm-environment.json"
 LOG = VENV / "install.log"
-SUPPORTED_PYTHONS = ("3.11", "3.12")
+THIS_PYTHON = "{}.{}".format(*sys.version_info[:2])
+
+# Settings of pip's configuration and the variables by which uv takes the same.
+UV_SETTINGS = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+}
+
+# Patterns of pip's output and what they mean; the first that is found is the reason of a failure.
+REASONS = (
+    (r"No space left on device|Disk quota exceeded", "the disk is full"),
+    (
+        r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
+        r"|Network is unreachable|Connection (?:refused|reset|aborted)|Temporary failure in name",
+        "the package index cannot be reached; check the network, proxy and `pip config list`",
+    ),
+    (r"Failed (?:building wheel for|to build) '?([\w.-]+)", "{} could not be built"),
+    (r"No matching distribution found for (\S+)", "the package index has no {}"),
+    (r"^ERROR: (.+)$", "pip: {}"),
+    (r"(.+)\s*\Z", "{}"),
+)
 
 
 class EnvironmentFailed(Exception):
@@ -40,45 +65,30 @@ class EnvironmentFailed(Exception):
 # What setup.cfg and requirements.txt ask for
 
 
-def torch_range() -> str:
-    """The torch range of setup.cfg, such as ">=2.11,<2.14"."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    for line in config["options"]["install_requires"].splitlines():
-        if line.startswith("torch>"):
-            return line.removeprefix("torch").strip()
-    raise EnvironmentFailed("setup.cfg gives no torch range in install_requires")
+def is_supported_torch(version: str | None) -> bool:
+    """Return True if a torch version, such as 2.13.0+cu130, lies in the range of setup.cfg.
 
-
-def in_range(version: str, specifiers: str) -> bool:
-    """Return True if a torch version lies in a range of >= and <, without its pre-releases.
-
-    Not `packaging`: nothing is installed yet. A local part (+cu130) plays no role.
+    `packaging` is not used because nothing is installed yet.
     """
-    parsed = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(a|b|rc|\.dev)?", version)
-    if parsed is None:
+    setup_cfg = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    bounds = re.search(r"torch>=([\d.]+),<([\d.]+)", setup_cfg)
+    parsed = re.match(r"([\d.]*\d)(a|b|rc|\.dev)?", version or "")
+    if bounds is None or parsed is None:
         return False
-    release = tuple(int(part or 0) for part in parsed.groups()[:3])
-    is_prerelease = parsed.group(4) is not None
-    for specifier in specifiers.split(","):
-        operator, bound_text = re.match(r"(>=|<)(.+)", specifier.strip()).groups()
-        bound = tuple(int(part) for part in bound_text.split("."))
-        bound += (0,) * (3 - len(bound))
-        if operator == ">=" and (release < bound or (release == bound and is_prerelease)):
-            return False
-        if operator == "<" and release >= bound:
-            return False
-    return True
+    release, low, high = (
+        tuple(map(int, (text + ".0.0").split(".")[:3])) for text in (parsed[1], *bounds.groups())
+    )
+    return low <= release < high and not (release == low and parsed[2])
 
 
 def pins() -> dict[str, str]:
-    """Package name → exact version, from requirements.txt."""
+    """Return the exact version of each package in requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 def fingerprint() -> str:
-    """Hash over every file that decides what is installed."""
+    """Hash every file that decides what is installed."""
     digest = hashlib.sha256()
     names = ("requirements.txt", "setup.cfg", "setup.py", "pyproject.toml")
     for name in (*names, "launch/cat_lm_entry.py"):
@@ -90,73 +100,67 @@ def fingerprint() -> str:
 
 
 def base_python() -> str:
-    """The interpreter under the running one: itself, unless that is a virtual environment's."""
+    """Return the interpreter under the running one: itself unless that is of an environment."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
-def installed_torch(python: str | Path) -> str | None:
-    """Version of the torch that `python` would import; None where there is none."""
-    code = "from importlib.metadata import version; print(version('torch'))"
-    result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
+def look_into(python: str | Path) -> dict[str, Any]:
+    """Return the versions of an interpreter, and of the torch and triton that it would import.
+
+    Empty where it does not run; `folder` is where that torch is installed.
+    """
+    code = (
+        "import json, sys\n"
+        "from importlib.metadata import PackageNotFoundError, distribution\n"
+        "found = {'python': '%d.%d' % sys.version_info[:2]}\n"
+        "for name in ('triton', 'torch'):\n"
+        "    try:\n"
+        "        found[name] = distribution(name).version\n"
+        "        found['folder'] = str(distribution(name).locate_file(''))\n"
+        "    except PackageNotFoundError:\n"
+        "        pass\n"
+        "print(json.dumps(found))"
+    )
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(subprocess.run([python, "-c", code], capture_output=True).stdout)
+    return {}
 
 
-def has_triton(python: str | Path) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('triton') is None)"
-    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
-
-
-def keepable_torch(python: str | Path) -> str | None:
-    version = installed_torch(python)
-    return version if version and in_range(version, torch_range()) else None
-
-
-def python_version(python: str | Path) -> str | None:
-    """ "3.11" of an interpreter; None where it does not run."""
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    with contextlib.suppress(OSError):
-        result = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
-        return result.stdout.strip() if result.returncode == 0 else None
-    return None
-
-
-def read_record() -> dict | None:
-    """The record of an environment that these scripts made; None for any other."""
+def read_record() -> dict[str, Any]:
+    """Return the record of an environment that these scripts made; empty for any other."""
     try:
         return json.loads(RECORD.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
 
 
-def write_record(**record) -> None:
+def write_record(**record: Any) -> None:
     record["root"] = str(ROOT)
     temporary = RECORD.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(RECORD)
 
 
-def is_current(python: str) -> bool:
+def is_current() -> bool:
     """Return True if the environment is finished, for this Python, place and requirements."""
-    record = read_record()
-    return (
-        record is not None
-        and record.get("finished") is True
-        and record.get("root") == str(ROOT)
-        and record.get("python") == python
-        and record.get("fingerprint") == fingerprint()
-        and keepable_torch(VENV_PYTHON) is not None
+    wanted = {"root": str(ROOT), "python": THIS_PYTHON, "fingerprint": fingerprint()}
+    found = read_record()
+    return found == found | wanted | {"finished": True} and is_supported_torch(
+        look_into(VENV_PYTHON).get("torch")
     )
 
 
 def missing_modules() -> str | None:
     """Name what the interpreter lacks for making environments; None where it lacks nothing."""
     if Path(sys.prefix) == VENV and importlib.util.find_spec("pip"):
-        return None  # the environment is there already
+        return None  # The environment is there already.
     lacking = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if not lacking:
         return None
-    package = "python{}.{}-venv".format(*sys.version_info[:2])
-    return f"has no {' and no '.join(lacking)} module (Debian, Ubuntu: apt install {package})"
+    return (
+        f"has no {' and no '.join(lacking)} module "
+        f"(Debian, Ubuntu: apt install python{THIS_PYTHON}-venv)"
+    )
 
 
 # Making it
@@ -164,7 +168,7 @@ def missing_modules() -> str | None:
 
 @contextlib.contextmanager
 def phase(title: str) -> Iterator[None]:
-    """One line per phase: its name at the start, its seconds at the end."""
+    """Print one line: the title at the start, the seconds at the end."""
     started = time.monotonic()
     print(f"environment: {title} ...", end=" ", flush=True)
     try:
@@ -177,7 +181,7 @@ def phase(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """One installation at a time; the second waits and then finds everything done."""
+    """Let one installation run at a time; a second one waits and then finds everything done."""
     descriptor = os.open(ROOT, os.O_RDONLY)
     try:
         # Some network file systems lock no folder: there the user must not start two at once.
@@ -193,29 +197,11 @@ def locked() -> Iterator[None]:
 
 
 def explain(log: str) -> str:
-    """The reason of a failed installation, in words, from pip's output."""
-    free = shutil.disk_usage(VENV).free
-    # Not every tool that runs here says why it failed, hence the look at the disk.
-    if free < 2**24 or "No space left on device" in log or "Disk quota exceeded" in log:
-        return (
-            f"the disk is full ({free / 2**30:.1f} GiB free at {VENV}); TMPDIR and PIP_CACHE_DIR "
-            "can point elsewhere"
-        )
-    unreachable = (
-        r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
-        r"|Network is unreachable|Connection (?:refused|reset|aborted)|Temporary failure in name"
-    )
-    if re.search(unreachable, log):
-        return "the package index cannot be reached; check the network, proxy and `pip config list`"
-    for pattern, reason in (
-        (r"Failed (?:building wheel for|to build) '?([\w.-]+)", "{} could not be built"),
-        (r"No matching distribution found for (\S+)", "the package index has no {}"),
-        (r"^ERROR: (.+)$", "pip: {}"),
-    ):
+    """Return the reason of a failed installation, in words, from the installer's output."""
+    for pattern, reason in REASONS:
         if found := re.findall(pattern, log, flags=re.MULTILINE):
             return reason.format(found[-1])
-    lines = log.strip().splitlines()
-    return lines[-1] if lines else "no output"
+    return "no output"
 
 
 def run_logged(arguments: list[str], what: str, **environment: str) -> None:
@@ -238,8 +224,27 @@ def run_logged(arguments: list[str], what: str, **environment: str) -> None:
         raise EnvironmentFailed(f"{what}: {explain(output)} (log: {LOG})")
 
 
+def make_usable() -> None:
+    """Leave a .venv that runs this Python: the present one, or a new one in its place."""
+    record, present = read_record(), look_into(VENV_PYTHON).get("python")
+    moved = record.get("root", str(ROOT)) != str(ROOT)
+    if present == THIS_PYTHON and not moved:
+        return
+    contents = list(VENV.iterdir()) if VENV.exists() else []
+    # A link may lead to the environment of another checkout, which still needs it.
+    if contents and (VENV.is_symlink() or not record.get("created_here")):
+        raise EnvironmentFailed(
+            f"{VENV} holds {f'Python {present}' if present else 'no environment'}"
+            f"{' of another checkout' * moved}, Python {THIS_PYTHON} is wanted, and these scripts "
+            "did not make it: move it away or delete it"
+        )
+    for path in contents:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    create(system_site_packages=is_supported_torch(look_into(base_python()).get("torch")))
+
+
 def create(system_site_packages: bool) -> None:
-    """A new virtual environment, its record begun before anything else is in it."""
+    """Make a new virtual environment, its record begun before anything else is in it."""
     VENV.mkdir(exist_ok=True)
     write_record(finished=False, created_here=True)
     arguments = [base_python(), "-m", "venv", str(VENV)]
@@ -249,49 +254,40 @@ def create(system_site_packages: bool) -> None:
         run_logged(arguments, "the virtual environment could not be made")
 
 
-def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 def remove_half_installed() -> None:
-    """Take away the metadata of packages whose installation or removal was cut off.
+    """Remove the metadata of packages whose installation or removal was cut off.
 
-    pip writes RECORD last; without it, it would take the package for a whole one. The names that
-    begin with ~ are what it moved aside during a removal.
+    Installers write RECORD last; without it, they would take the package for a whole one. The
+    names that begin with ~ are what pip moved aside during a removal.
     """
     for site_packages in VENV.glob("lib/python*/site-packages"):
-        for metadata in site_packages.glob("*.dist-info"):
-            if not (metadata / "RECORD").is_file():
-                shutil.rmtree(metadata)
-        for leftover in site_packages.glob("~*"):
-            remove(leftover)
+        cut_off = [m for m in site_packages.glob("*.dist-info") if not (m / "RECORD").is_file()]
+        for leftover in (*cut_off, *site_packages.glob("~*")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def torch_to_keep(record: dict) -> str | None:
-    """Version of a torch that somebody else put where .venv finds it and that may stay."""
-    installed, pinned = installed_torch(VENV_PYTHON), pins()["torch"]
+def torch_to_keep(record: dict[str, Any], there: dict[str, Any]) -> str | None:
+    """Return the version of a torch that somebody else put where .venv finds it, if it may stay."""
+    installed, pinned = there.get("torch"), pins()["torch"]
     if installed is None or installed == record.get("torch_installed"):
         return None
-    if installed.split("+")[0] == pinned:
-        return None  # satisfies the pin as it is
-    if in_range(installed, torch_range()):
-        print(f"environment: keeping torch {installed}, in the tested range {torch_range()}")
+    if installed.split("+")[0] == pinned and Path(there["folder"]).is_relative_to(VENV):
+        return None  # It satisfies the pin as it is.
+    if is_supported_torch(installed):
+        print(f"environment: keeping torch {installed}, which is in the range of setup.cfg")
         return installed
-    print(f"environment: torch {installed} is not in {torch_range()}: installing {pinned}")
+    print(f"environment: torch {installed} is not in the range of setup.cfg: installing {pinned}")
     return None
 
 
-def choose_requirements(kept_torch: str | None) -> None:
-    """Write into .venv what pip is to install and which versions it may not change."""
+def write_requirements(kept_torch: str | None, has_triton: bool) -> None:
+    """Write into .venv what is to be installed and which versions may not change."""
     wanted = pins()
     fixed = [f"setuptools=={wanted['setuptools']}"]
     if kept_torch:
         del wanted["torch"]
         fixed.append(f"torch=={kept_torch}")
-        if has_triton(VENV_PYTHON):
+        if has_triton:
             # A torch for GPUs comes with the triton that it was built for.
             del wanted["triton"]
     for name, lines in (
@@ -301,66 +297,70 @@ def choose_requirements(kept_torch: str | None) -> None:
         (VENV / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def uv_settings() -> dict[str, str]:
+    """Return variables that make uv use the indexes and certificates of pip's configuration."""
+    pip_config = [str(VENV_PYTHON), "-m", "pip", "config", "list"]
+    listed = subprocess.run(pip_config, capture_output=True, text=True).stdout
+    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip chooses among indexes
+    # From the weakest to the strongest, as pip has it.
+    for section in ("global", "install", ":env:"):
+        for name, value in re.findall(rf"^{section}\.([\w-]+)='(.*)'$", listed, re.MULTILINE):
+            if variable := UV_SETTINGS.get(name):
+                separator = "," if variable == "UV_FIND_LINKS" else " "
+                settings[variable] = separator.join(value.replace("\\n", " ").split())
+    constraints = f".venv/constraints.txt {settings.get('UV_CONSTRAINT', '')}".strip()
+    return settings | {
+        "UV_CONSTRAINT": constraints,
+        "UV_BUILD_CONSTRAINT": ".venv/constraints.txt",
+    }
+
+
+def install_packages(kept_torch: str | None) -> None:
+    """Install the requirements by uv, or by pip where uv cannot be had or fails."""
+    pip = [str(VENV_PYTHON), "-m", "pip", "install"]
+    uv = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
+    requirements = ["-r", ".venv/requirements.txt"]
+    if kept_torch:
+        # requirements.txt is complete but for what a torch brings along. uv does not look at the
+        # interpreter under .venv and would install a second torch as a dependency.
+        requirements.append("--no-deps")
+    # DeepSpeed's source distribution would otherwise look for a CUDA toolkit.
+    plain = {"DS_BUILD_OPS": "0"}
+    try:
+        run_logged([*pip, f"uv=={pins()['uv']}"], "uv cannot be had")
+        run_logged([*uv, *requirements], "uv failed", **plain, **uv_settings())
+    except EnvironmentFailed as error:
+        print(f"{error}; pip installs instead ...", end=" ", flush=True)
+        # Relative paths, because pip splits the variables at spaces.
+        limits = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), ".venv/constraints.txt")
+        limits["PIP_USE_PEP517"] = "1"
+        run_logged([*pip, *requirements], "installation failed", **plain, **limits)
+
+
 def install() -> None:
     """Install the pinned packages and the package itself into .venv."""
-    record = read_record() or {}
+    record = read_record()
     write_record(**record | {"finished": False})
     python = str(VENV_PYTHON)
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode != 0:
         run_logged([python, "-m", "ensurepip", "--default-pip"], "pip could not be installed")
     remove_half_installed()
-    kept_torch = torch_to_keep(record)
-    choose_requirements(kept_torch)
-
-    # Relative paths: pip splits the variables at spaces. Source distributions build in isolation,
-    # so that DeepSpeed's does not look at torch and ask for a CUDA toolkit.
-    limits = {
-        "PIP_CONSTRAINT": ".venv/constraints.txt",
-        "PIP_BUILD_CONSTRAINT": ".venv/constraints.txt",
-        "PIP_USE_PEP517": "1",
-        "DS_BUILD_OPS": "0",
-    }
-    arguments = [python, "-m", "pip", "install", "-r", ".venv/requirements.txt"]
+    there = look_into(python)
+    kept_torch = torch_to_keep(record, there)
+    write_requirements(kept_torch, "triton" in there)
     with phase(f"installing the pinned packages (log: {LOG.relative_to(ROOT)})"):
-        run_logged(arguments, "installation failed", **limits)
+        install_packages(kept_torch)
     # With the environment's own setuptools: nothing is downloaded here.
     arguments = [python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", "."]
     with phase("installing cat_lm from this checkout"):
         run_logged(arguments, "cat_lm could not be installed")
-
     write_record(
         finished=True,
         created_here=record.get("created_here", False),
-        python=python_version(python),
+        python=look_into(python)["python"],
         fingerprint=fingerprint(),
-        torch_installed=None if kept_torch else installed_torch(python),
+        torch_installed=None if kept_torch else look_into(python).get("torch"),
     )
-
-
-def make_usable(wanted_python: str) -> None:
-    """Leave a .venv that runs the wanted Python: the present one, or a new one in its place."""
-    if VENV.exists():
-        record, present = read_record() or {}, python_version(VENV_PYTHON)
-        maker = Path(record.get("root", ROOT))
-        moved = maker != ROOT
-        if present == wanted_python and not moved:
-            return
-        if moved and (maker / ".venv").exists() and (maker / ".venv").samefile(VENV):
-            raise EnvironmentFailed(
-                f"{VENV} is the environment of the checkout {maker}, which is still there: "
-                "remove the link to it, and this checkout gets its own"
-            )
-        is_wreck = present is None and (VENV / "pyvenv.cfg").is_file()
-        if not (record.get("created_here") or is_wreck or not any(VENV.iterdir())):
-            found = f"Python {present}" if present else "no environment"
-            raise EnvironmentFailed(
-                f"{VENV} holds {found}, Python {wanted_python} is wanted, and these scripts did "
-                "not make it: move it away or delete it"
-            )
-        # The contents, not the folder: it may be a link to another disk.
-        for path in VENV.iterdir():
-            remove(path)
-    create(system_site_packages=keepable_torch(base_python()) is not None)
 
 
 def main() -> int:
@@ -369,25 +369,20 @@ def main() -> int:
     mode.add_argument("--check", action="store_true", help="only: exit 0 if nothing is to be done")
     mode.add_argument("--probe", action="store_true", help="only: say whether this Python will do")
     options = parser.parse_args()
-    python = "{}.{}".format(*sys.version_info[:2])
     if options.check:
-        return 0 if is_current(python) else 1
+        return 0 if is_current() else 1
     if options.probe:
-        lacking = missing_modules()
-        print(lacking or keepable_torch(base_python()) or "")
+        lacking, torch = missing_modules(), look_into(base_python()).get("torch")
+        print(lacking or (torch if is_supported_torch(torch) else ""))
         return 1 if lacking else 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with locked():
-            if not is_current(python):
-                make_usable(python)
+            if not is_current():
+                make_usable()
                 install()
-    except EnvironmentFailed as error:
+    except (EnvironmentFailed, OSError) as error:
         print(f"environment: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        print(f"environment: {f'the disk of {VENV} is full' if full else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("environment: interrupted; the next run continues", file=sys.stderr)

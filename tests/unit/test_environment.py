@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -15,7 +16,6 @@ import pytest
 from launch import environment
 
 REPOSITORY = Path(__file__).parents[2]
-THIS_PYTHON = "{}.{}".format(*sys.version_info[:2])
 
 
 @pytest.fixture
@@ -48,16 +48,14 @@ def write_executable(path: Path, script: str) -> Path:
 
 def finished_environment(project: Path, torch: str = "2.13.0") -> None:
     """A .venv with a finished record, whose Python answers version and torch only."""
-    write_executable(
-        project / ".venv" / "bin" / "python",
-        f'case "$2" in *torch*) echo {torch};; *) echo {THIS_PYTHON};; esac',
-    )
+    found = json.dumps({"python": environment.THIS_PYTHON, "torch": torch})
+    write_executable(project / ".venv" / "bin" / "python", f"echo '{found}'")
     environment.write_record(
-        finished=True, created_here=True, python=THIS_PYTHON, fingerprint=environment.fingerprint()
+        finished=True,
+        created_here=True,
+        python=environment.THIS_PYTHON,
+        fingerprint=environment.fingerprint(),
     )
-
-
-# Which torch stays
 
 
 @pytest.mark.parametrize(
@@ -65,34 +63,36 @@ def finished_environment(project: Path, torch: str = "2.13.0") -> None:
     [
         *(("2.11.0", True), ("2.12", True), ("2.13.1+cu130", True), ("2.13.0a0+5228986c39", True)),
         *(("2.10.2", False), ("2.14.0", False), ("2.14.0.dev20261001", False), ("3.0", False)),
-        *(("2.11.0rc2", False), ("2.9.1+rocm6.3", False), ("unknown", False)),
+        *(("2.11.0rc2", False), ("2.9.1+rocm6.3", False), ("unknown", False), (None, False)),
     ],
 )
-def test_torch_range(version, inside):
-    assert environment.in_range(version, ">=2.11,<2.14") is inside
-
-
-def test_torch_range_comes_from_setup_cfg(project):
-    setup_cfg = project / "setup.cfg"
-    assert environment.torch_range().startswith(">=")
-    old = f"torch{environment.torch_range()}"
-    setup_cfg.write_text(setup_cfg.read_text().replace(old, "torch>=7.1,<7.2"))
-    assert environment.torch_range() == ">=7.1,<7.2"
+def test_torch_range_of_setup_cfg(project, version, inside):
+    text = (project / "setup.cfg").read_text()
+    text = re.sub(r"torch>=[\d.]+,<[\d.]+", "torch>=2.11,<2.14", text)
+    (project / "setup.cfg").write_text(text)
+    assert environment.is_supported_torch(version) is inside
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize(
-    ("installed", "kept"),
-    [("2.12.1+rocm6.9", "2.12.1+rocm6.9"), ("2.9.0", None), (None, None), ("2.13.0+cu130", None)],
+    ("installed", "inside", "kept"),
+    [
+        ("2.12.1+rocm6.9", False, "2.12.1+rocm6.9"),
+        ("2.9.0", False, None),
+        (None, False, None),
+        # The pinned version is kept where uv does not see it: in the interpreter under .venv.
+        ("2.13.0+cu130", False, "2.13.0+cu130"),
+        ("2.13.0+cu130", True, None),
+    ],
 )
-def test_a_torch_that_is_there_stays(project, monkeypatch, installed, kept, has_triton):
-    monkeypatch.setattr(environment, "installed_torch", lambda python: installed)
+def test_supported_torch_is_kept(project, monkeypatch, installed, inside, kept, has_triton):
     pins = {"torch": "2.13.0", "triton": "3.7.1", "setuptools": "81.0.0"}
     monkeypatch.setattr(environment, "pins", lambda: pins.copy())
-    monkeypatch.setattr(environment, "has_triton", lambda python: has_triton)
     (project / ".venv").mkdir()
-    assert environment.torch_to_keep({}) == kept
-    environment.choose_requirements(kept)
+    folder = project / ".venv" / "lib" if inside else project
+    there = {"torch": installed, "folder": str(folder)}
+    assert environment.torch_to_keep({}, there) == kept
+    environment.write_requirements(kept, has_triton)
     wanted = (project / ".venv" / "requirements.txt").read_text().split()
     fixed = (project / ".venv" / "constraints.txt").read_text().split()
     assert ("torch==2.13.0" in wanted) is (kept is None)
@@ -100,19 +100,23 @@ def test_a_torch_that_is_there_stays(project, monkeypatch, installed, kept, has_
     assert ("triton==3.7.1" in wanted) is (kept is None or not has_triton)
 
 
-def test_a_torch_that_these_scripts_installed_follows_the_pin(project, monkeypatch):
-    monkeypatch.setattr(environment, "installed_torch", lambda python: "2.12.0+cpu")
-    assert environment.torch_to_keep({"torch_installed": "2.12.0+cpu"}) is None
+def test_installed_torch_follows_the_pin(project):
+    there = {"torch": "2.12.0+cpu", "folder": str(project / ".venv")}
+    assert environment.torch_to_keep({"torch_installed": "2.12.0+cpu"}, there) is None
 
 
-# When there is something to do
+def test_look_into_reports_the_imported_torch():
+    torch = pytest.importorskip("torch")
+    found = environment.look_into(sys.executable)
+    assert found["python"] == environment.THIS_PYTHON and found["torch"] == torch.__version__
+    assert Path(torch.__file__).is_relative_to(found["folder"])
+    assert environment.look_into("/nowhere/python") == {}
 
 
 def test_finished_environment_is_current(project):
-    assert not environment.is_current(THIS_PYTHON)
+    assert not environment.is_current()
     finished_environment(project)
-    assert environment.is_current(THIS_PYTHON)
-    assert not environment.is_current("3.99")
+    assert environment.is_current()
 
 
 @pytest.mark.parametrize("changed", ["requirements.txt", "setup.cfg", "pyproject.toml"])
@@ -120,28 +124,84 @@ def test_changed_requirements_are_not_current(project, changed):
     finished_environment(project)
     with (project / changed).open("a") as file:
         file.write("# another line\n")
-    assert not environment.is_current(THIS_PYTHON)
+    assert not environment.is_current()
 
 
 def test_interrupted_moved_or_torchless_is_not_current(project, monkeypatch):
     finished_environment(project)
-    environment.write_record(**environment.read_record() | {"finished": False})
-    assert not environment.is_current(THIS_PYTHON)
+    for change in ({"finished": False}, {"python": "3.99"}):
+        environment.write_record(**environment.read_record() | change)
+        assert not environment.is_current()
     finished_environment(project, torch="2.9.0")
-    assert not environment.is_current(THIS_PYTHON)
+    assert not environment.is_current()
     finished_environment(project)
     monkeypatch.setattr(environment, "ROOT", project.parent)
     shutil.copytree(project, project.parent, dirs_exist_ok=True)
-    assert not environment.is_current(THIS_PYTHON)
+    assert not environment.is_current()
 
 
 def test_half_installed_packages_are_forgotten(project):
-    site_packages = project / ".venv" / "lib" / f"python{THIS_PYTHON}" / "site-packages"
+    site_packages = project / ".venv" / "lib" / "python3.11" / "site-packages"
     for name in ("whole-1.0.dist-info", "half-1.0.dist-info", "~olf"):
         (site_packages / name).mkdir(parents=True)
     (site_packages / "whole-1.0.dist-info" / "RECORD").touch()
     environment.remove_half_installed()
     assert [path.name for path in site_packages.iterdir()] == ["whole-1.0.dist-info"]
+
+
+# Installing
+
+
+@pytest.fixture
+def commands(project, monkeypatch) -> list[tuple[list[str], dict[str, str]]]:
+    """Commands that would have installed, with their variables."""
+    (project / ".venv").mkdir()
+    run = []
+    monkeypatch.setattr(environment, "run_logged", lambda a, what, **e: run.append((a, e)))
+    monkeypatch.setattr(environment, "VENV_PYTHON", Path(sys.executable))
+    return run
+
+
+def test_uv_installs_from_the_indexes_of_pip(commands, monkeypatch, tmp_path):
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        "[global]\nindex-url = http://one/simple\nfind-links = /a\n  /b c\n"
+        "extra-index-url = http://weaker/simple\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    for name in ("PIP_FIND_LINKS", "PIP_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "http://two/simple http://three/simple")
+    environment.install_packages(None)
+    (get_uv, _), (by_uv, variables) = commands
+    assert get_uv[-1].startswith("uv==") and by_uv[1:4] == ["-m", "uv", "pip"]
+    assert "--no-deps" not in by_uv
+    assert variables["UV_DEFAULT_INDEX"] == "http://one/simple"
+    assert variables["UV_INDEX"] == "http://two/simple http://three/simple"
+    assert variables["UV_FIND_LINKS"] == "/a,/b,c"
+    assert variables["UV_CONSTRAINT"].split()[0] == ".venv/constraints.txt"
+
+
+def test_a_kept_torch_is_not_installed_again_as_a_dependency(commands):
+    environment.install_packages("2.12.0")
+    assert "--no-deps" in commands[-1][0]
+
+
+@pytest.mark.parametrize("failing", ["uv==", "uv"])
+def test_pip_installs_where_uv_cannot(commands, monkeypatch, failing, capsys):
+    run = environment.run_logged
+
+    def fail(arguments, what, **variables):
+        if any(text.startswith(failing) for text in arguments[2:]):
+            raise environment.EnvironmentFailed(f"{what}: no")
+        run(arguments, what, **variables)
+
+    monkeypatch.setattr(environment, "run_logged", fail)
+    environment.install_packages(None)
+    arguments, variables = commands[-1]
+    assert arguments[1:4] == ["-m", "pip", "install"]
+    assert variables["PIP_CONSTRAINT"] == ".venv/constraints.txt"
+    assert "pip installs instead" in capsys.readouterr().out
 
 
 # Environments of others
@@ -155,30 +215,33 @@ def created(monkeypatch) -> list[bool]:
     return calls
 
 
+def python_of(version: str) -> str:
+    return f"echo '{json.dumps({'python': version})}'"
+
+
 def test_usable_environment_of_another_stays(project, created):
-    write_executable(project / ".venv" / "bin" / "python", f"echo {THIS_PYTHON}")
-    environment.make_usable(THIS_PYTHON)
+    python = project / ".venv" / "bin" / "python"
+    write_executable(python, python_of(environment.THIS_PYTHON))
+    environment.make_usable()
     assert created == []
 
 
 def test_environment_of_another_with_a_wrong_python_is_not_deleted(project, created):
-    python = write_executable(project / ".venv" / "bin" / "python", "echo 3.9")
+    python = write_executable(project / ".venv" / "bin" / "python", python_of("3.9"))
     with pytest.raises(environment.EnvironmentFailed, match=r"holds Python 3\.9"):
-        environment.make_usable(THIS_PYTHON)
+        environment.make_usable()
     assert python.is_file() and created == []
 
 
-@pytest.mark.parametrize("state", ["missing", "empty", "own", "wreck"])
+@pytest.mark.parametrize("state", ["missing", "empty", "own"])
 def test_what_is_replaced(project, created, state):
     venv = project / ".venv"
     if state != "missing":
         venv.mkdir()
     if state == "own":
-        write_executable(venv / "bin" / "python", "echo 3.9")
+        write_executable(venv / "bin" / "python", python_of("3.9"))
         environment.write_record(finished=True, created_here=True)
-    if state == "wreck":
-        (venv / "pyvenv.cfg").touch()
-    environment.make_usable(THIS_PYTHON)
+    environment.make_usable()
     assert created == [True]
     assert not venv.exists() or list(venv.iterdir()) == []
 
@@ -186,17 +249,18 @@ def test_what_is_replaced(project, created, state):
 def test_a_link_to_another_checkouts_environment_is_left_alone(project, created, tmp_path):
     """Replacing it would empty the folder that the other one works with."""
     other = tmp_path / "other"
-    python = write_executable(other / ".venv" / "bin" / "python", f"echo {THIS_PYTHON}")
+    python = other / ".venv" / "bin" / "python"
+    write_executable(python, python_of(environment.THIS_PYTHON))
     (project / ".venv").symlink_to(other / ".venv")
     record = {"finished": True, "created_here": True, "root": str(other)}
     (other / ".venv" / environment.RECORD.name).write_text(json.dumps(record))
-    with pytest.raises(environment.EnvironmentFailed, match=r"environment of the checkout .*other"):
-        environment.make_usable(THIS_PYTHON)
+    with pytest.raises(environment.EnvironmentFailed, match="of another checkout"):
+        environment.make_usable()
     assert python.is_file() and created == []
     # The checkout itself was moved, and its environment with it: that one is replaced.
     (project / ".venv").unlink()
     (other / ".venv").rename(project / ".venv")
-    environment.make_usable(THIS_PYTHON)
+    environment.make_usable()
     assert created == [True]
 
 
@@ -218,8 +282,7 @@ def test_a_link_to_another_checkouts_environment_is_left_alone(project, created,
         ("one line\nthe last line\n", "the last line"),
     ],
 )
-def test_reason_of_a_failed_installation(project, log, reason):
-    (project / ".venv").mkdir()
+def test_reason_of_a_failed_installation(log, reason):
     assert reason in environment.explain(log)
 
 
