@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from cat_lm.core.host import GIB
 from launch.doctor.findings import Finding
-from launch.environment import ROOT, SUPPORTED_PYTHONS, in_range
 
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORTED_PYTHONS = ("3.11", "3.12")
 # Import name of what the extras name, and of rivals that benchmarks look for.
 OPTIONAL = {
     "triton": "triton",
@@ -67,7 +70,7 @@ def packages() -> Iterator[Finding]:
         if version is None:
             needed = f", which {users} need" if users else ""
             problem = f"{name} is missing{needed}; install it: pip install {wanted}"
-        elif not in_range(version, supported):
+        elif not _in_range(version, supported):
             problem = f"{name} {version} is outside {supported}; install: pip install {wanted}"
         text = f"{name} {version or 'missing'} ({supported})"
         value = {"version": version, "supported": supported}
@@ -93,7 +96,7 @@ def optional() -> Iterator[Finding]:
         problem = None
         if failure is not None:
             problem = f"{name} {version} is installed but does not import: {failure}"
-        elif supported and version and not in_range(version, supported):
+        elif supported and version and not _in_range(version, supported):
             problem = f"{name} {version} is outside {supported}"
         yield Finding("optional", f"{name} {version or ''}".strip(), name, value, problem)
 
@@ -281,6 +284,10 @@ ALL = (
     *(python, packages, torch_build, device, compiler, optional),
     *(attention, deepspeed, space, convolutions, kernels, ptxas),
 )
+
+
+def _in_range(version: str, supported: str) -> bool:
+    return SpecifierSet(supported).contains(version, prereleases=True)
 
 
 def _installed(name: str) -> str | None:
