@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.architectures.base import Architecture, Classes, Summary, sizes_of
-from cat_lm.model.hf.sections.linear import exact
+from cat_lm.model.hf.sections.recurrent import exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,12 +7,12 @@ from typing import Any
 
 _CLASSES = {
     "cache": ("CatCache",),
-    "hf.configuration": ("CatConfig", "CatLlamaConfig"),
-    "hf.modeling": ("CatForCausalLM", "CatModel", "CatLlamaForCausalLM", "CatLlamaModel"),
-    "hf.configuration_recurrent": (
+    "hf.configuration": (
+        *("CatConfig", "CatLlamaConfig"),
         *("CatMixerConfig", "CatGlaConfig", "CatDeltaNetConfig", "CatGatedDeltaNetConfig"),
         *("CatMambaConfig", "CatMamba2Config"),
     ),
+    "hf.modeling": ("CatForCausalLM", "CatModel", "CatLlamaForCausalLM", "CatLlamaModel"),
     "hf.modeling_recurrent": (
         *("CatMixerForCausalLM", "CatMixerModel", "CatGlaForCausalLM", "CatGlaModel"),
         *("CatDeltaNetForCausalLM", "CatDeltaNetModel"),

@@ -258,7 +258,7 @@ class TestMeasure:
             held_out(long_corpus, 3, 200, (16,), skip_tokens=10**6)
 
     def test_slices_of_a_model_are_its_losses(self, text, long_corpus, tmp_path):
-        from cat_lm.model.hf.configuration_recurrent import CatGlaConfig
+        from cat_lm.model.hf.configuration import CatGlaConfig
         from cat_lm.model.hf.modeling_recurrent import CatGlaForCausalLM
 
         shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cat_lm.architectures.linear import LinearArchitecture
-from cat_lm.model.hf.sections.linear import GlaSection
+from cat_lm.model.hf.sections.recurrent import GlaSection
 
 
 class Gla(LinearArchitecture):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
-from cat_lm.model.hf.sections.mamba import MambaSection, usual_rank
+from cat_lm.model.hf.sections.recurrent import MambaSection, usual_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.architectures.base import Summary, sizes_of
 from cat_lm.architectures.families.mamba import StateSpace
-from cat_lm.model.hf.sections.mamba import NO_LIMIT, Mamba2Section
+from cat_lm.model.hf.sections.recurrent import NO_LIMIT, Mamba2Section
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

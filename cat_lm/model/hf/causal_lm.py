@@ -4,7 +4,7 @@
 labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
 transformers. `PreTrainedMixin` wants a configuration that extends
 `cat_lm.model.attention.settings.AttentionSettings`, `CausalBody` that or
-`cat_lm.model.hf.settings.RecurrentSettings`; `CausalLanguageModel` takes any.
+`cat_lm.model.hf.configuration.RecurrentSettings`; `CausalLanguageModel` takes any.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from cat_lm.mixers.parts.linear import LinearMixer
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
 from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel
-from cat_lm.model.hf.configuration_recurrent import (
+from cat_lm.model.hf.configuration import (
     CatDeltaNetConfig,
     CatGatedDeltaNetConfig,
     CatGlaConfig,

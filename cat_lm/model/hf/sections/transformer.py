@@ -117,7 +117,6 @@ class TransformerSection(ModelSection):
 
     @property
     def windows(self) -> dict[str, int]:
-        """Return the taps of the filters that layers have."""
         windows = {}
         if self.conv_type != "none" and not rules.has_long_filters(self):
             windows["conv_window"] = self.conv_window
@@ -127,14 +126,12 @@ class TransformerSection(ModelSection):
 
     @property
     def divided_counts(self) -> dict[str, int]:
-        """Return the heads, of queries and of keys."""
         counts = {"num_attention_heads": self.num_attention_heads}
         if (shared := rules.key_heads(self)) != self.num_attention_heads:
             counts["num_key_value_heads"] = shared
         return counts
 
     def shape_problems(self) -> list[str]:
-        """Return what does not go together, see `cat_lm.model.rules`."""
         return rules.problems(self)
 
     def division_problems(self, parts: int, context_length: int) -> list[str]:
@@ -149,7 +146,6 @@ class TransformerSection(ModelSection):
         ]
 
     def portable(self) -> TransformerSection:
-        """Return the same model with attention by torch, which keeps as much as other kernels."""
         if self.attn_implementation == "eager":
             return self
         changes: dict[str, Any] = {"attn_implementation": "sdpa"}
@@ -183,11 +179,9 @@ class GPTNeoXSection(TransformerSection):
 
     @property
     def inner_size(self) -> int:
-        """The width of the MLP."""
         return self.intermediate_size or 4 * self.hidden_size
 
     def derived(self) -> dict[str, Any]:
-        """Return the width of the MLP."""
         return {"intermediate_size": self.inner_size}
 
 

@@ -1,0 +1,370 @@
+"""The keys of recurrent models: GLA and DeltaNets, both Mambas, and any mixer of `cat_lm.mixers`.
+
+Names are those of flash-linear-attention, of transformers, and of `CatMixerConfig`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from cat_lm import mixers
+from cat_lm.core import numbers
+from cat_lm.core.fields import number, whole
+from cat_lm.mixers import mixer_of, mixer_problems
+from cat_lm.model.hf.sections.base import GatedWidth, ModelSection
+
+# flash-linear-attention's
+
+
+def exact(factor: float) -> Fraction:
+    """Return the fraction that a decimal such as 0.3 or 0.3333333 stands for."""
+    return Fraction(factor).limit_denominator(4096)
+
+
+class LinearSection(GatedWidth, ModelSection):
+    """What all three have.
+
+    Attributes:
+        gated_output: whether a mixer's output is multiplied by SiLU of a projection.
+    """
+
+    gated_output: ClassVar[bool] = True
+
+    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(description="heads")
+    conv_size: Annotated[int, whole(numbers.WINDOW)] = Field(
+        4, description="W of the short convolutions of q, k and v"
+    )
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
+        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
+    )
+    norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        1e-6, description="added to mean squares in RMS norms"
+    )
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
+    conv_init: Literal["normal", "uniform"] = Field(
+        "normal",
+        description="start of the short convolutions: std initializer_range, or within ±1/sqrt(W)",
+    )
+
+    @property
+    def key_channels(self) -> int:
+        return int(self.hidden_size * exact(self.expand_k))
+
+    @property
+    def value_channels(self) -> int:
+        return int(self.hidden_size * exact(self.expand_v))
+
+    @property
+    def window(self) -> int:
+        """Return W of the short convolutions of q, k and v; 0 without them."""
+        return self.conv_size
+
+    def shape_problems(self) -> list[str]:
+        found, width = [], self.hidden_size
+        for key in ("expand_k", "expand_v"):
+            times = exact(getattr(self, key))
+            channels = width * times
+            if channels.denominator != 1 or channels < 1:
+                found.append(
+                    f"{key}={float(times):g}: hidden_size={width} times it is "
+                    f"{float(channels):g} channels; must be a whole number"
+                )
+            elif channels % self.num_heads:
+                found.append(
+                    f"num_heads={self.num_heads}: must divide {channels} channels "
+                    f"({key}={float(times):g} x hidden_size={width})"
+                )
+        return found
+
+    @property
+    def windows(self) -> dict[str, int]:
+        return {"conv_size": self.window}
+
+    @property
+    def divided_counts(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads}
+
+
+class GlaSection(LinearSection):
+    """Shape of the model, in the names of flash-linear-attention's GLAConfig."""
+
+    architecture: Literal["gla"] = "gla"
+    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(4, description="heads")
+    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
+        0.5, description="channels of all keys over hidden_size"
+    )
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
+        1.0, description="channels of all values over hidden_size"
+    )
+    use_short_conv: bool = Field(False, description="convolve q, k and v")
+
+    @property
+    def window(self) -> int:
+        """Return W of the short convolutions; 0 without `use_short_conv`."""
+        return self.conv_size if self.use_short_conv else 0
+
+    def shape_problems(self) -> list[str]:
+        found = super().shape_problems()
+        if not self.use_short_conv and self.conv_size != 4:  # flash-linear-attention's default
+            found.append(f"conv_size={self.conv_size}: has no effect without use_short_conv")
+        return found
+
+
+class DeltaNetSection(LinearSection):
+    """Shape of the model, in the names of flash-linear-attention's DeltaNetConfig."""
+
+    gated_output: ClassVar[bool] = False
+    architecture: Literal["delta_net"] = "delta_net"
+    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
+        1.0, description="channels of all keys over hidden_size"
+    )
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
+        1.0, description="channels of all values over hidden_size"
+    )
+
+
+class GatedDeltaNetSection(LinearSection):
+    """Shape of the model, in the names of flash-linear-attention's GatedDeltaNetConfig."""
+
+    architecture: Literal["gated_deltanet"] = "gated_deltanet"
+    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] | None = Field(
+        None, description="of keys; default: 3/4 x hidden_size / num_heads"
+    )
+    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
+        2.0, description="channels of a head's values over head_dim"
+    )
+
+    @property
+    def head_channels(self) -> int:
+        """Count the channels of a head's keys: by default three quarters of the width, shared."""
+        return self.head_dim or 3 * self.hidden_size // (4 * self.num_heads)
+
+    @property
+    def key_channels(self) -> int:
+        return self.num_heads * self.head_channels
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_heads * int(self.head_channels * exact(self.expand_v))
+
+    def shape_problems(self) -> list[str]:
+        width, heads = self.hidden_size, self.num_heads
+        if self.head_dim is None and 3 * width % (4 * heads):
+            return [
+                f"num_heads={heads}: three quarters of hidden_size={width} do not divide among "
+                "them; give head_dim"
+            ]
+        values = self.head_channels * exact(self.expand_v)
+        if values.denominator == 1 and values >= 1:
+            return []
+        return [
+            f"expand_v={self.expand_v:g}: a head's {self.head_channels} channels times it are "
+            f"{float(values):g}; must be a whole number"
+        ]
+
+    def derived(self) -> dict[str, Any]:
+        return super().derived() | {"head_dim": self.head_channels}
+
+
+# Mamba's
+
+_Start = Annotated[float, number(numbers.TIME_STEP)]
+
+
+class StateSpaceSection(ModelSection):
+    """What both Mambas have, in the names of `transformers`' configurations."""
+
+    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
+        16, description="numbers of the state a channel"
+    )
+    conv_kernel: Annotated[int, whole(numbers.WINDOW)] = Field(
+        4, description="taps of the short convolution"
+    )
+    expand: Annotated[int, whole(numbers.EXPANSION.at_least(1))] = Field(
+        2, description="channels inside a layer over hidden_size"
+    )
+    use_bias: bool = Field(False, description="of the first and the last projection of a layer")
+    use_conv_bias: bool = Field(True, description="a bias in the short convolution")
+    layer_norm_epsilon: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        1e-5, description="added to mean squares in RMS norms"
+    )
+    residual_in_fp32: bool = Field(True, description="the residual stream in bf16 training")
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
+    rescale_prenorm_residual: bool = Field(
+        False, description="start the last projection of a layer with 1/sqrt(layers) of its size"
+    )
+    time_step_min: _Start = Field(0.001, description="least step size that a layer starts from")
+    time_step_max: _Start = Field(0.1, description="largest step size that a layer starts from")
+    time_step_floor: _Start = Field(1e-4, description="smaller first step sizes are raised to it")
+
+    @property
+    def inner_size(self) -> int:
+        return self.expand * self.hidden_size
+
+    @property
+    def convolved_channels(self) -> int:
+        return self.inner_size
+
+    def shape_problems(self) -> list[str]:
+        low, high = self.time_step_min, self.time_step_max
+        return (
+            []
+            if low <= high
+            else [f"time_step_min={low:g}: must be at most time_step_max={high:g}"]
+        )
+
+    @property
+    def windows(self) -> dict[str, int]:
+        return {"conv_kernel": self.conv_kernel}
+
+    @property
+    def divided_counts(self) -> dict[str, int]:
+        return {"expand x hidden_size": self.inner_size}
+
+
+def usual_rank(hidden_size: int) -> int:
+    """Return the rank of Mamba's step sizes that `auto` stands for."""
+    return math.ceil(hidden_size / 16)
+
+
+def _auto_or_rank(value: Any) -> Any:
+    """Check a rank, which may be auto. Raises ValueError."""
+    if value == "auto":
+        return value
+    with contextlib.suppress(ValueError):
+        rank = numbers.check_whole(value, numbers.HIDDEN_SIZE)
+        if type(rank) is int:
+            return rank
+    raise ValueError(f"must be auto, or a whole number from 1 to {numbers.HIDDEN_SIZE.high:,}")
+
+
+class MambaSection(StateSpaceSection):
+    """Shape of the model, in the names of `transformers`' Mamba and CatMambaConfig."""
+
+    architecture: Literal["mamba"] = "mamba"
+    time_step_rank: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_rank)] = Field(
+        "auto", description="auto: hidden_size / 16, rounded up"
+    )
+
+
+NO_LIMIT = (0.0, math.inf)
+_Bound = Annotated[float, number(numbers.Range(*NO_LIMIT))]
+
+
+def _pair(value: Any) -> Any:
+    """Check bounds; JSON has no infinity, which transformers writes as an object."""
+    if value is None:
+        return value
+    pair = value if isinstance(value, list | tuple) else ()
+    pair = tuple(math.inf if n == {"__float__": "Infinity"} else n for n in pair)
+    is_pair = len(pair) == 2 and all(isinstance(n, int | float) for n in pair)
+    if not (is_pair and 0 <= pair[0] < pair[1]):
+        raise ValueError("must be two numbers from 0 up, the lower one first")
+    return pair
+
+
+class Mamba2Section(StateSpaceSection):
+    """Shape of the model, in the names of `transformers`' Mamba-2 and CatMamba2Config."""
+
+    architecture: Literal["mamba2"] = "mamba2"
+    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
+        128, description="numbers of the state a channel"
+    )
+    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] = Field(
+        64, description="channels of a head"
+    )
+    num_heads: Annotated[int, whole(numbers.HEADS)] | None = Field(
+        None, description="default: expand x hidden_size / head_dim"
+    )
+    n_groups: Annotated[int, whole(numbers.HEADS)] = Field(
+        1, description="each with its own keys and queries, for all heads in it"
+    )
+    time_step_limit: Annotated[tuple[_Bound, _Bound] | None, BeforeValidator(_pair)] = Field(
+        None, description="bounds of every step size; default: none"
+    )
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads or max(1, self.inner_size // self.head_dim)
+
+    @property
+    def convolved_channels(self) -> int:
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+    def shape_problems(self) -> list[str]:
+        found, heads = super().shape_problems(), self.heads
+        if heads * self.head_dim != self.inner_size:
+            found.append(
+                f"head_dim={self.head_dim}: {heads} heads of so many channels are not "
+                f"expand x hidden_size = {self.inner_size}"
+            )
+        elif heads % self.n_groups:
+            found.append(f"n_groups={self.n_groups}: must divide the {heads} heads")
+        return found
+
+    @property
+    def divided_counts(self) -> dict[str, int]:
+        return {"num_heads": self.heads}
+
+    def derived(self) -> dict[str, Any]:
+        return {"num_heads": self.heads, "time_step_limit": self.time_step_limit or NO_LIMIT}
+
+
+# Of any mixer
+
+
+def _known_mixer(name: str) -> str:
+    if name not in mixers.names():
+        where = "; its options are mixer_options" if ":" in name else ""
+        raise ValueError(f"must be one of {', '.join(mixers.names())}{where}")
+    return name
+
+
+class MixerSection(GatedWidth, ModelSection):
+    """Shape of the model and its mixer, in the names of CatMixerConfig."""
+
+    architecture: Literal["mixer"] = "mixer"
+    mixer: Annotated[str, AfterValidator(_known_mixer)] = Field(
+        description="what mixes tokens, by its name in cat_lm/mixers"
+    )
+    mixer_options: dict[str, Any] = Field(
+        default_factory=dict, description="as {heads: 4, window: 3}; see cat_lm/mixers"
+    )
+    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
+        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
+    )
+    learned_positions: Annotated[int, whole(numbers.CONTEXT)] | None = Field(
+        None, description="rows of the table of positions, of a mixer that has one"
+    )
+    rms_norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        1e-6, description="added to mean squares in RMS norms"
+    )
+    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
+        0.02, description="standard deviation of first weights"
+    )
+
+    @property
+    def isolates_documents(self) -> bool:
+        return "documents" in mixer_of(self).kind.supports
+
+    def derived(self) -> dict[str, Any]:
+        return super().derived() | {"mixer_options": asdict(mixer_of(self).options)}
+
+    def shape_problems(self) -> list[str]:
+        return mixer_problems(self)
+
+    def portable(self) -> MixerSection:
+        if "operator" not in self.mixer_options:
+            return self
+        options = self.mixer_options | {"operator": "torch"}
+        return self.model_copy(update={"mixer_options": options})
