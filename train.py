@@ -26,8 +26,7 @@ from cat_lm.data.opening import open_data
 from cat_lm.training import launcher
 from cat_lm.training.checkpoint.files import candidates
 from cat_lm.training.launcher import find_launcher
-from cat_lm.training.stop import StopSignal
-from cat_lm.training.watchdog import Watchdog
+from cat_lm.training.watchdog import StopSignal, Watchdog
 
 if TYPE_CHECKING:
     from cat_lm.data.loader import Batch
@@ -98,7 +97,7 @@ class Trainer:
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
         from cat_lm.training.building import make_deterministic, resolve_precision
-        from cat_lm.training.checkpoint import Checkpoints
+        from cat_lm.training.checkpoint.run import Checkpoints
         from cat_lm.training.metrics import Metrics, RunLog
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation

@@ -23,7 +23,7 @@ from cat_lm.model.attention.causality import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.training.checkpoint.fragments import persistent_buffers
+from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
 
 __all__ = ["check_entry"]
 

@@ -9,8 +9,8 @@ import torch
 
 from cat_lm.config import RunConfig
 from cat_lm.core.files import checksum
-from cat_lm.training.checkpoint import Checkpoints
 from cat_lm.training.checkpoint.files import MARKER, StoredFile, write_marker
+from cat_lm.training.checkpoint.run import Checkpoints
 from cat_lm.training.distributed import Ranks
 from tests.runs import run_values, write_config
 

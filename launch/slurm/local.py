@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
-from cat_lm.training.stop import heeded
+from cat_lm.training.watchdog import handled_signals
 from launch.slurm import attempts, cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
@@ -131,7 +131,7 @@ class Local:
 
     @contextmanager
     def signals_forwarded(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.forward) for number in heeded(FORWARDED)}
+        before = {n: signal.signal(n, self.forward) for n in handled_signals(FORWARDED)}
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ from cat_lm.core.errors import SharedError, UserError
 from cat_lm.export import export_checkpoint
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.building import build_model
-from cat_lm.training.checkpoint.fragments import persistent_buffers
+from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
 from cat_lm.training.engine import Engine
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks

@@ -24,22 +24,22 @@ from tests.runs import losses, run_values
 
 # Every action of a save and a prune that touches the disk.
 ACTIONS = (
-    "cat_lm.training.checkpoint.transfer.prepare",
+    "cat_lm.training.checkpoint.run.prepare",
     "cat_lm.training.checkpoint.optimizer_state.full_precision_weights",
     "cat_lm.training.checkpoint.optimizer_state.write_state",
     "cat_lm.training.checkpoint.optimizer_state.save_file",
-    "cat_lm.training.checkpoint.rng.save_random_states",
-    "safetensors.torch.save_file",
+    "cat_lm.training.checkpoint.optimizer_state.save_random_states",
+    "cat_lm.training.checkpoint.run.save_file",
     "shutil.copytree",
     "cat_lm.training.checkpoint.optimizer_state.check_stored",
-    "cat_lm.training.checkpoint.transfer.flush",
-    "cat_lm.training.checkpoint.transfer.checksum",
+    "cat_lm.training.checkpoint.run.flush",
+    "cat_lm.training.checkpoint.run.checksum",
     "cat_lm.training.checkpoint.optimizer_state.read_index",
-    "cat_lm.training.checkpoint.transfer.sync_directory",
-    "cat_lm.training.checkpoint.transfer.write_marker",
+    "cat_lm.training.checkpoint.run.sync_directory",
+    "cat_lm.training.checkpoint.run.write_marker",
     "os.rename",
-    "cat_lm.training.checkpoint.transfer.remove_temporary",
-    "cat_lm.training.checkpoint.transfer.write_text",
+    "cat_lm.training.checkpoint.run.remove_temporary",
+    "cat_lm.training.checkpoint.run.write_text",
     "cat_lm.training.checkpoint.files.prune",
     "cat_lm.training.checkpoint.files.remove_temporary",
 )
@@ -112,7 +112,7 @@ def test_a_save_killed_at_any_action_costs_nothing(after, tiny_corpus, tmp_path)
 
 FAILING_ON_ONE_RANK = (
     "torch.save",
-    "cat_lm.training.checkpoint.transfer.os.fsync",
+    "cat_lm.training.checkpoint.run.os.fsync",
     "cat_lm.training.checkpoint.optimizer_state.save_file",
 )
 
@@ -233,7 +233,7 @@ def test_a_fork_s_records_are_its_own(tiny_corpus, tmp_path):
 
 
 def two_at_once(ranks, data: str, folder: str) -> str:
-    from cat_lm.training.checkpoint import Checkpoints
+    from cat_lm.training.checkpoint.run import Checkpoints
 
     values = run_values(data, Path(folder) / "run")
     held = Checkpoints(Path(folder) / "run", RunConfig.model_validate(values), ranks)
@@ -252,7 +252,7 @@ def test_two_processes_do_not_train_in_one_folder(tiny_corpus, tmp_path):
 
 
 def test_a_file_system_without_locks_is_no_reason_not_to_train(tmp_path):
-    from cat_lm.training.checkpoint import Checkpoints
+    from cat_lm.training.checkpoint.run import Checkpoints
     from cat_lm.training.distributed import Ranks
 
     config = RunConfig.model_validate(run_values(tmp_path, tmp_path / "run"))

@@ -16,10 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.training.checkpoint import is_complete, optimizer_state
-from cat_lm.training.checkpoint.rng import seed_of
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from cat_lm.training.checkpoint.optimizer_state import seed_of
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

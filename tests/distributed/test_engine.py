@@ -295,7 +295,7 @@ def test_options_act_the_same_under_every_stage(stages, quick):
 
 def settings_after_load(ranks, folder):
     """Optimizer settings and generator of a run that resumes with other settings."""
-    from cat_lm.training.checkpoint import Checkpoints
+    from cat_lm.training.checkpoint.run import Checkpoints
 
     tokenizer = f"{folder}/tokenizer"
     found = []

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cat_lm import architectures
-from cat_lm.core.errors import UserError
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values

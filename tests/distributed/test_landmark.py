@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cat_lm.config import RunConfig
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.data.opening import open_corpus
 from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import MODEL, VOCAB, global_batch, make_config, rows_of
 from tests.distributed.test_resume import error_of, train

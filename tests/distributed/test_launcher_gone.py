@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.training.checkpoint import find_checkpoint, step_of
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import train

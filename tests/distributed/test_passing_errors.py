@@ -38,7 +38,7 @@ def storing(number: int) -> OSError:
 # What writes, and the error that it raises of a number.
 WRITERS = {
     f"{STATES}.save_file": serializing,
-    "safetensors.torch.save_file": serializing,
+    "cat_lm.training.checkpoint.run.save_file": serializing,
     "shutil.copytree": copying,
     "pathlib.Path.write_bytes": storing,
 }
@@ -62,7 +62,7 @@ def written(ranks, data: str, folder: str) -> dict[tuple[str, int], tuple[bool, 
     for writer, error in WRITERS.items():
         for number in (errno.ESTALE, errno.EIO, errno.ENOSPC):
             values = run_values(data, Path(folder) / f"{writer}-{number}", max_steps=1)
-            is_first_s = writer in ("safetensors.torch.save_file", "shutil.copytree")
+            is_first_s = writer in ("cat_lm.training.checkpoint.run.save_file", "shutil.copytree")
             fails = ranks.is_first == is_first_s
             failing = mock.patch(writer, side_effect=error(number)) if fails else None
             found[writer, number] = outcome(ranks, values, failing)

@@ -18,9 +18,8 @@ from cat_lm.data import packing
 from cat_lm.data.opening import open_corpus, open_data
 from cat_lm.training import preflight
 from cat_lm.training.building import build_model
-from cat_lm.training.checkpoint import Checkpoints
-from cat_lm.training.checkpoint.fragments import stepped_tensors
-from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
+from cat_lm.training.checkpoint.optimizer_state import full_precision_weights, stepped_tensors
+from cat_lm.training.checkpoint.run import Checkpoints
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import checkpoint_bytes, count_parameters
 from cat_lm.training.preflight import data as preflight_data

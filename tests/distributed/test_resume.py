@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint, is_complete
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

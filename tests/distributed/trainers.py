@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cat_lm.config import RunConfig
-from cat_lm.training.stop import StopSignal
-from cat_lm.training.watchdog import Watchdog
+from cat_lm.training.watchdog import StopSignal, Watchdog
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
 from tests.commands import Command, finish, python
 from tests.runs import losses, records, run_values, write_config
 

@@ -20,9 +20,9 @@ from cat_lm.training.checkpoint import (
     is_complete,
     read_run_config,
     read_run_state,
-    rng,
 )
 from cat_lm.training.checkpoint.files import describe_left, prune, set_aside_later
+from cat_lm.training.checkpoint.optimizer_state import restore_random_states
 from cat_lm.training.preflight.facts import saved_checkpoints
 from tests.checkpoints import (
     STATE,
@@ -286,7 +286,7 @@ def test_generator_states_that_are_none(tmp_path, write, said):
     before = torch.get_rng_state()
     write(path)
     with pytest.raises(UserError, match=r"random-00000\.pt: ") as raised:
-        rng.restore_random_states(path)
+        restore_random_states(path)
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert torch.get_rng_state().equal(before)
 

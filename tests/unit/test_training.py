@@ -19,7 +19,14 @@ import torch
 import train
 from cat_lm import architectures
 from cat_lm.config import RunConfig
-from cat_lm.core.errors import TemporaryError, UserError, command, file_error, shared_error
+from cat_lm.core.errors import (
+    REQUEUE_EXIT_CODE,
+    TemporaryError,
+    UserError,
+    command,
+    file_error,
+    shared_error,
+)
 from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training import distributed, launcher
@@ -28,7 +35,7 @@ from cat_lm.training.engine import _check_compiler
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate
-from cat_lm.training.stop import REQUEUE_EXIT_CODE, StopSignal
+from cat_lm.training.watchdog import StopSignal
 from tests.runs import run_values
 from tests.unit.attention_entries import entries  # noqa: F401
 

@@ -12,8 +12,8 @@ import pytest
 
 from cat_lm.config.sections import CheckpointSection
 from cat_lm.core.folders import MARK, make_temporary, own_name
-from cat_lm.training.checkpoint import transfer
 from cat_lm.training.checkpoint.files import clear_leftovers, prune
+from cat_lm.training.checkpoint.run import prepare
 from tests.checkpoints import names, run_of_three, to_resume
 
 STEPS = {f"step-{step:08d}" for step in (2, 4, 6)}
@@ -63,7 +63,7 @@ def test_without_locks_only_what_a_dead_process_left_goes(run):
 
 def test_a_save_begins_empty(run):
     new = leftover(run, 8, "saving") / "step-00000008"
-    transfer.prepare(new)
+    prepare(new)
     assert sorted(path.name for path in new.parent.iterdir()) == [MARK, new.name]
     assert sorted(path.name for path in new.iterdir()) == ["model", "state"]
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cat_lm.training.stop import REQUEUE_EXIT_CODE
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.training.watchdog import HUNG_EXIT_CODE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_progress_keeps_it_alive_and_close_ends_it():
 WITHOUT_LAUNCHER = """
 import os, sys, time
 from cat_lm.training import watchdog
-from cat_lm.training.stop import StopSignal
+from cat_lm.training.watchdog import StopSignal
 watchdog.ORPHAN_SECONDS = 0.5
 gone = False
 class Launcher:

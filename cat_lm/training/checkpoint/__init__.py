@@ -21,7 +21,7 @@ ones the losses are those of a run that was never interrupted, bit for bit where
 same bits twice: on CPUs, and on GPUs with train.deterministic as far as NCCL's order of sums is the
 same. Otherwise weights, moments and steps are restored bit for bit too, and the samples are the
 same; but sums over ranks are rounded in another order. With another number of ranks the generators
-are seeded anew, by `rng.seed_of`, so that dropout draws other masks.
+are seeded anew, by `seed_of`, so that dropout draws other masks.
 
 A checkpoint is written beside its final name, flushed, hashed, compared with memory, marked and
 then renamed, so that a process killed at any moment leaves the previous ones as they were. Whatever
@@ -39,11 +39,9 @@ from cat_lm.training.checkpoint.files import (
     step_folders,
     step_of,
 )
-from cat_lm.training.checkpoint.run import Checkpoints
 
 __all__ = [
     "MARKER",
-    "Checkpoints",
     "complete_checkpoints",
     "find_checkpoint",
     "is_complete",

@@ -5,6 +5,7 @@ the files name the parameter and the elements instead:
 
     state/rank-00000.safetensors     exp_avg/NAME[START:STOP], exp_avg_sq/NAME[START:STOP], fp32
     model/model.safetensors          the master weights, whole, by the same names; and buffers
+    random-00000.pt                  the states of a rank's generators, which draw the dropout
 
 The fragments of all ranks tile every parameter exactly once; reading checks it. Each rank writes
 what it holds, without any communication, and reads only the ranges that it will hold. Where every
@@ -13,31 +14,132 @@ rank holds everything (stage 0), equal shares are written.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import causes_told, os_error
-from cat_lm.training.checkpoint.fragments import (
-    Fragment,
-    Trained,
-    fragments,
-    persistent_buffers,
-    shapes,
-    share,
-    stepped_tensors,
-)
+from cat_lm.core.readers import read_bytes
+
+if TYPE_CHECKING:
+    from cat_lm.config import RunConfig
+    from cat_lm.training.distributed import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
+
+
+class Trained(Protocol):
+    """A model with its optimizer, as the `Engine` has them."""
+
+    model: nn.Module
+    optimizer: Any
+    deepspeed: Any
+    config: RunConfig
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, stop) of a flattened parameter, and where this rank's optimizer has them."""
+
+    name: str
+    start: int
+    stop: int
+    stepped: torch.Tensor  # the fp32 tensor that the optimizer steps: masters of many parameters
+    offset: int  # of element `start` in it
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This fragment's elements of `stepped` or of a moment of it, as a flat view."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
+
+    def part(self, start: int, stop: int) -> Fragment:
+        """The elements that are also in [start, stop); may be none."""
+        start = max(start, self.start)
+        stop = max(start, min(stop, self.stop))
+        return Fragment(self.name, start, stop, self.stepped, self.offset + start - self.start)
+
+
+def shapes(engine: Trained) -> dict[str, torch.Size]:
+    """The whole parameters' shapes by name; ZeRO-3 leaves an empty tensor in their place."""
+    named = engine.model.named_parameters()
+    return {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, which is saved.
+
+    Models of this project have none; a plugin's may: drawn features, a codebook, statistics. One
+    that changes in training must change alike on all ranks, which sums over them do.
+    """
+    saved = model.state_dict().keys()
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in named if name in saved}
+
+
+def fragments(engine: Trained) -> list[Fragment]:
+    """Return the fragments of this rank's optimizer, in the order of the model's parameters."""
+    stage = engine.config.train.zero_stage
+    find = _whole if stage == 0 else _partition if stage == 3 else _linked
+    found = (find(engine, name, p) for name, p in engine.model.named_parameters())
+    return [fragment for fragment in found if fragment and fragment.start < fragment.stop]
+
+
+def _whole(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
+    return Fragment(name, 0, parameter.numel(), parameter, 0)
+
+
+def _linked(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment | None:
+    """ZeRO-1 and 2: DeepSpeed links a parameter to its piece of this rank's flat masters."""
+    link = parameter._hp_mapping
+    if link is None:
+        return None  # wholly on other ranks
+    (stepped,) = engine.optimizer.param_groups[link.param_group_index]["params"]
+    address = link.lp_fragment_address
+    stop = address.start + address.numel
+    return Fragment(name, address.start, stop, stepped, link.hp_fragment_address.start)
+
+
+def _partition(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
+    """ZeRO-3: every parameter is cut into equal partitions, the last of them padded."""
+    optimizer = engine.optimizer
+    group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start = min(engine.ranks.rank * size, parameter.ds_numel)
+    stop = min(start + size, parameter.ds_numel)
+    return Fragment(name, start, stop, optimizer.fp32_partitioned_groups_flat[group], offset)
+
+
+def stepped_tensors(engine: Trained) -> list[torch.Tensor]:
+    """The tensors that the optimizer has states of; between steps ZeRO-3 hides them from it."""
+    if engine.config.train.zero_stage == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
+
+
+def share(engine: Trained) -> list[Fragment]:
+    """The fragments that this rank writes, so that every element is written once."""
+    held, ranks = fragments(engine), engine.ranks
+    if engine.config.train.zero_stage > 0:
+        return held
+    total = sum(fragment.stop for fragment in held)
+    first, end = (total * r // ranks.world_size for r in (ranks.rank, ranks.rank + 1))
+    parts, position = [], 0
+    for fragment in held:
+        parts.append(fragment.part(first - position, end - position))
+        position += fragment.stop
+    return [part for part in parts if part.start < part.stop]
 
 
 def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
@@ -345,3 +447,48 @@ def refresh_model(engine: Trained, step: int, skipped: int) -> None:
         optimizer.checkpoint_event_epilogue()
     engine.deepspeed.global_steps, engine.deepspeed.skipped_steps = step, skipped
     engine.deepspeed.global_samples = step * engine.deepspeed.train_batch_size()
+
+
+def save_random_states(path: Path) -> None:
+    """Write the states. Raises OSError where they could not be written."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    content = io.BytesIO()
+    torch.save(states, content)
+    with causes_told(path):
+        path.write_bytes(content.getvalue())
+
+
+def restore_random_states(path: Path) -> None:
+    """Continue the generators bit for bit; one of a device that was not there is left alone.
+
+    Raises:
+        UserError: the file holds no states of this machine's generators, or cannot be read;
+            `TemporaryError` where it may be at the next start.
+    """
+    content = io.BytesIO(read_bytes(path))
+    try:
+        states = torch.load(content, map_location="cpu", weights_only=True)
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except Exception as error:  # whatever a damaged archive makes of its reader
+        raise UserError(
+            f"{path}: cannot be read as states of generators ({type(error).__name__})"
+        ) from None
+
+
+def seed_of(seed: int, step: int, rank: int, world_size: int) -> int:
+    """Return the seed of a rank whose generators have no past: 63 bits.
+
+    The first 8 bytes of SHA-256 over the decimal numbers `seed step rank world_size`, little
+    endian, without the highest bit.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {rank} {world_size}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & (2**63 - 1)
+
+
+def reseed(seed: int, step: int, rank: int, world_size: int) -> None:
+    """Seed the generators of all devices after a change of the number of ranks."""
+    torch.manual_seed(seed_of(seed, step, rank, world_size))

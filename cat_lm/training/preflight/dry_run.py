@@ -14,8 +14,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
 from cat_lm.counts import count_parameters
 from cat_lm.data.loader import TrainLoader
-from cat_lm.training.checkpoint.fragments import stepped_tensors
-from cat_lm.training.checkpoint.optimizer_state import MOMENTS
+from cat_lm.training.checkpoint.optimizer_state import MOMENTS, stepped_tensors
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.watchdog import host_name
