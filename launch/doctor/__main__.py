@@ -57,44 +57,33 @@ def examine(config: RunConfig | None = None) -> list[Finding]:
 
 
 def render(findings: Sequence[Finding], what: str | None = "training can run here") -> str:
-    """One screen: what was found by topic, then what is wrong and what to do about it.
+    """Return one screen: findings by topic, then what is wrong and what to do about it.
 
     Args:
         what: the sentence that is true if nothing is broken; None: there is no such question.
     """
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):
-        of_topic = [finding for finding in findings if finding.topic == topic]
         # Short facts share a line; each longer one has its own.
-        parts = [finding.text for finding in of_topic if finding.text]
+        parts = [f.text for f in findings if f.topic == topic and f.text]
         paragraphs = ["; ".join(parts)] if all(len(p) < 45 for p in parts) else parts
         for place, paragraph in enumerate(paragraphs):
             label = topic if place == 0 else ""
-            lines += textwrap.wrap(
-                paragraph,
-                WIDTH,
-                initial_indent=label.ljust(LABEL),
-                subsequent_indent=" " * LABEL,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    wrong = sorted(
-        (finding for finding in findings if finding.problem), key=lambda finding: not finding.broken
-    )
+            lines += _wrap(paragraph, label.ljust(LABEL), LABEL)
+    wrong = sorted((f for f in findings if f.problem), key=lambda finding: not finding.broken)
     for finding in wrong:
-        mark = "BROKEN" if finding.broken else "note"
-        lines += textwrap.wrap(
-            f"{finding.topic}: {finding.problem}",
-            WIDTH,
-            initial_indent=f"{mark}: ",
-            subsequent_indent=" " * 8,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        mark = "BROKEN: " if finding.broken else "note: "
+        lines += _wrap(f"{finding.topic}: {finding.problem}", mark, 8)
     broken = sum(finding.broken for finding in wrong)
     if what is not None:
         lines.append(f"{broken} broken: {what.replace(' can ', ' cannot ', 1)}" if broken else what)
     return "\n".join(lines)
+
+
+def _wrap(text: str, first: str, indent: int) -> list[str]:
+    indents = {"initial_indent": first, "subsequent_indent": " " * indent}
+    # Paths and options must stay whole.
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def look_ahead(
@@ -109,15 +98,12 @@ def look_ahead(
     if arguments.device is None and len(arguments.ranks) > 1:
         raise UserError("--ranks: several numbers are a table of costs: give --device NAME")
     device = None if arguments.device is None else device_by_option(arguments.device)
-    given = {"gpus_per_node": arguments.gpus_per_node, "device": device, "mfu": arguments.mfu}
-    given["interconnect"] = arguments.interconnect
+    given = {name: getattr(arguments, name) for name in ("gpus_per_node", "mfu", "interconnect")}
     given = {name: value for name, value in given.items() if value is not None}
-    asked = [scale.Scale(ranks, **given) for ranks in arguments.ranks]
-    if len(asked) > 1:
-        findings, lines = scale.compare(config, asked)
-        return findings, "\n".join([render(findings, None), *lines])
-    findings = scale.examine(config, asked[0])
-    return findings, render(findings, f"this run can start on {asked[0].ranks} ranks")
+    asked = scale.Scale(arguments.ranks, device=device, **given)
+    findings, lines = scale.examine(config, asked)
+    question = None if lines else f"this run can start on {arguments.ranks[0]} ranks"
+    return findings, "\n".join([render(findings, question), *lines])
 
 
 def record(findings: Sequence[Finding], config: str | None) -> dict[str, Any]:

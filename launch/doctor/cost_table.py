@@ -23,8 +23,10 @@ TIGHT = 0.85
 HOST_BOUND = "*"
 
 
-def assumptions(config: RunConfig, cluster: Cluster, mfu: float) -> Iterator[Finding]:
-    """Yield what the costs take for granted, of which nothing was measured here."""
+def assumptions(
+    config: RunConfig, cluster: Cluster, mfu: float, found: Sequence[Costs]
+) -> Iterator[Finding]:
+    """Yield what the costs take for granted, of which nothing was measured; then the costs."""
     peak = cluster.flops / mfu / 1e12
     whose = "this project's assumption" if mfu == ASSUMED_MFU else "given by --mfu"
     text = f"ASSUMED, nothing was measured: {mfu:.0%} of {peak:g} TFLOP/s (MFU; {whose})"
@@ -47,12 +49,8 @@ def assumptions(config: RunConfig, cluster: Cluster, mfu: float) -> Iterator[Fin
         f"{LINK_EFFICIENCY:.0%}; {hidden} of it hides behind computing (ZeRO-{stage})"
     )
     yield Finding("network", text, "interconnect", cluster.interconnect)
-
-
-def facts_of(found: Sequence[Costs]) -> Finding:
-    """Return costs for programs."""
     values = [asdict(c) | {"days": c.days, "gpu_hours": c.gpu_hours} for c in found]
-    return Finding("costs", "", "costs", values)
+    yield Finding("costs", "", "costs", values)
 
 
 def cost_lines(cost: Costs) -> Iterator[Finding]:
@@ -76,7 +74,6 @@ def cost_lines(cost: Costs) -> Iterator[Finding]:
         "of it checkpoints and validation; without failures)"
     )
     yield Finding("whole run", text, "gpu_hours", cost.gpu_hours)
-    yield facts_of([cost])
 
 
 def table(run: Run, cluster: Cluster, found: Sequence[Costs]) -> list[str]:

@@ -20,7 +20,7 @@ from cat_lm.core.host import GIB
 from launch.doctor.findings import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORTED_PYTHONS = ("3.11", "3.12")
+PYTHONS = ">=3.11,<3.13"
 # Import name of what the extras name, and of rivals that benchmarks look for.
 OPTIONAL = {
     "triton": "triton",
@@ -40,18 +40,8 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def python() -> Iterator[Finding]:
-    version = platform.python_version()
-    supported = " or ".join(SUPPORTED_PYTHONS)
-    problem = None
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_PYTHONS:
-        problem = f"Python {version} is not supported; use {supported}"
-    text = f"{version} (supported: {supported})"
-    yield Finding("python", text, "python", version, problem, broken=problem is not None)
-
-
 def requirements(extra: str | None = None) -> dict[str, str]:
-    """Package name to supported range, as setup.cfg has them."""
+    """Return the supported range of each package that setup.cfg names."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     key = ("options", "install_requires") if extra is None else ("options.extras_require", extra)
@@ -60,83 +50,69 @@ def requirements(extra: str | None = None) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in matches}
 
 
+def python() -> Iterator[Finding]:
+    version, problem = platform.python_version(), None
+    if not _in_range(version, PYTHONS):
+        problem = f"Python {version} is not supported; use 3.11 or 3.12"
+    yield Finding("python", version, "python", version, problem, broken=problem is not None)
+
+
 def packages() -> Iterator[Finding]:
     """Compare the packages that the project needs with setup.cfg's ranges."""
     for name, supported in requirements().items():
-        version = _installed(name)
-        wanted = f"'{name}{supported}'"
+        version, users = _installed(name), NEEDED_ELSEWHERE.get(name)
         problem = None
-        users = NEEDED_ELSEWHERE.get(name)
         if version is None:
             needed = f", which {users} need" if users else ""
-            problem = f"{name} is missing{needed}; install it: pip install {wanted}"
+            problem = f"{name} is missing{needed}; install it: pip install '{name}{supported}'"
         elif not _in_range(version, supported):
-            problem = f"{name} {version} is outside {supported}; install: pip install {wanted}"
+            problem = f"{name} {version} is outside {supported}; "
+            problem += f"install: pip install '{name}{supported}'"
         text = f"{name} {version or 'missing'} ({supported})"
-        value = {"version": version, "supported": supported}
         broken = problem is not None and not (version is None and users)
-        yield Finding("packages", text, name, value, problem, broken=broken)
+        yield Finding("packages", text, name, version, problem, broken=broken)
 
 
 def optional() -> Iterator[Finding]:
     """Packages that training does without: whether each imports, and why not."""
-    known = {}
+    known: dict[str, str] = {}
     for extra in ("gpu", "flash", "eval", "wandb"):
         known |= requirements(extra)
     for name, module in OPTIONAL.items():
-        version, supported = _installed(name), known.get(name, "")
-        present = importlib.util.find_spec(module) is not None
-        value = {"version": version, "supported": supported, "imports": False}
-        if not present:
-            yield Finding("optional", f"{name}: not installed", name, value)
+        if importlib.util.find_spec(module) is None:
+            yield Finding("optional", f"{name}: not installed", name)
             continue
+        version, supported, problem = _installed(name), known.get(name, ""), None
         # In a process of its own: a broken binary package may end the interpreter.
-        failure = _failure_of(f"import {module}")
-        value["imports"] = failure is None
-        problem = None
-        if failure is not None:
+        if failure := _failure_of(f"import {module}"):
             problem = f"{name} {version} is installed but does not import: {failure}"
-        elif supported and version and not _in_range(version, supported):
+        elif version and not _in_range(version, supported):
             problem = f"{name} {version} is outside {supported}"
-        yield Finding("optional", f"{name} {version or ''}".strip(), name, value, problem)
-
-
-def torch_build() -> Iterator[Finding]:
-    import torch
-
-    cuda = torch.version.cuda or torch.version.hip
-    abi = torch.compiled_with_cxx11_abi()
-    text = f"{torch.__version__}, CUDA {cuda or 'none'}, C++11 ABI {'yes' if abi else 'no'}"
-    yield Finding("torch", text, "torch", {"cuda": cuda, "cxx11_abi": abi})
+        yield Finding("optional", f"{name} {version or ''}".strip(), name, version, problem)
 
 
 def device() -> Iterator[Finding]:
-    """GPUs with their driver; the CPU."""
+    """torch's build, the GPUs with their driver, and the CPU."""
     import torch
 
+    cuda = torch.version.cuda or torch.version.hip
+    yield Finding("torch", f"{torch.__version__}, CUDA {cuda or 'none'}", "torch", cuda)
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = driver.split()[0] if driver else None
     if driver and not torch.cuda.is_available():
-        yield Finding(
-            "device",
-            "",
-            "driver",
-            driver,
-            f"the driver {driver.split()[0]} shows a GPU that torch {torch.__version__} does not "
-            "see, so training uses the CPU; install a torch built for CUDA",
+        problem = (
+            f"the driver {driver} shows a GPU that torch {torch.__version__} does not see, so "
+            "training uses the CPU; install a torch built for CUDA"
         )
+        yield Finding("device", "", "driver", driver, problem)
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
+        found = torch.cuda.get_device_properties(index)
+        value = {"name": found.name, "memory_bytes": found.total_memory, "driver": driver}
+        value["compute_capability"] = capability = f"{found.major}.{found.minor}"
         text = (
-            f"cuda:{index} {properties.name}, {properties.total_memory / GIB:.0f} GiB, "
-            f"compute capability {capability}, driver {driver.split()[0] if driver else 'unknown'}"
+            f"cuda:{index} {found.name}, {found.total_memory / GIB:.0f} GiB, "
+            f"compute capability {capability}, driver {driver or 'unknown'}"
         )
-        value = {
-            "name": properties.name,
-            "memory_bytes": properties.total_memory,
-            "compute_capability": capability,
-            "driver": driver,
-        }
         yield Finding("device", text, f"cuda:{index}", value)
     cores, (model, flags) = len(os.sched_getaffinity(0)), _cpu()
     text = f"CPU {model}, {cores} cores, {torch.get_num_threads()} threads: {' '.join(flags)}"
@@ -146,16 +122,16 @@ def device() -> Iterator[Finding]:
 def compiler() -> Iterator[Finding]:
     """A C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
-    path = next((found for name in names if (found := shutil.which(name))), None)
+    path, problem = next((found for name in names if (found := shutil.which(name))), None), None
+    version = "none"
     if path is None:
         problem = (
             f"no C++ compiler ({', '.join(names)}): convolutions and Mamba's scan on a CPU "
             "take their slower paths, and torch.compile does not work there; install g++ or clang"
         )
-        yield Finding("compiler", "none", "compiler", None, problem)
-        return
-    version = (_output_of(path, "--version") or "unknown version").splitlines()[0]
-    yield Finding("compiler", version, "compiler", {"path": path, "version": version})
+    else:
+        version = (_output_of(path, "--version") or "unknown version").splitlines()[0]
+    yield Finding("compiler", version, "compiler", path, problem)
 
 
 def attention() -> Iterator[Finding]:
@@ -168,51 +144,35 @@ def attention() -> Iterator[Finding]:
         "flash_attention_2": is_flash_attn_2_available(),
         "flex_attention": is_torch_flex_attn_available(),
     }
-    text = ", ".join(name for name, there in available.items() if there)
-    missing = [name for name, there in available.items() if not there]
-    text += f"; not available: {', '.join(missing)}" if missing else ""
+    text = ", ".join(name if there else f"no {name}" for name, there in available.items())
     yield Finding("attention", text, "attention", available)
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Yield whether training's DeepSpeed imports; what its extensions would miss."""
+    """Yield whether DeepSpeed imports as training imports it."""
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    # As training imports it, in a process of its own: it is known to end the interpreter.
+    # In a process of its own: it is known to end the interpreter.
     failure = _failure_of(
         "from cat_lm.training.distributed import import_deepspeed; import_deepspeed()",
-        DS_ACCELERATOR="cuda" if on_gpu else "cpu",
+        DS_ACCELERATOR="cuda" if torch.cuda.is_available() else "cpu",
     )
-    value = {
-        "imports": failure is None,
-        "cuda_home": os.environ.get("CUDA_HOME"),
-        "nvcc": shutil.which("nvcc"),
-        "numactl": shutil.which("numactl"),
-    }
-    if failure is not None:
-        problem = f"DeepSpeed does not import: {failure}"
-        yield Finding("deepspeed", "does not import", "deepspeed", value, problem, broken=True)
-        return
-    absent = [] if value["numactl"] else ["numactl"]
-    if on_gpu and not (value["cuda_home"] or value["nvcc"]):
-        absent.append("CUDA_HOME")
-    text = "imports; training compiles none of its extensions"
-    text += f" (absent here, not needed: {', '.join(absent)})" if absent else ""
-    yield Finding("deepspeed", text, "deepspeed", value)
+    problem = failure and f"DeepSpeed does not import: {failure}"
+    text = "imports; training compiles none of its extensions" if failure is None else ""
+    yield Finding("deepspeed", text, "deepspeed", not failure, problem, broken=bool(failure))
 
 
 def space() -> Iterator[Finding]:
-    """Free disk here and in the temporary folder, and shared memory."""
-    for name, path in (("disk", Path.cwd()), ("shared memory", Path("/dev/shm"))):
-        if not path.is_dir():
-            continue
-        free = shutil.disk_usage(path).free
-        problem = None
-        if free < GIB:
-            advice = "for checkpoints" if name == "disk" else "for collectives between processes"
-            problem = f"only {free / GIB:.2f} GiB {name} are free at {path}, little {advice}"
-        yield Finding("space", f"{free / GIB:.1f} GiB {name} free", name, free, problem)
+    """Free disk here and shared memory."""
+    for name, path, use in (
+        ("disk", Path.cwd(), "checkpoints"),
+        ("shared memory", Path("/dev/shm"), "collectives between processes"),
+    ):
+        if path.is_dir():
+            free, problem = shutil.disk_usage(path).free, None
+            if free < GIB:
+                problem = f"only {free / GIB:.2f} GiB {name} are free at {path}, little for {use}"
+            yield Finding("space", f"{free / GIB:.1f} GiB {name} free", name, free, problem)
 
 
 def convolutions() -> Iterator[Finding]:
@@ -265,23 +225,22 @@ def ptxas() -> Iterator[Finding]:
         return
     from triton.backends.nvidia.compiler import get_ptxas
 
-    count = torch.cuda.device_count()
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(count)]
+    capabilities = [
+        torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
+    ]
     on_hopper = (9, 0) in capabilities
     major, minor = (9, 0) if on_hopper or not capabilities else capabilities[0]
-    tool = get_ptxas(10 * major + minor)
-    problem = None
+    tool, problem = get_ptxas(10 * major + minor), None
     if on_hopper and re.match(r"12\.[89](\.|$)", tool.version):
         problem = (
             f"ptxas {tool.version} is suspected of wrong numbers on Hopper; let TRITON_PTXAS_PATH "
             "name a ptxas of CUDA 13.1 or later, such as the ptxas-blackwell of triton 3.7"
         )
-    value = {"path": tool.path, "version": tool.version}
-    yield Finding("ptxas", f"{tool.version}, {tool.path}", "ptxas", value, problem)
+    yield Finding("ptxas", f"{tool.version}, {tool.path}", "ptxas", tool.version, problem)
 
 
 ALL = (
-    *(python, packages, torch_build, device, compiler, optional),
+    *(python, packages, device, compiler, optional),
     *(attention, deepspeed, space, convolutions, kernels, ptxas),
 )
 
@@ -298,7 +257,7 @@ def _installed(name: str) -> str | None:
 
 
 def _failure_of(code: str, **environment: str) -> str | None:
-    """None if `code` runs in an interpreter of its own, else the last line it said."""
+    """Return None if `code` runs in an interpreter of its own, else the last line it printed."""
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -323,7 +282,7 @@ def _output_of(*arguments: str) -> str | None:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """The processor's name, and those of `CPU_FLAGS` that it has."""
+    """Return the processor's name, and those of `CPU_FLAGS` that it has."""
     fields: dict[str, str] = {}
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -189,9 +189,7 @@ def test_groups_on_several_nodes_have_costs():
 
 def test_ranks_that_are_not_there():
     config = config_of("cat_rope", 4, "train.micro_batch_size=2")
-    (_, batch) = scale.batch(config, Scale(64))
+    (_, batch) = scale.batch(config, Scale((64,)))
     assert "16 a group of 4 ranks (512 tokens each), 2 at once, 8 micro-batches" in batch.text
-    *_, samples = scale.data(config, Scale(64))
-    assert "in the same order among 2, 8, 16, 32 groups of ranks" in samples.text
-    (_, wrong) = scale.batch(config, Scale(8 * 3 + 2))
+    (_, wrong) = scale.batch(config, Scale((8 * 3 + 2,)))
     assert wrong.broken and "must divide the number of ranks, 26" in wrong.problem
