@@ -1,75 +1,49 @@
-"""The files in RUN/slurm/, and the record of a submitted run."""
+"""The files in RUN/slurm/: the record of a submitted run and the log of its attempts.
+
+attempts.log has a line for every start of a run, by which a crash loop is recognised. The batch
+script keeps the same file in bash, since where it runs there may be no Python.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
 from cat_lm.core.folders import check_output
 from cat_lm.core.readers import Record, Versioned, read_json, resolve
+from cat_lm.training.checkpoint import MARKER, step_folders
 from launch.slurm.options import Options
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The files of one run that its jobs use; `run` is the absolute `train.output_dir`."""
 
-    run: Path
-
-    @classmethod
-    def of(cls, run: Path | str) -> RunFolder:
+    def __init__(self, run: Path | str) -> None:
         # Without links, so that a run has one name, and one job.
         try:
-            return cls(resolve(Path(run).expanduser()))
+            self.run = resolve(Path(run).expanduser())
         except RuntimeError as error:  # ~nobody
             raise UserError(f"{run}: {error}") from None
+        self.slurm = self._slurm()
+        self.script = self.slurm / "job.sbatch"
+        self.config = self.slurm / "config.yaml"
+        self.code = self.slurm / "code"
+        self.code_record = self.slurm / "code.json"
+        self.code_diff = self.slurm / "code.diff"
+        self.log = self.slurm / "job.log"
+        self.attempts = self.slurm / "attempts.log"
+        self.record = self.slurm / "job.json"
+        self.checkpoints = self.run / "checkpoints"
+        self.metrics = self.run / "metrics.jsonl"
 
-    @property
-    def slurm(self) -> Path:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFolder) and self.run == other.run
+
+    def _slurm(self) -> Path:
         return self.run / "slurm"
-
-    @property
-    def script(self) -> Path:
-        return self.slurm / "job.sbatch"
-
-    @property
-    def config(self) -> Path:
-        return self.slurm / "config.yaml"
-
-    @property
-    def code(self) -> Path:
-        return self.slurm / "code"
-
-    @property
-    def code_record(self) -> Path:
-        return self.slurm / "code.json"
-
-    @property
-    def code_diff(self) -> Path:
-        return self.slurm / "code.diff"
-
-    @property
-    def log(self) -> Path:
-        return self.slurm / "job.log"
-
-    @property
-    def attempts(self) -> Path:
-        return self.slurm / "attempts.log"
-
-    @property
-    def record(self) -> Path:
-        return self.slurm / "job.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.run / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.run / "metrics.jsonl"
 
     def check_writable(self) -> None:
         """Raises UserError where no folder can be made, such as for a file in its way."""
@@ -79,6 +53,41 @@ class RunFolder:
                 f"train.output_dir={str(self.run)!r}: SLURM takes no path with such characters"
             )
         check_output(self.slurm, "train.output_dir")
+
+    def newest_checkpoint(self) -> str:
+        """Return the name of the newest marked checkpoint, or `none`."""
+        marked = [step for step in step_folders(self.checkpoints) if (step / MARKER).is_file()]
+        return marked[-1].name if marked else "none"
+
+    def begin_attempt(self, job: str, restart: int) -> None:
+        self._append(f"{_now()} job={job} restart={restart} checkpoint={self.newest_checkpoint()}")
+
+    def reset_attempts(self, reason: str) -> None:
+        """Note that a person looked at the run: earlier attempts count no more."""
+        self._append(f"# {_now()} {reason}")
+
+    def attempt_lines(self) -> list[str]:
+        """Return all attempts, oldest first."""
+        return [line for line in self._lines() if not line.startswith("#")]
+
+    def attempts_without_progress(self) -> int:
+        """Count the last attempts in a row that began at the checkpoint that is still newest."""
+        count, now = 0, self.newest_checkpoint()
+        for line in reversed(self._lines()):
+            if not line.endswith(f" checkpoint={now}"):
+                break
+            count += 1
+        return count
+
+    def _lines(self) -> list[str]:
+        try:
+            return self.attempts.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+
+    def _append(self, line: str) -> None:
+        with open(self.attempts, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
 
 
 class Job(Record):
@@ -119,5 +128,9 @@ def read_record(folder: RunFolder) -> JobRecord:
 
 
 def earlier_jobs(folder: RunFolder) -> list[Job]:
-    """The jobs that this run has had, as far as they are known."""
+    """Return the jobs that this run has had, as far as they are known."""
     return read_record(folder).jobs if folder.record.is_file() else []
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.training.watchdog import handled_signals
-from launch.slurm import attempts, cluster, snapshot, torchrun
+from launch.slurm import cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options, options_from
 from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
@@ -35,7 +35,7 @@ def local(arguments: argparse.Namespace) -> None:
     snapshot.save_code(plan.folder, snapshot.PROJECT)
     snapshot.save_config(plan.folder, plan.values)
     plan.record.write(plan.folder)
-    attempts.count_anew(plan.folder, "local")
+    plan.folder.reset_attempts("local")
     code = Local(plan.folder, plan.options).run()
     if code:
         raise SystemExit(code)
@@ -76,15 +76,15 @@ class Local:
         restart = code = 0
         with self.signals_forwarded():
             while not self.told_to_end:
-                stuck = attempts.without_progress(self.folder)
-                checkpoint = attempts.newest_checkpoint(self.folder)
+                stuck = self.folder.attempts_without_progress()
+                checkpoint = self.folder.newest_checkpoint()
                 if stuck >= self.options.max_restarts:
                     say(
                         f"no progress: {stuck} attempts in a row began at checkpoint {checkpoint}; "
                         "not started again"
                     )
                     return 2
-                attempts.begin(self.folder, f"local-{os.getpid()}", restart)
+                self.folder.begin_attempt(f"local-{os.getpid()}", restart)
                 say(f"restart {restart}, {self.options.world_size} ranks, checkpoint {checkpoint}")
                 code = self.attempt()
                 if code == 0:

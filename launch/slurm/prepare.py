@@ -28,8 +28,7 @@ EXPORTED = ("PYTHONPATH", "PYTHONSAFEPATH")
 class PrepareFolder(RunFolder):
     """The jobs' files lie beside the data, DIR.slurm: a data folder holds nothing else."""
 
-    @property
-    def slurm(self) -> Path:
+    def _slurm(self) -> Path:
         return self.run.with_name(f"{self.run.name}.slurm")
 
 
@@ -51,7 +50,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     if not options.container:  # which may know other paths
         with warning_where(arguments.print):
             check_inputs(parsed)
-    folder = PrepareFolder.of(parsed.out)
+    folder = PrepareFolder(parsed.out)
     places = map(_place, _values(parsed))
     inputs = [os.path.abspath(place) for place in places if os.path.exists(place)]
     stages = (

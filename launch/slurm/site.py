@@ -90,9 +90,9 @@ def _expanded(path: Path | str) -> Path:
 
 def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
     for option in site.sbatch:
-        if not _is_option(option):
+        if sbatch.option_of(option) is None:
             raise UserError(
-                f"{path}: sbatch: {clipped(repr(option))}: must be one option such as --hint=…"
+                f"{path}: sbatch: {clipped(repr(option))}: must be one long option such as --hint=…"
             )
         if sbatch.asks_for(option, sbatch.OURS):
             raise UserError(
@@ -112,11 +112,3 @@ def _refuse_what_breaks_the_script(path: Path, site: Site) -> None:
             raise UserError(
                 f"{path}: env: {clipped(repr(name))}: is no name of an environment variable"
             )
-
-
-def _is_option(text: str) -> bool:
-    try:
-        names = sbatch.names(text)
-    except ValueError:  # a quote is not closed
-        return False
-    return text.startswith("-") and text.isprintable() and any(names)

@@ -80,7 +80,7 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         data["path"] = _absolute(data["path"])
     if data.get("mixture"):
         data["mixture"] = {_absolute(path): weight for path, weight in data["mixture"].items()}
-    train["output_dir"] = str(RunFolder.of(train["output_dir"]).run)
+    train["output_dir"] = str(RunFolder(train["output_dir"]).run)
     if data.get("cache_dir"):
         data["cache_dir"] = _absolute(data["cache_dir"])
     if train["init_from"]:

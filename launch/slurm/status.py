@@ -12,7 +12,7 @@ from pydantic import FiniteFloat, ValidationError
 from cat_lm.core.errors import UserError
 from cat_lm.core.outputs import write_result
 from cat_lm.core.readers import Record
-from launch.slurm import attempts, cluster
+from launch.slurm import cluster
 from launch.slurm.folder import RunFolder, read_record
 
 # Enough for the last few records; a long run has very many.
@@ -20,7 +20,7 @@ _TAIL = 64 * 2**10
 
 
 def status(arguments: argparse.Namespace) -> None:
-    found = look(RunFolder.of(arguments.run))
+    found = look(RunFolder(arguments.run))
     print(describe(found))
     if arguments.json:
         write_result(arguments.json, "--json", "python -m launch.slurm status", found)
@@ -30,7 +30,7 @@ def look(folder: RunFolder) -> dict[str, Any]:
     """Everything that `status` shows, as JSON."""
     record = read_record(folder)
     job = _job(folder, record.job_ids)
-    tried = attempts.lines(folder)
+    tried = folder.attempt_lines()
     return {
         "run": str(folder.run),
         "job": job.id if job else (record.job_ids or [None])[-1],
@@ -39,10 +39,10 @@ def look(folder: RunFolder) -> dict[str, Any]:
         "nodes": job.nodes if job else "",
         "restarts": job.restarts if job else None,
         "attempts": len(tried),
-        "attempts_without_progress": attempts.without_progress(folder),
+        "attempts_without_progress": folder.attempts_without_progress(),
         "max_restarts": record.options.max_restarts,
         "last_attempt": tried[-1] if tried else None,
-        "checkpoint": attempts.newest_checkpoint(folder),
+        "checkpoint": folder.newest_checkpoint(),
         **_progress(folder.metrics),
         # `local` writes to the terminal.
         "log": str(folder.log if record.jobs else folder.run / "train.log"),

@@ -14,7 +14,7 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
-from launch.slurm import attempts, cluster, script, snapshot
+from launch.slurm import cluster, script, snapshot
 from launch.slurm.cluster import JobState
 from launch.slurm.folder import Job, JobRecord, RunFolder, earlier_jobs, read_record
 from launch.slurm.options import Options, options_from, warning_where
@@ -53,7 +53,7 @@ def submit(arguments: argparse.Namespace) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> None:
-    folder = RunFolder.of(arguments.run)
+    folder = RunFolder(arguments.run)
     record = read_record(folder)
     options = options_from(arguments, record.options)
     site = load_site(arguments.site or record.site)
@@ -77,7 +77,7 @@ def resume(arguments: argparse.Namespace) -> None:
 
 
 def cancel(arguments: argparse.Namespace) -> None:
-    folder = RunFolder.of(arguments.run)
+    folder = RunFolder(arguments.run)
     read_record(folder)
     job = cluster.active_job(folder)
     if job is None:
@@ -167,7 +167,7 @@ def start(plan: Plan, verb: str) -> None:
     folder = plan.folder
     snapshot.save_config(folder, plan.values)
     write_text(folder.script, plan.text())
-    attempts.count_anew(folder, verb)
+    folder.reset_attempts(verb)
     job_id = cluster.submit(folder.script)
     job = Job(
         id=job_id,

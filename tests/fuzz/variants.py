@@ -57,7 +57,7 @@ def _pythia(folder: Path) -> None:
 def _submitted(run: Path) -> None:
     """As `launch.slurm submit` leaves a run, without a cluster."""
     from cat_lm.config import load_config
-    from launch.slurm import attempts, snapshot
+    from launch.slurm import snapshot
     from launch.slurm.folder import JobRecord, RunFolder
     from launch.slurm.options import Options
 
@@ -75,8 +75,8 @@ def _submitted(run: Path) -> None:
         site=None,
         jobs=jobs,
     ).write(folder)
-    attempts.count_anew(folder, "submitted")
-    attempts.begin(folder, "12", 0)
+    folder.reset_attempts("submitted")
+    folder.begin_attempt("12", 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import __main__ as program
-from launch.slurm import attempts
 from launch.slurm.folder import RunFolder
 from launch.slurm.local import Local
 from launch.slurm.options import Options
@@ -92,10 +91,10 @@ def test_who_is_told_to_end_ends(looped):
 
 def test_attempts_are_noted(looped, folder, capsys):
     assert looped(1, 1, 1, 0) == (2, 3)
-    assert len(attempts.lines(folder)) == 3
+    assert len(folder.attempt_lines()) == 3
     assert "3 attempts in a row began at checkpoint none" in capsys.readouterr().err
     assert looped(0) == (2, 0)
-    attempts.count_anew(folder, "local")
+    folder.reset_attempts("local")
     assert looped(0) == (0, 1)
 
 

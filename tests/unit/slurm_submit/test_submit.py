@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cat_lm.config import load_config
-from launch.slurm import attempts, snapshot
+from launch.slurm import snapshot
 from launch.slurm.folder import read_record
 from launch.slurm.options import Options
 from tests.checkpoints import seal
@@ -203,8 +203,8 @@ def test_resume_changes_what_is_given_and_keeps_the_rest(place, monkeypatch):
     place.submit("--partition", "short", "--time", "30", "--env", "A=1", "train.seed=3")
     folder = place.run_folder
     (folder.code / "train.py").write_text("# of the run")
-    attempts.begin(folder, "41", 0)
-    assert attempts.without_progress(folder) == 1
+    folder.begin_attempt("41", 0)
+    assert folder.attempts_without_progress() == 1
     monkeypatch.setenv("JOB_ID", "42")
     code, out, err = place(
         *("resume", folder.run, "--time", "60", "--env", "B=2", "train.max_steps=50")
@@ -219,7 +219,7 @@ def test_resume_changes_what_is_given_and_keeps_the_rest(place, monkeypatch):
     config = load_config(folder.config)
     assert (config.train.seed, config.train.max_steps) == (3, 50)
     assert (folder.code / "train.py").read_text() == "# of the run"
-    assert attempts.without_progress(folder) == 0 and len(attempts.lines(folder)) == 1
+    assert folder.attempts_without_progress() == 0 and len(folder.attempt_lines()) == 1
     place("resume", folder.run, "--new-code")
     assert (folder.code / "train.py").read_text() == "# of the checkout"
     other = "train.output_dir=/proc/self"  # which may not be written to, as a warning would say
@@ -246,7 +246,7 @@ def test_status(place, monkeypatch):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     folder.metrics.write_text(lines + '{"step": 5, "lo')
     for _ in range(3):
-        attempts.begin(folder, "41", 0)
+        folder.begin_attempt("41", 0)
     path = place.folder / "status.json"
     code, out, err = place("status", folder.run, "--json", path)
     assert (code, err) == (0, "")
