@@ -70,13 +70,12 @@ def check_entry(
     kind = next(
         kind for kind in (Pattern, ScoreTransform, ValueTransform) if isinstance(entry, kind)
     )
-    key, options_key = attention.keys_of(kind)
     family, configs = type(body), []
     if body is not None:
         configs.append(changed(body.config, {"num_hidden_layers": 1}))
     else:
         family = CatModel
-        chosen = {key: entry.name, options_key: options}
+        chosen = {kind.key: entry.name, kind.options_key: options}
         able = entry.implementations or ("eager", "sdpa")
         for name in {"eager", "sdpa"} & set(able):
             configs.append(CatConfig(**_SIZES | chosen, attn_implementation=name))

@@ -50,11 +50,11 @@ class LayerStateMixin:
     def exchange_inputs(
         self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Store `inputs` [B, T, ...] and return the W−1 inputs before them.
+        """Store `inputs` [B, T, ...] and return the W−1 inputs [B, W−1, ...] before them.
 
-        The result is [B, W−1, ...], with zeros before the start of the sequence. Where a row ends
-        in padding (`padding_mask` [B, T] bool), its newest inputs are those of its last real
-        tokens, so that a right-padded prompt continues like one without padding.
+        These are zeros before the start of the sequence. Where a row ends in padding
+        (`padding_mask` [B, T] bool), its newest inputs are those of its last real tokens, so that a
+        right-padded prompt continues like one without padding.
         """
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class LayerStateMixin:
         return None if inputs is None or inputs.shape[1] >= window else inputs
 
     def replace_inputs(self, name: str, inputs: Tensor) -> None:
-        """Store the newest inputs [B, n, ...] in place of those that `newest_inputs` gave."""
+        """Store the newest inputs [B, n, ...] in place of those of `newest_inputs`."""
         self.inputs[name] = inputs
 
     def replace_recurrent(self, name: str, state: Tensor) -> None:
@@ -81,20 +81,25 @@ class LayerStateMixin:
         self.real = None
 
     def offload(self) -> None:
-        super().offload()
         self._change_states(lambda state: state.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        super().prefetch()
         self._change_states(lambda state: state.to(self.device, non_blocking=True))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
         self._change_states(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_states(lambda state: state[indices])
+
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.real is not None:
-            self.real = change(self.real)
+        for name in ("keys", "values", "real"):
+            held = getattr(self, name)
+            if held is not None and held.numel():
+                setattr(self, name, change(held))
         for states in (self.inputs, self.recurrent):
             states.update({name: change(state) for name, state in states.items()})
 
@@ -133,7 +138,7 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             before = torch.cat([zeros, before], dim=1)
 
         history = torch.cat([past, inputs.detach()], dim=1)
-        if padding_mask is not None and self._ends_in_padding(padding_mask):
+        if padding_mask is not None and self._may_end_in_padding(padding_mask):
             if self.record_past:
                 raise RuntimeError("a cache that records its past cannot take right-padded input")
             history = _skip_trailing_padding(history, padding_mask)
@@ -142,8 +147,7 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
         self.inputs[name], self.windows[name] = history, window
         return before
 
-    def _ends_in_padding(self, padding_mask: Tensor) -> bool:
-        """Return True if a row may end in padding; waits for a GPU."""
+    def _may_end_in_padding(self, padding_mask: Tensor) -> bool:
         return not padding_mask[:, -1].all()
 
     def newest_inputs(self, name: str, window: int) -> Tensor | None:
@@ -186,14 +190,6 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
         kept = inputs[:, : max(0, left)]
         return kept[:, max(0, kept.shape[1] - window + 1) :].clone()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._change_states(lambda state: state[indices])
-
 
 class RecurrentLayer(StateDynamicLayer):
     """A cache layer of a mixer that keeps named states alone, and no keys and values.
@@ -210,7 +206,7 @@ class RecurrentLayer(StateDynamicLayer):
         """Refuse keys and values: no module of the model has any to store."""
         raise RuntimeError("this cache holds the states of mixers, not keys and values")
 
-    def _ends_in_padding(self, padding_mask: Tensor) -> bool:
+    def _may_end_in_padding(self, padding_mask: Tensor) -> bool:
         return True  # To look would make the host wait for a GPU.
 
     def get_seq_length(self) -> int:
@@ -226,15 +222,6 @@ class RecurrentLayer(StateDynamicLayer):
             raise RuntimeError(
                 f"cannot remove {abs(tokens_to_remove)} tokens: a mixer's state cannot go back"
             )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change_states(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change_states(lambda state: state[indices])
 
 
 class StateStaticLayer(LayerStateMixin, StaticLayer):
@@ -317,6 +304,27 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
         cache.layers[:] = [_with_states(layer, dynamic, static) for layer in cache.layers]
 
 
+def _with_states(
+    layer: CacheLayerMixin, dynamic: type[StateDynamicLayer], static: type[StateStaticLayer]
+) -> LayerStateMixin:
+    if isinstance(layer, dynamic | static):
+        return layer
+    known = (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer)
+    if type(layer) not in known or (isinstance(layer, StaticLayer) and static is dynamic):
+        raise ValueError(
+            f"a cache of {type(layer).__name__} cannot hold states; use CatCache(config), or "
+            "use_cache=False"
+        )
+    if layer.is_initialized and layer.get_seq_length() > 0:
+        raise ValueError(
+            "this cache holds keys and values without the states before them; start from an empty "
+            "cache"
+        )
+    if isinstance(layer, StaticLayer):
+        return static(max_cache_len=layer.max_cache_len)
+    return dynamic()
+
+
 def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
     """Keep cuDNN's attention out of a pass over x with a cache on a GPU.
 
@@ -354,24 +362,3 @@ def follows_cache(cache: Cache | None, index: int) -> bool:
         return False
     part = cache.layers[index]
     return isinstance(part, StaticLayer) or part.get_seq_length() > 0
-
-
-def _with_states(
-    layer: CacheLayerMixin, dynamic: type[StateDynamicLayer], static: type[StateStaticLayer]
-) -> LayerStateMixin:
-    if isinstance(layer, dynamic | static):
-        return layer
-    known = (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer)
-    if type(layer) not in known or (isinstance(layer, StaticLayer) and static is dynamic):
-        raise ValueError(
-            f"a cache of {type(layer).__name__} cannot hold states; use CatCache(config), or "
-            "use_cache=False"
-        )
-    if layer.is_initialized and layer.get_seq_length() > 0:
-        raise ValueError(
-            "this cache holds keys and values without the states before them; start from an empty "
-            "cache"
-        )
-    if isinstance(layer, StaticLayer):
-        return static(max_cache_len=layer.max_cache_len)
-    return dynamic()

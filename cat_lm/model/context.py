@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class Context:
     """The layout of a batch's rows, and the decoding state of a layer.
 
-    A mixer called by itself needs no more than `documents`, `padding`, `state` and `losses`. A
-    model's body adds the rest, most of which attention alone reads.
+    A mixer called by itself needs no more than `documents`, `padding`, `state` and `losses`.
 
     Attributes:
         documents: [B, T] numbers; where the number changes a document starts, which reads no other.
@@ -69,10 +68,8 @@ class Context:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device | str | int, **how: Any) -> Context:
-        """Return the context with its tensors on a device; caches and lists are shared.
-
-        accelerate calls it where the layers of a model are on several devices.
-        """
+        """Return the context with its tensors on a device; caches and lists are shared."""
+        # accelerate calls this where the layers of a model are on several devices.
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -87,10 +84,7 @@ class Context:
         return replace(self, **{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
     def part(self, before: int) -> Context:
-        """Return the context of this rank's part of a sequence and the `before` tokens before it.
-
-        What reads it computes all heads of these tokens.
-        """
+        """Return the context of this rank's part of a sequence and `before` tokens before it."""
         rotary = self.rotary
         if rotary is not None:
             rotary = tuple(self.group.part(angles, before) for angles in rotary)
@@ -108,11 +102,7 @@ class Context:
         return x.masked_fill(~real, 0.0)
 
     def inputs_before(self, name: str, x: Tensor, window: int) -> Tensor | None:
-        """Exchange x [B, T, …] for the W−1 inputs [B, W−1, …] before it, which the state holds.
-
-        Returns:
-            None where there were none, as convolutions then read zeros.
-        """
+        """Exchange x [B, T, …] for the W−1 inputs [B, W−1, …] before it; None where all are 0."""
         if self.state is None:
             return None
         is_first = name not in self.state.inputs
@@ -120,7 +110,7 @@ class Context:
         return None if is_first else before
 
     def recur(self, operator: Callable[..., Any], *streams: Tensor) -> Tensor:
-        """Run a recurrence from the state's memory, if there is one, and on into it.
+        """Return a recurrence's output from the state's memory, if there is one, and update it.
 
         Args:
             operator: takes `streams`, `document_ids`, and with a state `initial_state` and

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class ExactRotaryMixin:
     """Keeps the frequencies of a rotary embedding of transformers in fp32.
 
-    `model.to(torch.bfloat16)`, which training engines call, would round the frequencies too. The
-    angle at position 2,000 would then be off by radians, and differ from that of the same weights
-    loaded with `from_pretrained`, which keeps these buffers in fp32.
+    `model.to(torch.bfloat16)`, which training engines call, would round them too, and the angle at
+    position 2,000 would be off by radians. `from_pretrained` keeps these buffers in fp32.
 
     With `temperature_scope: rotary`, cosines and sines carry the attention temperature.
     """

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-TEMPERATURE_SCOPES = ("logits", "rotary")
 ROPE_METHODS = ("none", "pi", "pi+temperature", "yarn")
 NOPE_METHODS = ("none", "temperature")
 METHODS = tuple(dict.fromkeys(ROPE_METHODS + NOPE_METHODS))
@@ -69,22 +68,22 @@ def is_scaled(config: PreTrainedConfig) -> bool:
 
 
 def yarn_magnitude(factor: float) -> float:
-    """m = 0.1 ln s + 1, the square root of 1/t (YaRN, equation 22); 1 for s <= 1."""
+    """Return m = 0.1 ln s + 1, the square root of 1/t (YaRN, equation 22); 1 for s <= 1."""
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def yarn_temperature(factor: float) -> float:
-    """t = 1 / m²: attention logits are q·k / (t sqrt(D))."""
+    """Return t = 1 / m²: attention logits are q·k / (t sqrt(D))."""
     return yarn_magnitude(factor) ** -2
 
 
 def logit_temperature(config: Any) -> float:
-    """t by which attention divides its logits."""
+    """Return t by which attention divides its logits."""
     return float(config.attention_temperature) if config.temperature_scope == "logits" else 1.0
 
 
 def rotary_magnitude(config: Any) -> float:
-    """The factor on cosines and sines that the temperature asks for: t^(-1/2), or 1."""
+    """Return the temperature's factor on cosines and sines: t^(-1/2), or 1."""
     scales = config.temperature_scope == "rotary"
     return float(config.attention_temperature) ** -0.5 if scales else 1.0
 
@@ -92,14 +91,10 @@ def rotary_magnitude(config: Any) -> float:
 def check_rope_parameters(
     rope: Mapping[str, Any] | None, rope_scaling: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises ValueError for unknown or missing keys and for values that mean nothing.
+    """Raise ValueError for unknown or missing keys and for values that mean nothing.
 
     transformers only warns of unknown keys, and takes `max_position_embeddings` where YaRN's
-    original length is missing, which in a long-context run is the wrong length.
-
-    Args:
-        rope: the configuration's `rope_parameters`.
-        rope_scaling: their old name, which transformers takes instead where it is given.
+    original length is missing. `rope_scaling` is its old name of `rope_parameters`.
     """
     if rope and rope_scaling:
         raise ValueError("rope_parameters and rope_scaling: give one of them, rope_parameters")

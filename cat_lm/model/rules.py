@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cat_lm.core.readers import short
-from cat_lm.model.rope_scaling import (
-    TEMPERATURE_SCOPES,
-    has_rope,
-    rope_type_of,
-    yarn_magnitude,
-)
+from cat_lm.model.rope_scaling import has_rope, rope_type_of, yarn_magnitude
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import filters
 
@@ -46,7 +41,9 @@ def problems(model: Any) -> list[str]:
     meets_keys = is_some_of(streams, STREAMS) and set(streams) & {*"qk"}
     filtered = streams.replace("v", "") if mixes_maps(model) else streams
     shared, heads = key_heads(model), model.num_attention_heads
-    width, magnitude = query_width(model), _yarn_magnitude(rope)
+    width, magnitude = query_width(model), 1.0  # YaRN's, on cosines and sines
+    if rope_type_of(rope) == "yarn":
+        magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
     is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
     table = (
         # Heads and positions
@@ -104,15 +101,10 @@ def problems(model: Any) -> list[str]:
             f"conv_filter={model.conv_filter}; leave it out",
         ),
         (
-            model.qk_norm_place == "before" and model.qk_norm == "none",
-            "qk_norm_place=before: says nothing with qk_norm=none; choose l2 or rms",
-        ),
-        (
             model.qk_norm_place == "before"
-            and model.qk_norm != "none"
-            and not (convolved and meets_keys),
-            "qk_norm_place=before: needs a convolution of q or k (conv_type, conv_streams); "
-            "without one there is only qk_norm_place=after",
+            and (model.qk_norm == "none" or not (convolved and meets_keys)),
+            "qk_norm_place=before: needs qk_norm=l2 or rms, and a convolution of q or k "
+            "(conv_type, conv_streams)",
         ),
         (
             rank > 1
@@ -146,20 +138,8 @@ def problems(model: Any) -> list[str]:
     ]
 
 
-def _yarn_magnitude(rope: Mapping[str, Any]) -> float:
-    """Return what YaRN multiplies cosines and sines by; 1 without it."""
-    if rope_type_of(rope) != "yarn":
-        return 1.0
-    return rope.get("attention_factor") or yarn_magnitude(rope["factor"])
-
-
 def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:
-    """Return which number of the rotary positions is given twice, as two numbers.
-
-    Args:
-        rope: `rope_parameters`.
-        given: the keys beside it, where those that are left out may have their defaults.
-    """
+    """Return which number of `rope_parameters` a key beside it gives too, as another number."""
     return [
         f"rope_parameters.{key}={stored}: give it as {name}, which is {value}"
         for name, key in _ROPE_NUMBERS.items()
@@ -170,10 +150,7 @@ def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]
 
 
 def scope_problems(scope: str, rotates: bool) -> list[str]:
-    """Return whether a model with or without positions lacks a `temperature_scope`."""
-    if scope not in TEMPERATURE_SCOPES:
-        known = ", ".join(TEMPERATURE_SCOPES)
-        return [f"temperature_scope={scope!r} is not supported; choose one of {known}"]
+    """Return whether a model without positions is to have a temperature on them."""
     if scope == "rotary" and not rotates:
         return [
             "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
@@ -183,7 +160,7 @@ def scope_problems(scope: str, rotates: bool) -> list[str]:
 
 
 def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
-    """Return, by the key that gives it, which of some filters' windows is longer than a row."""
+    """Return which windows of filters, by their keys, are longer than a row."""
     return [
         f"{key}={window}: is beyond data.context_length={context_length}; its last taps would "
         "read nothing"

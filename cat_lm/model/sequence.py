@@ -41,8 +41,7 @@ class SequenceGroup:
     def to_heads(self, *streams: Tensor) -> tuple[Tensor, ...]:
         """Turn parts of all heads, [B, T/P, n, …], to whole sequences of own heads, [B, T, n/P, …].
 
-        The third dimension counts heads, or channels whose heads lie one after the other. Streams
-        of one dtype travel together.
+        The third dimension counts heads, or channels head by head. Streams have one dtype.
         """
         shapes = [(x.shape[2] // self.size, *x.shape[3:]) for x in streams]
         batch, time = streams[0].shape[:2]
@@ -60,12 +59,12 @@ class SequenceGroup:
         return self._swap(sent).movedim(0, 2).flatten(2, 3)
 
     def to_sequence(self, x: Tensor) -> Tensor:
-        """Return every rank the whole of what belongs to no head: [B, T/P, …] to [B, T, …]."""
+        """Return the whole of what belongs to no head on every rank: [B, T/P, …] to [B, T, …]."""
         received = self._swap(x.expand(self.size, *x.shape))
         return received.transpose(0, 1).flatten(1, 2)
 
     def with_halo(self, count: int, *streams: Tensor) -> tuple[Tensor, ...]:
-        """Put the `count` tokens before this part in front of it, zeros where the sequence begins.
+        """Return the `count` tokens before this part, zeros at the beginning, and the part.
 
         [B, T/P, …] to [B, count + T/P, …], for streams of one dtype.
         """
@@ -80,10 +79,7 @@ class SequenceGroup:
         )
 
     def part(self, x: Tensor | None, before: int = 0) -> Tensor | None:
-        """Cut this rank's part out of what is known of whole sequences, [B, T, …], with a halo.
-
-        Before the beginning of a sequence there are zeros. None remains None.
-        """
+        """Return this rank's part of whole sequences, [B, T, …], with a halo; None of None."""
         if x is None:
             return None
         span = self.span(x.shape[1])
@@ -92,11 +88,7 @@ class SequenceGroup:
         return F.pad(cut, (*[0, 0] * (x.ndim - 2), missing, 0)) if missing else cut
 
     def is_real(self, before: int, like: Tensor) -> Tensor | None:
-        """Return which of the halo's tokens exist: [B, before + T/P] bool; None if all do.
-
-        Args:
-            like: [B, before + T/P, …].
-        """
+        """Return which tokens like `like` [B, before + T/P, …] exist, bool; None if all do."""
         missing = before - self.rank * (like.shape[1] - before)
         if missing <= 0:
             return None
@@ -104,25 +96,25 @@ class SequenceGroup:
         return (places >= missing).expand(len(like), -1)
 
     def span(self, count: int) -> slice:
-        """Return which of `count` tokens, or heads, are this rank's."""
+        """Return this rank's slice of `count` tokens or heads."""
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Cut what belongs to this rank's heads out of what all heads have."""
+        """Return what belongs to this rank's heads of what all heads have."""
         return x[(*[slice(None)] * dim, self.span(x.shape[dim]))]
 
     def whole_like(self, x: Tensor) -> Tensor:
-        """Return a tensor of shape [B, T, …] for x [B, T/P, …], which holds nothing."""
+        """Return an empty tensor of shape [B, T, …] for x [B, T/P, …]."""
         return x.new_empty(()).expand(x.shape[0], self.size * x.shape[1], *x.shape[2:])
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r; give what rank r sent at r. [P, …]"""
+        """Send x[r] to rank r; return at r what rank r sent. [P, …]"""
         share = [1] * self.size
         return _Exchange.apply(x, share, share, self.group)
 
     def _before(self, last: Tensor) -> Tensor:
-        """Send the last tokens [B, n, …] to the next rank; give the previous one's, or zeros."""
+        """Send the last tokens [B, n, …] to the next rank; return the previous one's, or zeros."""
         rows = len(last)
         sent, received = [0] * self.size, [0] * self.size
         if self.rank + 1 < self.size:
@@ -150,7 +142,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Send the next `sent[r]` rows to rank r; give `received[r]` rows from each, in order."""
+    """Send the next `sent[r]` rows to rank r; return `received[r]` rows from each, in order."""
     x = x.contiguous()  # a gradient may have any strides
     found = x.new_empty(sum(received), *x.shape[1:])
     torch.distributed.all_to_all_single(found, x, list(received), list(sent), group=group)
@@ -177,7 +169,6 @@ def own_heads(group: SequenceGroup | None, x: Tensor, dim: int = 0) -> Tensor:
 
 
 def check_divided(group: SequenceGroup | None, *others: Any) -> None:
-    """Raise ValueError where ranks share sequences and there is something else than documents."""
     if group is not None and any(other is not None for other in others):
         raise ValueError(
             "a model whose sequences are divided among ranks takes document_ids, and neither "

@@ -13,7 +13,7 @@ from cat_lm.architectures import check_model
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.attention.masks import DocumentAttention, document_attention
 from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.training.distributed import Ranks
 

@@ -17,7 +17,7 @@ from cat_lm.config import RunConfig
 from cat_lm.config.run import GRADIENT_BUCKET
 from cat_lm.core.host import GIB
 from cat_lm.counts import count_parameters
-from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.attention.masks import document_attention
 from cat_lm.ops.loss.linear_cross_entropy import CHUNK_ELEMENTS, kernel_chunk
 from cat_lm.training.building import begins_again_in_fp32, build_model, trained_config
 from cat_lm.training.devices import known_device

@@ -86,7 +86,7 @@ def test_parameters_start_as_it_says(name):
 @each_entry
 def test_unknown_options_are_one_line(name):
     kind, _ = ENTRIES[name]
-    key, options_key = attention.keys_of(kind)
+    key, options_key = kind.key, kind.options_key
     with pytest.raises((ValueError, UserError), match=f"{options_key}.wings: unknown") as raised:
         config_of(name, **{options_key: {"wings": 2}})
     assert "\n" not in str(raised.value)

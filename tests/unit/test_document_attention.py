@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.model.attention import masks
-from cat_lm.model.attention.documents import DocumentAttention, document_attention
+from cat_lm.model.attention.masks import DocumentAttention, document_attention
 from cat_lm.model.attention.modules import landmark
 from cat_lm.model.attention.modules.call import computing_dtype
 from cat_lm.model.attention.modules.landmark import train_landmarks

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cat_lm.config import load_config
 from cat_lm.model.attention import core, masks
-from cat_lm.model.attention.documents import DocumentAttention
+from cat_lm.model.attention.masks import DocumentAttention
 from cat_lm.training.engine import Engine
 from tests.conftest import REPOSITORY
 from tests.unit.tiny_models import cat_model, random_ids

@@ -144,7 +144,7 @@ SAID = [
     (
         {"landmark_loss": "calibrate", "landmark_weight": 0.1, "init_from": "m"},
         LEARNED,
-        "landmark_weight=0.1: says nothing with train.landmark_loss=calibrate; only guided has",
+        "landmark_weight=0.1: says nothing with train.landmark_loss=calibrate; only with guided",
     ),
 ]
 

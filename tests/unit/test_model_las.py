@@ -11,7 +11,7 @@ from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import document_attention
+from cat_lm.model.attention.masks import document_attention
 from cat_lm.model.attention.modules.las import DecayScores
 from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.upcycle import Convolution, upcycle
@@ -136,11 +136,7 @@ WRONG = [
     (DECAY | {"attention": "landmark"}, "cannot be combined with landmark attention"),
     (SMOOTH | {"value_options": {"width": 1}}, "value_options.width=1: smooths nothing; use"),
     (SMOOTH | {"value_options": {"width": 2.5}}, "value_options.width=2.5: must be a whole number"),
-    (
-        SMOOTH | {"value_options": {"mode": "centred"}},
-        "value_options.mode=centred: averages values of later tokens",
-    ),
-    (SMOOTH | {"value_options": {"mode": "both"}}, 'value_options.mode="both": must be causal'),
+    (SMOOTH | {"value_options": {"mode": "centred"}}, 'mode="centred": must be causal'),
     (
         SMOOTH | {"conv_type": "multihead", "conv_mixing": "maps"},
         "value_transform=smoothing: cannot be combined with",

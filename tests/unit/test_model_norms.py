@@ -84,9 +84,9 @@ def test_words_name_the_norms_and_the_library_has_none(fields):
     [
         ({"qk_norm": "l3"}, "qk_norm='l3': must be 'none', 'l2' or 'rms'"),
         ({"qk_norm": "l2", "qk_norm_place": "inside"}, "qk_norm_place='inside': must be 'after'"),
-        ({"qk_norm_place": "before"}, "qk_norm_place=before: says nothing with qk_norm=none"),
-        (NONE | {"qk_norm": "l2", "qk_norm_place": "before"}, "needs a convolution of q or k"),
-        ({"qk_norm": "l2", "conv_streams": "v"} | BEFORE, "needs a convolution of q or k"),
+        ({"qk_norm_place": "before"}, "qk_norm_place=before: needs qk_norm"),
+        (NONE | {"qk_norm": "l2", "qk_norm_place": "before"}, "a convolution of q or k"),
+        ({"qk_norm": "l2", "conv_streams": "v"} | BEFORE, "a convolution of q or k"),
         (
             NONE | {"conv_norm": "l1"},
             "conv_norm=l1: there are no filters of taps",

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.readers import clipped, short
+from cat_lm.core.readers import short
 from cat_lm.core.registry import Registry, module_problem
 from cat_lm.model.attention.base import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.rules import mixes_maps
@@ -62,11 +62,6 @@ def names(kind: type[Entry]) -> tuple[str, ...]:
     return (*REGISTRIES[kind].others, *REGISTRIES[kind].names())
 
 
-def keys_of(kind: type[Entry]) -> tuple[str, str]:
-    """Return the key that chooses an entry, and that of its options, by the entries' class."""
-    return kind.key, kind.options_key
-
-
 def _chosen(kind: type[Entry], model: Any) -> Any:
     if kind is Pattern and mixes_maps(model):
         return PATTERNS.get("map_mixing")
@@ -102,11 +97,11 @@ def described(kind: type[Entry], model: Any) -> str:
 
 
 def build(kind: type[Entry], config: Any) -> Any:
-    """Make a layer's module of the pattern or a transform of a configuration; None without one.
+    """Build a layer's module of the pattern or a transform of a configuration; None without one.
 
     Raises:
-        UserError: naming the entry and its options: it makes no module, or one that does not say
-            of its parameters how they start and which take no weight decay.
+        UserError: it builds no module, or one that does not say of its parameters how they start
+            and which take no weight decay.
     """
     from cat_lm.core.parameters import check_parameters  # imports torch
 
@@ -125,14 +120,6 @@ def build(kind: type[Entry], config: Any) -> Any:
 
 
 # What does not go together
-
-
-def check_names(model: Any) -> None:
-    """Check that a model names entries that there are. Raises ValueError."""
-    for kind, registry in REGISTRIES.items():
-        name = getattr(model, kind.key)
-        if problem := registry.problem(name):
-            raise ValueError(f"{kind.key}={clipped(repr(name))}: {problem}")
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
@@ -159,7 +146,6 @@ def problems(model: Any, implementation: str | None = None) -> list[str]:
 
 
 def _option_problems(kind: type[Entry], model: Any) -> list[str]:
-    """Return which options of an entry are wrong or say nothing."""
     entry, options = _chosen(kind, model), getattr(model, kind.options_key)
     if options is not None and not isinstance(options, dict):
         return [f"{kind.options_key}={short(options)}: must be a mapping of options"]

@@ -43,11 +43,10 @@ class Objective:
 class Entry:
     """An entry of the registry.
 
-    A module that `build` gives, if it has parameters, names those that take no weight decay in its
-    class's `no_decay`, and gives all of them by name in `initial_values()`: that is how they start.
-    Linear layers, embeddings and norms in it start as the model's, but for what it names of theirs
-    (`gate.bias`); see `cat_lm.core.parameters`. A module that leaves something out, or names what
-    it has not, makes no model.
+    A module that `build` returns, if it has parameters, names those without weight decay in its
+    class's `no_decay` and gives all their starts in `initial_values()`; see
+    `cat_lm.core.parameters`. Linear layers, embeddings and norms in it start as the model's, unless
+    `initial_values` names them (`gate.bias`).
 
     Attributes:
         key, options_key: the keys that choose an entry of this class, and hold its options.
@@ -59,13 +58,10 @@ class Entry:
         divides: whether its module computes some of the heads as it computes them among all, for
             `train.sequence_parallel`. A module with something for each head finds the ranks in
             `call.group`, a transform of scores in `sequence_group`.
-        takes_any_weights: whether a model that was trained without it can be trained on with it:
-            its parameters, if it has any, begin as they start, and the model is something else
-            from the first step on.
-        computes_on_cpu: whether its module can be computed on a CPU, by eager or sdpa; one of a
-            plugin that can is checked for causality when it is first built.
-        free_options: names of options that may be others where training goes on, for the same
-            reason; see `keeps_parameters`.
+        takes_any_weights: whether a model that was trained without it can be trained on with it.
+        computes_on_cpu: whether eager or sdpa computes its module on a CPU; one of a plugin is then
+            checked for causality when it is first built.
+        free_options: names of options that may differ where training goes on.
     """
 
     key: ClassVar[str]
@@ -81,7 +77,7 @@ class Entry:
     free_options: ClassVar[frozenset[str]] = frozenset()
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
-        """Make a layer's module; a pattern's takes no `options`."""
+        """Build a layer's module; a pattern's takes no `options`."""
         raise NotImplementedError
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -93,7 +89,7 @@ class Entry:
     ) -> bool:
         """Return True if parameters learned with options of theirs mean the same with ours.
 
-        Others begin as they start. Of options that differ in `free_options` alone.
+        The options differ in `free_options` alone. Other parameters are initialized.
         """
         return True
 
@@ -135,7 +131,6 @@ class Pattern(Entry):
     longest: ClassVar[int | None] = None
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Return whether rows have more than `longest` tokens."""
         if self.longest is None or length <= self.longest:
             return []
         return [
@@ -147,18 +142,14 @@ class Pattern(Entry):
         return ""
 
     def cache_layers(self) -> tuple[type, type] | None:
-        """Import the classes of a layer's cache, one that grows and one of fixed length.
+        """Import subclasses of `StateDynamicLayer` and `StateStaticLayer`; None for these two.
 
-        They extend `StateDynamicLayer` and `StateStaticLayer` of `cat_lm.model.cache`, which serve
-        where this is None. Only for a pattern that `holds_state`.
+        Only a pattern that `holds_state` has its own.
         """
         return None
 
     def reads_neighbours(self, model: Any) -> bool:
-        """Return True if keys side by side are read together, without a state to decode with.
-
-        Such a model takes no padding between the tokens of a row.
-        """
+        """Return True if keys side by side are read together, so that no padding may part them."""
         return False
 
     def objective(self, train: Any) -> Objective:
@@ -166,10 +157,7 @@ class Pattern(Entry):
         return Objective()
 
     def objective_problems(self, config: Any) -> list[str]:
-        """Return what of a run's `train` contradicts its model, in lines that begin with the key.
-
-        It is asked of the model's pattern, and of this project's whatever the model's.
-        """
+        """Return what of a run's `train` contradicts its model, whichever pattern that has."""
         return []
 
     def row_problems(self, config: Any) -> list[str]:
@@ -206,8 +194,7 @@ class ScoreTransform(Entry):
     elementwise: f_h(l, i, j): eager, flex_attention.
     separable: l · f_h(i) · g_h(j), by which queries and keys are scaled: every implementation.
 
-    A separable transform whose factors are too large or too small for long rows may compute the
-    logits themselves there, for some queries at a time (`ScoreModule.separates`).
+    A separable one whose factors overflow in long rows may compute logits (`separates`).
     """
 
     FORMS: ClassVar[dict[str, tuple[str, ...] | None]] = {
@@ -221,23 +208,19 @@ class ScoreTransform(Entry):
 
     @property
     def implementations(self) -> tuple[str, ...] | None:
-        """Return what can compute a transform of this form."""
         return self.FORMS[self.form]
 
     def masks_documents(self, model: Any) -> bool:
-        """Return True if sdpa computes logits for some queries at a time, whatever the row.
-
-        It then keeps documents apart by their numbers, and no mask is made for them.
-        """
+        """Return True if sdpa computes logits for some queries at a time, and takes no mask."""
         return False
 
 
 class ValueTransform(Entry):
     """What is done to the values, biases included, before they are cached and attended to.
 
-    `build` gives a module whose forward takes values [B, T, H, D] of the heads of values, and a
+    `build` returns a module whose forward takes values [B, T, H, D] and a
     `cat_lm.model.context.Context`, and returns values. What it reads of earlier tokens it keeps in
-    `context.state` under "value". One that convolves asks for `context.conv_backend`.
+    `context.state` under "value".
     """
 
     key, options_key = "value_transform", "value_options"

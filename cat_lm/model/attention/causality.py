@@ -18,11 +18,7 @@ _SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def check_attention(body: nn.Module) -> None:
-    """Check the plugins' pattern and transforms of a transformer without its head, together.
-
-    Raises:
-        UserError: naming them.
-    """
+    """Check the plugins' pattern and transforms of a transformer's body; raise UserError."""
     config = body.config
     entries = attention.chosen_entries(config)
     foreign = {kind: entry for kind, entry in entries.items() if not is_own(entry)}
@@ -39,7 +35,7 @@ def check_attention(body: nn.Module) -> None:
 
 
 def layer_of(family: type[nn.Module], config: Any) -> tuple[nn.Module, Callable[..., Tensor], int]:
-    """Make a transformer of one layer, what its attention's core gives for inputs, and C."""
+    """Return a transformer of one layer, what its attention's core returns for inputs, and C."""
     body = family(config).eval()
     body.initialize_weights()  # which is left out inside of `no_init_weights`
     seen: list[Any] = []

@@ -38,7 +38,7 @@ _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
 
 
 class _Ungrouped:
-    """An attention module whose keys and values have been repeated for every head of queries."""
+    """An attention module whose keys and values were repeated for every head of queries."""
 
     num_key_value_groups = 1
 
@@ -49,7 +49,6 @@ class _Ungrouped:
         return getattr(self._module, name)
 
 
-# Where the modules of a pattern and of transforms stand; None for a transform that there is not.
 _ENTRIES = ("core", "score_transform", "value_transform")
 
 
@@ -61,7 +60,6 @@ class AttentionMixin:
     output_name: str  # of the family's last projection
 
     def _add_parts(self, config: AttentionSettings) -> None:
-        """Add what lies between the module's projections, and the temperature."""
         self.scaling /= logit_temperature(config)
         self.qk_norm = None if config.qk_norm == "none" else QueryKeyNorm(config)
         score = attention.score_transform(config)
@@ -71,18 +69,10 @@ class AttentionMixin:
         self.value_transform = attention.build(ValueTransform, config)
 
     def _take_library_names(self) -> None:
-        """Read the library's names of what the convolution holds."""
         self.register_load_state_dict_pre_hook(_rename_library_parameters)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            x: [B, T, C].
-
-        Returns:
-            The output [B, T, C], and the attention maps if the attention function gives them.
-        """
+        """Return the output [B, T, C] for x [B, T, C], and maps if the function returns them."""
         streams = self._divided(self._streams, self._project(x), context)
         output, maps = self._meet(streams, context)
         return getattr(self, self.output_name)(output.flatten(2).contiguous()), maps
@@ -96,10 +86,10 @@ class AttentionMixin:
         """Compute queries, keys and values; where ranks share sequences, of this rank's heads.
 
         Args:
-            compute: takes projections and the context of the same tokens; gives streams
+            compute: takes projections and the context of the same tokens; returns streams
                 [B, T, heads, D].
-            projected: [B, T, channels] each, head by head; of a part of the tokens where ranks
-                share sequences. The context is always of whole sequences.
+            projected: [B, T, channels] each, head by head; of this rank's tokens, where the
+                context is of whole sequences.
         """
         group = context.group
         if group is None:
@@ -116,7 +106,6 @@ class AttentionMixin:
     def _unconvolved(
         self, query: Tensor, key: Tensor, value: Tensor, context: Context
     ) -> tuple[Tensor, ...]:
-        """Normalise and rotate queries and keys [B, T, heads, D] that no filter has."""
         if self.qk_norm is not None:
             query = self.qk_norm(query, "q", context.group)
             key = self.qk_norm(key, "k", context.group)
@@ -129,8 +118,7 @@ class AttentionMixin:
         """Attend with queries, keys and values [B, T, heads, D], and what a convolution added.
 
         Returns:
-            [B, T, H, D], of a part of the tokens where ranks share sequences, and the attention
-            maps if the attention function gives them.
+            [B, T, H, D], of this rank's tokens, and maybe the maps.
         """
         query, key, value, *extra = streams
         if self.value_transform is not None:
@@ -163,7 +151,7 @@ class AttentionMixin:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """The configuration's attention function: [B, T, H, values' width], and maybe the maps."""
+        """Attend by the configuration's function: [B, T, H, values' width], and maybe maps."""
         implementation, transform = self.config._attn_implementation, self.score_transform
         if transform is not None:
             kind = query.shape[2], computing_dtype(query), implementation
@@ -191,7 +179,7 @@ class AttentionMixin:
 
 
 def entry_weights(model: nn.Module) -> set[str]:
-    """List the names of what entries of the registry have in a model: parameters and buffers."""
+    """Return the names of the parameters and buffers of a model's entries."""
     return {
         f"{name}.{part}.{key}"
         for name, module in model.named_modules()
@@ -204,7 +192,6 @@ def entry_weights(model: nn.Module) -> set[str]:
 def _rename_library_parameters(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Take the library's names for what the convolution holds."""
     renamings = module.config.renamings(convolved=True)
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[renamed(name, renamings)] = state_dict.pop(name)

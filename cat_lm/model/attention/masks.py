@@ -1,10 +1,16 @@
-"""What padding, packed documents and the cache mean for positions, attention and convolution."""
+"""What padding, packed documents and the cache mean for positions, attention and convolution.
+
+A mask that keeps documents apart is [B, 1, T, T], which every layer reads and keeps for its
+backward pass. Flash attention for rows of many lengths takes the borders of the documents instead
+and computes nothing across them. torch has it in its own kernel, the one that
+`torch.nn.attention.varlen` calls (and whose arguments that changes from version to version).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +19,10 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cat_lm.model import attention
-from cat_lm.model.attention.documents import document_attention
-from cat_lm.model.attention.modules.call import computing_dtype
+from cat_lm.model.attention.modules.call import computing_dtype, why_no_kernel
 from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.context import Context
+from cat_lm.model.rules import query_width
 from cat_lm.ops.landmark.layout import interior_padding
 from cat_lm.ops.runtime.documents import document_borders, document_positions, document_runs
 
@@ -36,6 +42,9 @@ _OTHER_MASK = (
     "tokens (generate reads what follows the end of a row); begin with an empty cache"
 )
 
+# What is made of documents for the implementations that take a mask.
+_MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
+
 
 def context_of(
     config: AttentionSettings,
@@ -48,9 +57,7 @@ def context_of(
     borders: Tensor | None = None,
     further: Mapping[str, Any] | None = None,
 ) -> Context:
-    """Derive a context from what the caller said, so that attention and convolution agree.
-
-    It is that of all layers, without a layer's state and the rotation.
+    """Return the context of all layers, without a layer's state and the rotation.
 
     Args:
         inputs_embeds: [B, T, C].
@@ -123,8 +130,7 @@ def check_attention(config: AttentionSettings) -> None:
 def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
     """Check that a call says nothing about a token's neighbours that only attention would read.
 
-    Engines with a cache of their own (vLLM, continuous batching) call a model so: the requests'
-    borders and keys are known to their attention function alone.
+    Engines with a cache of their own (vLLM, continuous batching) call a model so.
 
     Args:
         further: the arguments that the body's forward does not name.
@@ -144,7 +150,6 @@ def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
 
 
 def _check_function(config: Any) -> None:
-    """Check that the attention function gets a mask. Raises ValueError."""
     name = config._attn_implementation
     if name is not None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
         raise ValueError(
@@ -166,11 +171,7 @@ class _Rows:
     further: Mapping[str, Any]
 
     def documents(self, document_ids: Tensor | None) -> Tensor | None:
-        """Number the documents, [B, T]; None where rows are not packed.
-
-        Raises:
-            ValueError: documents beside a cache, or lengths that say others.
-        """
+        """Number the documents, [B, T]; None where rows are not packed."""
         name, positions = "document_ids", self.position_ids
         if document_ids is None:
             name, document_ids = "seq_idx", self.further.get("seq_idx")
@@ -194,7 +195,6 @@ class _Rows:
         return found
 
     def _are_lengths(self, lengths: Tensor, documents: Tensor | None) -> bool:
-        """Return True if cumulative lengths, which no layer reads, are of documents or rows."""
         batch, time = self.shape
         is_continued = self.cache is not None and self.cache.get_seq_length() > 0
         if torch.compiler.is_compiling() or is_continued:
@@ -208,13 +208,7 @@ class _Rows:
         """Return which of the new tokens are real, [B, T] bool; None where all are.
 
         The cache's first layer keeps which of its tokens are padding. Masks cost one wait for a
-        GPU. The configuration says by `reads_padding` whether that matters to the model, by
-        `takes_gaps` whether padding may stand between tokens, and by `keeps_padding` whether states
-        hold it.
-
-        Raises:
-            ValueError: padding between the tokens of a document, or a mask by which cached tokens
-                are others than those that were read. A compiled graph raises RuntimeError.
+        GPU. Where a graph is compiled, faults raise RuntimeError.
         """
         config, (_, time) = self.config, self.shape
         past = 0 if self.cache is None else self.cache.get_seq_length()
@@ -269,7 +263,7 @@ class _Rows:
 
         Args:
             real: [B, S] or [B, T] bool, what the call says.
-            kept: [B, n] bool, how the first cached tokens were read, see `PaddingRecord`.
+            kept: [B, n] bool, how the first cached tokens were read.
         """
         faults, row, time = {}, real, self.shape[1]
         if self.config.keeps_padding:
@@ -305,11 +299,7 @@ class _Rows:
         return (torch.arange(time, device=device) + past)[None]
 
     def key_positions(self, positions: Tensor) -> Tensor | None:
-        """Return positions of cached and new keys, [B or 1, S]; None where every slot counts.
-
-        Raises:
-            ValueError: a prepared mask hides which of the cached keys are padding.
-        """
+        """Return positions of cached and new keys, [B or 1, S]; None where every slot counts."""
         if self.cache is None:
             return positions
         mask = self.attention_mask
@@ -330,10 +320,7 @@ def _is_plain_mask(mask: Any) -> bool:
 
 
 def _check_width(name: str, mask: Any, past: Any, time: int) -> None:
-    """Check that a mask [B, S] says of all cached tokens what they are. Raises ValueError.
-
-    How many there are in a static cache is not known to the host.
-    """
+    # How many tokens a static cache has is not known to the host.
     if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
         raise ValueError(
             f"{name}: says what {mask.shape[1]} tokens are, of {past + time} with those in the "
@@ -366,7 +353,7 @@ def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
 
 
 def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | None:
-    """Number the runs of positions that count up by one, [B, T]; None where rows are one each."""
+    """Return numbers of the runs of positions that count up by one, [B, T]; None for whole rows."""
     starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
     runs = starts.cumsum(dim=1)
     if torch.compiler.is_compiling():
@@ -387,6 +374,42 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
     return runs
 
 
+class DocumentAttention(NamedTuple):
+    """What keeps documents apart, and why it does.
+
+    name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's place
+    is taken by `attend_by_rows`; or `mask`.
+    """
+
+    name: str
+    reason: str
+
+
+def document_attention(
+    config: AttentionSettings, device: torch.device, dtype: torch.dtype
+) -> DocumentAttention:
+    """Choose by `attn_implementation` and, for sdpa, by what the kernel can do.
+
+    Args:
+        device, dtype: where and in what queries, keys and values are.
+    """
+    implementation = config._attn_implementation
+    if "flash" in implementation:
+        return DocumentAttention("flash", f"attn_implementation={implementation}")
+    if implementation != "sdpa":
+        made = _MASKS.get(implementation, "a mask")
+        return DocumentAttention("mask", f"attn_implementation={implementation} takes {made}")
+    score = attention.score_transform(config)
+    if score is not None and score.masks_documents(config):
+        return DocumentAttention("rows", f"{score.title}, computed for some queries at a time")
+    if obstacle := why_no_kernel(device, dtype, query_width(config)):
+        return DocumentAttention("mask", obstacle)
+    # What goes with the package of that name goes with the kernel.
+    if problems := attention.implementation_problems(config, "flash_attention_2"):
+        return DocumentAttention("mask", problems[0].partition(": ")[2])
+    return DocumentAttention("varlen", "torch's flash attention for rows of many lengths")
+
+
 def _separate_documents(
     context: Context,
     config: AttentionSettings,
@@ -394,7 +417,7 @@ def _separate_documents(
     attention_mask: Any,
     borders: Tensor | None,
 ) -> Any:
-    """Tell the context what keeps documents apart; return the mask's function where a mask does."""
+    """Set what keeps documents apart; return the mask's function where a mask does."""
     documents, padding = context.documents, context.padding
     context.document_positions = document_positions(documents).int()
     by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name

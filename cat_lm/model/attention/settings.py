@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cat_lm.model import attention, rules
-from cat_lm.model.rules import (
-    DEFAULT_WINDOW,
-    STREAMS,
-    canon_places,
-    has_long_filters,
-    key_heads,
-    mixes_maps,
-)
+from cat_lm.model.rules import DEFAULT_WINDOW, STREAMS, canon_places, key_heads
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -76,11 +69,9 @@ class AttentionSettings:
         """Return the patterns for the files of models with or without convolutions."""
         return cls.library_names | (cls.convolved_names if convolved else cls.plain_names)
 
-    @property
-    def head_width(self) -> int:
-        """D, the channels of a head."""
-        width = getattr(self, "head_dim", None)
-        return width or self.hidden_size // self.num_attention_heads
+    head_width = property(rules.head_width)
+    has_long_filters = property(rules.has_long_filters)
+    mixes_maps = property(rules.mixes_maps)
 
     def stream_width(self, stream: str) -> int:
         """Return the channels of a stream's heads."""
@@ -100,16 +91,6 @@ class AttentionSettings:
         if self.conv_type == "none":
             return ""
         return "".join(stream for stream in STREAMS if stream in self.conv_streams)
-
-    @property
-    def has_long_filters(self) -> bool:
-        """Return True if filters are as long as the text, and kept as a state when decoding."""
-        return has_long_filters(self)
-
-    @property
-    def mixes_maps(self) -> bool:
-        """Return True if the values' filters mix attention maps."""
-        return mixes_maps(self)
 
     @property
     def embedding_streams(self) -> str:
@@ -133,7 +114,7 @@ class AttentionSettings:
 
     @property
     def cache_layers(self) -> tuple[type, type] | None:
-        """Return the classes of cache layers that the pattern of attention brings, if it does."""
+        """The classes of cache layers of the pattern of attention, see `Pattern.cache_layers`."""
         return attention.pattern(self).cache_layers()
 
     @property
@@ -144,9 +125,8 @@ class AttentionSettings:
     @property
     def reads_padding(self) -> bool:
         """Return True if anything but a mask must know padding."""
-        convolves = bool(self.convolved_streams or canon_places(self))
-        convolves = convolves or self.value_transform != "none"
-        return convolves or self.reads_positions or self.masks_keys
+        convolves = self.convolved_streams or canon_places(self) or self.value_transform != "none"
+        return bool(convolves) or self.reads_positions or self.masks_keys
 
     @property
     def takes_gaps(self) -> bool:

@@ -41,12 +41,15 @@ class AttentionCall(Context):
 
 
 class SoftmaxCore(nn.Module):
-    """Softmax attention, as the configuration's function computes it."""
+    """Softmax attention, as the configuration's function computes it.
+
+    As every pattern's, its forward attends with query [B, H, T, D] and key and value
+    [B, H or fewer, S, D], and returns [B, T, H, D] and maybe the maps [B, H, T, S].
+    """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
         return call.attend(query, key, value)
 
 
@@ -93,7 +96,7 @@ def softmax(scores: Tensor, visible: Tensor | None, dropout: float, dtype: torch
 
 
 def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Return why torch's kernel cannot serve heads of `width` channels; None if it can.
+    """Return why torch's flash attention cannot serve heads of `width` channels; None if it can.
 
     A GPU of another machine, for which a run is planned here, is taken to have it.
     """
@@ -124,8 +127,6 @@ def attend_within_borders(
         query: [B, H, T, D], in half precision on a GPU.
         key, value: [B, H or fewer, T, D].
         borders: [N+1] int32, as `cat_lm.ops.runtime.documents.document_borders`.
-        scaling: of q·k.
-        dropout: the part of the maps to drop.
 
     Returns:
         [B, T, H, D].

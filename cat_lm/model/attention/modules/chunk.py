@@ -28,7 +28,6 @@ class ChunkCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
         if call.continues or call.mask is not None:
             return self._masked(query, key, value, call)
         if call.documents is None and call.padding is None:
@@ -54,7 +53,6 @@ class ChunkCore(nn.Module):
         return call.attend(query, key, value, mask, own % self.size, keys % self.size)
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Attend in rows of one document: every block is a chunk."""
         batch, time = query.shape[0], query.shape[2]
         size = min(self.size, time)
         where = torch.arange(size, device=query.device)[None]
@@ -84,23 +82,21 @@ class ChunkCore(nn.Module):
 
 
 def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:
-    """Cut [B, heads, T, D] into n blocks, [B, n, heads, b, D], the last one filled up."""
+    """Return n blocks [B, n, heads, b, D] of [B, heads, T, D], the last one filled up."""
     missing = -x.shape[2] % size
     return F.pad(x, (0, 0, 0, missing), value=fill).unflatten(2, (-1, size)).transpose(1, 2)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    """Take blocks for rows: [B n, heads, b, D]."""
     return _cut(x, size).flatten(0, 1)
 
 
 def _pairs(x: Tensor, size: int, fill: int = 0) -> Tensor:
-    """Take each block after the one before it for rows: [B n, heads, 2 b, D]."""
+    """Return each block after the one before it as a row, [B n, heads, 2 b, D]."""
     own = _cut(x, size, fill)
     earlier = F.pad(own, (0, 0, 0, 0, 0, 0, 1, 0), value=fill)[:, :-1]
     return torch.cat([earlier, own], dim=3).flatten(0, 1)
 
 
 def _joined(output: Tensor, batch: int, time: int) -> Tensor:
-    """Join blocks [B n, b, H, D] to [B, T, H, D]."""
     return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]

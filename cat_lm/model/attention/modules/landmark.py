@@ -50,8 +50,8 @@ from cat_lm.ops.long_filter.filters import Modes
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
 
-# Makes landmarks [B, H, m, D] of blocks of keys [B, H, m, b, D] and the state before them, None at
-# the beginning; and the state after them, None where each block stands for itself.
+# Takes blocks of keys [B, H, m, b, D] and the state before them, None at the beginning; returns
+# landmarks [B, H, m, D] and the state after them, None where each block stands for itself.
 Summary = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 # Tokens that a new buffer has room for beside those it is made for.
 _SPARE_TOKENS = 64
@@ -61,8 +61,7 @@ class LandmarkCore(NothingDecays):
     """Attends to the blocks that landmarks find.
 
     Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
-    the numbers of filters as long as the text; `sharpness` θ [H] if there is a filter; else θ is
-    ln(D) / 2.
+    the numbers of filters as long as the text; with either `sharpness` θ [H], else ln(D) / 2.
 
     Attributes:
         training_by: what is computed in training, see `train_landmarks`.
@@ -82,29 +81,19 @@ class LandmarkCore(NothingDecays):
 
     @property
     def adds_losses(self) -> bool:
-        """Return True if training has a loss of the landmarks."""
         return self.training_by in TAUGHT
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return the parameters as they start, θ = ln(D) / 2.
-
-        The filter starts as the box, one that is as long as the text as the fixed exponential one.
-        """
+        """Return starts: θ = ln(D) / 2, filters the box, or as long as the text the exponential."""
         config, heads = self.config, self.config.stream_heads("k")
-        values = initial_parameters(
-            self.filter_name,
-            self.block,
-            heads,
-            config.num_attention_heads,
-            config.head_width,
-            is_sharp(self.filter_name, self.filter_state),
-        )
+        sharp = is_sharp(self.filter_name, self.filter_state)
+        shape = heads, config.num_attention_heads, config.head_width
+        values = initial_parameters(self.filter_name, self.block, *shape, sharp)
         if self.long_filter is not None:
             values["filter"] = self.long_filter.average(heads, self.filter_state, self.block)
         return values
 
     def _weights(self, device: torch.device, group: SequenceGroup | None = None) -> Tensor | Modes:
-        """Return the filter [1 or heads of keys, b], lag 0 first, or one as long as the text."""
         if self.long_filter is None and self.filter_name != "learned":
             return block_weights(self.filter_name, self.block).to(device)
         # A copy, because an engine may take the parameter away after this forward.
@@ -112,18 +101,13 @@ class LandmarkCore(NothingDecays):
         return self.long_filter.modes_of(own, self.filter_state) if self.long_filter else own
 
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Make landmarks of blocks [B, H, m, b, D] and the state after them, for a cache's layer.
-
-        Args:
-            before: that state after the blocks before them; None at the beginning.
-        """
+        """Make landmarks of blocks of keys and the state after them, see `Summary`."""
         weights = self._weights(blocks.device)
         if self.long_filter is not None:
             return next_long_landmarks(blocks, weights, before)
         return next_landmarks(blocks, weights, self.filter_name == "exponential", before)
 
     def _landmarks(self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None) -> Tensor:
-        """Make the landmarks [B, H, n, D] of whole rows of keys."""
         weights = self._weights(key.device, group)
         if self.long_filter is not None:
             return long_landmark_keys(key, weights, layout)
@@ -132,7 +116,6 @@ class LandmarkCore(NothingDecays):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D]."""
         attend = self._attend_whole if call.state is None else self._continue
         output, maps = attend(query, key, value, call)
         return output.transpose(1, 2).contiguous(), maps
@@ -140,7 +123,6 @@ class LandmarkCore(NothingDecays):
     def _attend_whole(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with all tokens of a row: [B, H, T, D], and maybe the maps."""
         time, way = query.shape[2], self.training_by if self.training else "hard"
         layout = sequence_blocks(time, self.block, call.documents, call.padding, key.device)
         taught = [x.detach() if way == CALIBRATE else x for x in (query, key)]
@@ -170,7 +152,6 @@ class LandmarkCore(NothingDecays):
         layout: BlockLayout,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor | None]:
-        """Choose blocks and attend to them: [B, H, T, D], and maybe the maps."""
         selected = choose_blocks(query, landmarks, layout, self.choice)
         return attend_blocks(
             self.config._attn_implementation, query, key, value, selected, layout,
@@ -180,7 +161,6 @@ class LandmarkCore(NothingDecays):
     def _continue(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to the keys of a cache [B, H, S, D], whose newest are the queries' own."""
         time = query.shape[2]
         past, padding = call.state.add_landmarks(time, call.padding, self.block, self.summarise)
         landmarks = call.state.landmarks
@@ -243,12 +223,9 @@ class LandmarkMixin(LayerStateMixin):
     def add_landmarks(
         self, time: int, padding_mask: Tensor | None, block: int, summary: Summary
     ) -> tuple[int, list[int]]:
-        """Make the landmarks of the blocks that the newest tokens complete.
-
-        Call it after their keys are stored.
+        """Make the landmarks of the blocks that the newest tokens, already stored, complete.
 
         Args:
-            time: how many tokens are new.
             padding_mask: [B, T] bool, of the new ones; None where all are real.
 
         Returns:
@@ -308,9 +285,8 @@ class LandmarkMixin(LayerStateMixin):
         made, after = summary(blocks(first, last), before)
         old = self.landmarks
         if old is None or old.shape[2] < last:
-            self.landmarks = self.keys.new_zeros(
-                batch, heads, self._landmark_room(last, block), width
-            )
+            room = self._landmark_room(last, block)
+            self.landmarks = self.keys.new_zeros(batch, heads, room, width)
             if old is not None:
                 self.landmarks[:, :, : old.shape[2]] = old
         self.landmarks[index, :, first:last] = made
@@ -323,7 +299,6 @@ class LandmarkMixin(LayerStateMixin):
             self.covered[row] = last
 
     def _landmark_room(self, count: int, block: int) -> int:
-        """Return the number of landmarks to make room for, at least `count`."""
         return max(count, 0 if self.landmarks is None else 2 * self.landmarks.shape[2])
 
     def reset(self) -> None:
@@ -332,10 +307,9 @@ class LandmarkMixin(LayerStateMixin):
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_states(change)
-        if self.landmarks is not None:
-            self.landmarks = change(self.landmarks)
-        if self.block_state is not None:
-            self.block_state = change(self.block_state)
+        for name in ("landmarks", "block_state"):
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, change(held))
         if self.padding:
             rows = change(torch.arange(len(self.padding), device=self.keys.device)).tolist()
             self.padding = [self.padding[row] for row in rows]
@@ -354,7 +328,6 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, H, T, D]; give all, [B, H, S, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past, total = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
@@ -373,14 +346,12 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
         return self.keys, self.values
 
     def _has_room(self, past: int, total: int) -> bool:
-        """Return True if keys and values still are the buffers' beginning, which can take more."""
         if self._buffers is None or self._buffers[0].shape[2] < total:
             return False
         held = zip(self._buffers, (self.keys, self.values), strict=True)
         return all(buffer[:, :, :past].is_set_to(x) for buffer, x in held)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens."""
         super().crop(tokens_to_remove)
         self.padding = [min(slots, self.get_seq_length()) for slots in self.padding]
 

@@ -18,8 +18,8 @@ class DecayScores(ScoreModule):
     """Multiplies logits by e^{−α_c (i − j)}, or where both sides are read by e^{−α_c |i − j|}.
 
     e^{−α (i − j)} = e^{−α (i − p)} · e^{α (j − p)} for every p: queries and keys that are scaled so
-    have the decayed logits, in any attention function. Rates are computed where they are used: a
-    buffer would be rounded with the weights, and what is lost of a rate grows with the distance.
+    have the decayed logits, in any attention function. Rates are computed where they are used, as a
+    buffer would be rounded with the weights.
 
     Args:
         heads: H.
@@ -40,11 +40,7 @@ class DecayScores(ScoreModule):
         return -torch.log1p(head.to(dtype) * (-self.gap / (self.heads - 1)))
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Return where factors serve: not in eager, nor for one query, whose logits are few.
-
-        Raises:
-            ValueError: flash attention, which has nothing else, for too many queries.
-        """
+        """Return where factors serve: not in eager, nor for one query, whose logits are few."""
         reach = REACH_HALF if dtype == torch.float16 else REACH
         has_factors = not self.is_two_sided and self.largest * (queries - 1) <= reach
         if "flash" not in implementation:
@@ -75,9 +71,8 @@ class DecayScores(ScoreModule):
         middle = (first + last).to(dtype) / 2
         # A cache of fixed length counts keys beyond the last query, which all are masked.
         key_positions = key_positions.minimum(last)
-        return torch.exp(rates * (middle - query_positions)), torch.exp(
-            rates * (key_positions - middle)
-        )
+        distances = middle - query_positions, key_positions - middle
+        return torch.exp(rates * distances[0]), torch.exp(rates * distances[1])
 
 
 class SmoothedValues(nn.Module):
@@ -121,7 +116,7 @@ class SmoothedValues(nn.Module):
         return head_conv(whole, taps, document_ids=runs, **how)[:, past:]
 
     def _runs(self, value: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Number the chunks of new tokens, [B, T], from 0."""
+        """Return the numbers of new tokens' chunks, [B, T], from 0."""
         starts = (positions % self.run == 0).expand(*value.shape[:2]).clone()
         if document_ids is not None:
             starts[:, 1:] |= document_ids.diff(dim=1) != 0

@@ -40,16 +40,10 @@ class MapMixingCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend with values that are zero at padding; the maps returned are the unmixed A.
 
         Args:
-            query: [B, H, T, D].
-            key, value: [B, heads, S, D], values zero at padding; queries' heads may share them.
             extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
-
-        Returns:
-            Y [B, T, H, D], and the maps A [B, H, T, S], before they are mixed, if the attention
-            function gives them.
         """
         shared = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, shared), repeat_kv(value, shared)
@@ -63,7 +57,7 @@ class MapMixingCore(nn.Module):
 
 
 def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
-    """A' of A [B, H, T, S]; `place` [B, S] as `places_of_real_keys` gives it."""
+    """Return A' of A [B, H, T, S]; `place` [B, S] is `places_of_real_keys`."""
     batch, _, time, _ = maps.shape
     if place is not None:
         # m+j counts real keys: padding that a prompt ended in does not stand between them.

@@ -20,7 +20,8 @@ from cat_lm.ops.runtime.documents import document_positions
 class MultiTokenCore(NothingDecays):
     """Attends as `cat_lm.ops.convolution.multi_token` says.
 
-    Parameters: `kernel` [H, c_q, c_k], and `before` and `after` [H, H] where heads are mixed.
+    Parameters, which start as softmax attention: `kernel` [H, c_q, c_k], and `before` and `after`
+    [H, H] where heads are mixed. More keys than the exact form is for raise `UserError`.
     """
 
     def __init__(self, heads: int, options: dict[str, Any]):
@@ -30,17 +31,11 @@ class MultiTokenCore(NothingDecays):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return the parameters as they start: as softmax attention."""
         return identity_start(self.heads, **self.options)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """Attend: query [B, H, T, D], key and value [B, H or fewer, S, D] to [B, T, H, D].
-
-        Raises:
-            UserError: there are more keys than the exact form is for.
-        """
         if problem := length_problem("attention=multi_token", key.shape[2]):
             raise UserError(problem)
         visible = visible_keys(call.mask, query, key)
@@ -52,24 +47,17 @@ class MultiTokenCore(NothingDecays):
         positions = document_positions(call.documents) if packed else call.query_positions
         query, visible = self._with_earlier(query, visible, call)
         groups = query.shape[1] // key.shape[1]
+        streams = query, repeat_kv(key, groups), repeat_kv(value, groups)
+        mixing = getattr(self, "before", None), getattr(self, "after", None)
+        how = {"scaling": call.scaling, "dropout": call.dropout, "place": place}
         return multi_token_attention(
-            query,
-            repeat_kv(key, groups),
-            repeat_kv(value, groups),
-            self.kernel,
-            getattr(self, "before", None),
-            getattr(self, "after", None),
-            visible=visible,
-            positions=positions,
-            scaling=call.scaling,
-            dropout=call.dropout,
-            place=place,
+            *streams, self.kernel, *mixing, visible=visible, positions=positions, **how
         )
 
     def _with_earlier(
         self, query: Tensor, visible: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """Put the last c_q − 1 queries before the new ones, and the keys that they saw."""
+        """Return the last c_q − 1 queries and the new ones, and the keys that they see."""
         past = self.kernel.shape[1] - 1
         if call.state is None or not past:
             return query, visible

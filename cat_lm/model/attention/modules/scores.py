@@ -24,36 +24,30 @@ ROWS = 128  # queries whose logits are computed at a time, where no maps of [T, 
 class ScoreModule(nn.Module):
     """A layer's transform of scores: its parameters, and a function of them.
 
-    A subclass defines either `score` or, if its form is separable, `factors`. Both
-    are static, or read numbers alone of the module: `flex_attention` calls them inside its kernel.
-    With parameters it also has what `cat_lm.model.attention.base.Entry` asks of modules. A
-    separable one that is not always computed by factors has `score` and `separates` too.
+    A subclass defines `score` or, if its form is separable, `factors`, both static or reading only
+    numbers of the module: `flex_attention` calls them inside its kernel. A separable one that is
+    not always computed by factors defines `score` and `separates` too.
     """
 
     no_decay: ClassVar[tuple[str, ...]] = ()
     sequence_group: SequenceGroup | None = None
 
     def first_head(self, count: int) -> int:
-        """Number the first of `count` heads that are computed here: 0, but where ranks share."""
+        """Return the number of the first of `count` heads here: 0, but where ranks share."""
         return 0 if self.sequence_group is None else self.sequence_group.rank * count
 
     def heads_of(self, query: Tensor) -> Tensor:
-        """Number the heads of query [B, H, T, D] among all of the layer's, [H]."""
+        """Return the numbers of the heads of query [B, H, T, D] among all of the layer's, [H]."""
         count = query.shape[1]
         return torch.arange(count, device=query.device) + self.first_head(count)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return what the function reads, such as a number for each head [H].
-
-        By default the module's parameters, in the order in which it got them.
-        """
+        """Return what the function reads, by default the module's own parameters in their order."""
         return tuple(self.parameters(recurse=False))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Return `tensors`, none of which is a parameter itself.
-
-        An engine may take parameters away after this forward.
-        """
+        """Return `tensors`, copied where they are parameters."""
+        # An engine may take parameters away after this forward.
         return tuple(
             tensor.clone() if isinstance(tensor, nn.Parameter) else tensor
             for tensor in self.tensors()
@@ -121,10 +115,8 @@ def scale_queries_and_keys(
     )
     key = repeat_kv(key, query.shape[1] // key.shape[1])
     # Rounded once, after the product.
-    query, key = (
-        (x * factor[..., None]).to(x.dtype) for x, factor in ((query, of_query), (key, of_key))
-    )
-    return query, key
+    scaled = ((query, of_query), (key, of_key))
+    return tuple((x * factor[..., None]).to(x.dtype) for x, factor in scaled)
 
 
 def attend_with_scores(
@@ -136,16 +128,13 @@ def attend_with_scores(
     call: AttentionCall,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with scores that a function makes of logits.
+    """Attend with `module.score`: [B, T, H, D], and from eager the maps [B, H, T, S].
 
     Args:
         implementation: eager, sdpa or flex_attention; sdpa for additive scores alone.
         query: [B, H, T, D].
         key, value: [B, H or fewer, S, D].
         call: `mask` as transformers makes it for the implementation.
-
-    Returns:
-        [B, T, H, D], and from eager the maps [B, H, T, S].
     """
     if implementation == "flex_attention":
         output = _flex(module, query, key, value, call, training)
@@ -170,7 +159,7 @@ def attend_with_scores(
 def _places(
     module: ScoreModule, query: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return positions of queries and keys, and heads, that broadcast to logits [B, H, T, S]."""
+    """Return positions of queries and keys, and heads, broadcast to logits [B, H, T, S]."""
     head = module.heads_of(query)[:, None, None]
     return query_positions[:, None, :, None], key_positions[:, None, None, :], head
 
@@ -212,18 +201,10 @@ def _flex(
 def attend_by_rows(
     module: ScoreModule, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
 ) -> Tensor:
-    """Attend with `module.score`, for some queries at a time: no maps of [T, S] are held.
+    """Attend as `attend_with_scores`, for some queries at a time: no maps of [T, S] are held.
 
-    A part's maps are computed again in the backward pass. Without a mask, documents are kept apart
-    by their numbers.
-
-    Args:
-        query: [B, H, T, D].
-        key, value: [B, H or fewer, S, D].
-        call: `mask` as transformers makes it for sdpa; None for a causal one, or a single query.
-
-    Returns:
-        [B, T, H, D].
+    A part's maps are computed again in the backward pass. Without a mask, which is causal or of a
+    single query, documents are kept apart by their numbers.
     """
     (batch, heads, time, width), shared = query.shape, key.shape[1]
     tensors = module()
@@ -231,7 +212,6 @@ def attend_by_rows(
     is_causal = call.mask is None and time > 1
 
     def attend(start: int) -> Tensor:
-        """Attend with the queries from `start` on, [B, H, n, D]."""
         part = slice(start, min(start + ROWS, time))
         read = slice(0, part.stop if is_causal else key.shape[2])
         # What is seen is found here: else every layer would keep it, a number a pair.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.core import numbers
 from cat_lm.model.attention.base import Pattern, whole_problems
 from cat_lm.model.rules import CHUNK_SIZE, chunk_size
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Chunk(Pattern):
@@ -28,11 +25,9 @@ class Chunk(Pattern):
     options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return whether the size is none."""
         return whole_problems("attention_options.size", options["size"], numbers.CONTEXT)
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Return whether a chunk is longer than a row."""
         size = chunk_size(model)
         if size <= length:
             return []
@@ -42,10 +37,9 @@ class Chunk(Pattern):
         ]
 
     def mask(self, config: Any, **inputs: Any) -> Any:
-        """Make a causal mask, which says what is padding, after a cache or beside odd padding.
+        """Return a causal mask for eager, after a cache, and beside padding between tokens.
 
-        Without one, which eager always has, the module reads documents and padding, and holds no
-        mask of [T, T].
+        Without one the module reads documents and padding, and holds no mask of [T, T].
         """
         import torch
 
@@ -62,8 +56,7 @@ class Chunk(Pattern):
                 return None
         return super().mask(config, **inputs)
 
-    def build(self, config: Any) -> nn.Module:
-        """Make the module, which has no parameters."""
+    def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.chunk import ChunkCore
 
         return ChunkCore(chunk_size(config), config)

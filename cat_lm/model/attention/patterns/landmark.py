@@ -20,7 +20,6 @@ from cat_lm.ops.long_filter import filters
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 def filter_names() -> tuple[str, ...]:
@@ -56,7 +55,6 @@ class Landmark(Pattern):
     free_options = frozenset(options)
 
     def objective(self, train: Any) -> Objective:
-        """Return the loss of `landmark_loss`, with attention to all keys where it only teaches."""
         way = train.landmark_loss
         # Which SDPA computes, whatever computes chosen blocks.
         dense = {"attention_options": None, "attention": "softmax", "attn_implementation": "sdpa"}
@@ -70,22 +68,17 @@ class Landmark(Pattern):
         )
 
     def prepare(self, model: Any, train: Any) -> None:
-        """Set how landmarks are taught, see `train_landmarks`."""
         from cat_lm.model.attention.modules.landmark import train_landmarks
 
         train_landmarks(model, train.landmark_loss, train.landmark_rows or USUAL_ROWS)
 
     def objective_problems(self, config: Any) -> list[str]:
-        """Return which keys have no effect, or leave parameters untrained."""
         train, loss = config.train, config.train.landmark_loss
         way, errors = f"train.landmark_loss={loss}", []
-        for key, ways, what in (
-            ("landmark_weight", ("guided",), "has that loss"),
-            ("landmark_rows", TAUGHT, "have such queries"),
-        ):
+        for key, ways in (("landmark_weight", ("guided",)), ("landmark_rows", TAUGHT)):
             value = getattr(train, key)
             if value is not None and loss not in ways:
-                only = f"says nothing with {way}; only {' and '.join(ways)} {what}"
+                only = f"says nothing with {way}; only with {' and '.join(ways)}"
                 errors.append(f"train.{key}={value}: {only}")
         if getattr(config.model, "attention", None) != self.name:
             needs = [f"{way}: needs model.attention=landmark"]
@@ -96,25 +89,22 @@ class Landmark(Pattern):
             errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
         learns = bool(options["filter"] == "learned" or options["filter_state"])
         if learns and loss not in TAUGHT:
-            errors.append(
-                f"{way}: gives the landmarks' parameters no "
-                "gradient; use guided, or attention_options.filter=box"
-            )
+            problem = "gives the landmarks' parameters no gradient; use guided, or filter=box"
+            errors.append(f"{way}: {problem}")
         if loss != CALIBRATE:
             return errors
         if not learns:
-            only = "a fixed filter learns nothing; use attention_options.filter=learned"
-            errors.append(f"{way}: {only}")
+            problem = "a fixed filter learns nothing; use attention_options.filter=learned"
+            errors.append(f"{way}: {problem}")
         if train.init_from is None:
-            only = "changes nothing but landmarks; give the model as train.init_from"
-            errors.append(f"{way}: {only}")
+            problem = "changes nothing but landmarks; give the model as train.init_from"
+            errors.append(f"{way}: {problem}")
         if decay := config.optimizer.weight_decay:
-            only = f"optimizer.weight_decay={decay} would change the other weights; set it to 0"
-            errors.append(f"{way}: {only}")
+            problem = f"optimizer.weight_decay={decay} would change the other weights; set it to 0"
+            errors.append(f"{way}: {problem}")
         return errors
 
     def row_problems(self, config: Any) -> list[str]:
-        """Return whether rows have too few blocks to choose from."""
         way, length = config.train.landmark_loss, config.data.context_length
         if way not in TAUGHT:
             return []
@@ -132,12 +122,10 @@ class Landmark(Pattern):
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
     ) -> bool:
-        """Keep a filter, and how sharp its scores are, for blocks of the size that it is for."""
         before, now = self.resolved(theirs), self.resolved(ours)
         return all(before[key] == now[key] for key in ("filter", "filter_state", "block"))
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return what is wrong with the options, and which say nothing with the others."""
         found = value_problems(options, filter_names(), "attention_options.")
         state = options["filter_state"]
         found = found or whole_problems("attention_options.filter_state", state, CONV_STATE)
@@ -153,11 +141,9 @@ class Landmark(Pattern):
         return found
 
     def holds_state(self, model: Any) -> bool:
-        """Return True: decoding keeps landmarks."""
-        return True
+        return True  # the landmarks
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Name what computes whole rows and decoding."""
         from cat_lm.ops.landmark.attend import MEANINGS, choose_backend, choose_decoder
         from cat_lm.ops.landmark.segments import why_not
 
@@ -172,7 +158,6 @@ class Landmark(Pattern):
         )
 
     def cache_layers(self) -> tuple[type, type]:
-        """Import the layers that keep landmarks."""
         from cat_lm.model.attention.modules.landmark import (
             LandmarkDynamicLayer,
             LandmarkStaticLayer,
@@ -181,21 +166,18 @@ class Landmark(Pattern):
         return LandmarkDynamicLayer, LandmarkStaticLayer
 
     def division_problems(self, model: Any) -> list[str]:
-        """Return whether heads choose their blocks together."""
         share = self.resolved(model.attention_options)["share"]
         if share == "head":
             return []
         return [f"attention_options.share={share} chooses blocks by all heads; use share=head"]
 
-    def build(self, config: Any) -> nn.Module:
-        """Make the module."""
+    def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
 
 
 def _state_problems(name: str, state: int) -> list[str]:
-    """Return whether N is none of the filter's, or a filter needs it."""
     said = f"attention_options.filter_state={state}"
     if name not in filters.names():
         known = " or ".join(f"filter={known}" for known in filters.names())

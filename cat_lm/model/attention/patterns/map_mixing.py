@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cat_lm.model.attention.base import Pattern
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class MapMixing(Pattern):
@@ -21,11 +18,9 @@ class MapMixing(Pattern):
     takes_transforms = False
 
     def reads_neighbours(self, model: Any) -> bool:
-        """Return True if maps of keys side by side are mixed."""
         return model.conv_window > 1
 
-    def build(self, config: Any) -> nn.Module:
-        """Make the module, which has no parameters: the filters are the convolution's."""
+    def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.map_mixing import MapMixingCore
 
         return MapMixingCore()

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.model.attention.base import Pattern
-from cat_lm.ops.convolution.multi_token_options import (
-    DEFAULTS,
-    LONGEST,
-    option_problems,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
+from cat_lm.ops.convolution.multi_token_options import DEFAULTS, LONGEST, option_problems
 
 
 class MultiToken(Pattern):
@@ -31,23 +22,19 @@ class MultiToken(Pattern):
     takes_transforms = False
     reads_positions = True
     longest = LONGEST
-    options: ClassVar[Mapping[str, Any]] = DEFAULTS
+    options: ClassVar[dict[str, Any]] = DEFAULTS
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return which options are wrong."""
         return [f"attention_options.{problem}" for problem in option_problems(**options)]
 
     def holds_state(self, model: Any) -> bool:
-        """Return True if a score reads earlier queries."""
         return self.resolved(model.attention_options)["query_window"] > 1
 
     def reads_neighbours(self, model: Any) -> bool:
-        """Return True if a score reads others of queries or keys side by side."""
         options = self.resolved(model.attention_options)
         return max(options["query_window"], options["key_window"]) > 1
 
-    def build(self, config: Any) -> nn.Module:
-        """Make the module."""
+    def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.multi_token import MultiTokenCore
 
         return MultiTokenCore(config.num_attention_heads, self.resolved(config.attention_options))

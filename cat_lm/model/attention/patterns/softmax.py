@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cat_lm.model.attention.base import Pattern
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Softmax(Pattern):
@@ -18,8 +15,7 @@ class Softmax(Pattern):
     takes_ranks = True
     divides = True  # no head knows of another
 
-    def build(self, config: Any) -> nn.Module:
-        """Make the module, which has no parameters."""
+    def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.call import SoftmaxCore
 
         return SoftmaxCore()

@@ -6,15 +6,12 @@ equation 4: the logit of query i and key j ≤ i in head c is multiplied by e^{�
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.core.readers import short
 from cat_lm.model.attention.base import ScoreTransform
 from cat_lm.model.rules import chunk_size
 from cat_lm.ops.decay_rates import REACH, largest_rate
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SPACINGS = ("slow", "steep")
 LEAST = 1e-6  # of B: below it, 1 − B is soon 1 in fp32, and a decay of nothing but 0
@@ -34,7 +31,6 @@ class ExponentialDecay(ScoreTransform):
     options: ClassVar[dict[str, Any]] = {"spacing": "slow", "bound": 1e-3}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return which options are wrong, and where no head would decay."""
         spacing, bound = options["spacing"], options["bound"]
         found = []
         if spacing not in SPACINGS:
@@ -54,10 +50,8 @@ class ExponentialDecay(ScoreTransform):
         return found
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Return whether flash attention, which has factors alone, is asked for more than those do.
-
-        Half precision is taken for bf16, whose numbers reach as far as those of fp32.
-        """
+        # Flash attention has factors alone. Half precision is taken for bf16, whose numbers reach
+        # as far as those of fp32.
         if model.attn_implementation != "flash_attention_2" or not self.is_beyond(model, length):
             return []
         options = self.resolved(model.score_options)
@@ -73,11 +67,9 @@ class ExponentialDecay(ScoreTransform):
         return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
 
     def masks_documents(self, model: Any) -> bool:
-        """Return True if rows of the longest length are computed by some queries at a time."""
         return self.is_beyond(model, model.max_position_embeddings)
 
-    def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
-        """Make the module, which has no parameters."""
+    def build(self, config: Any, options: dict[str, Any]) -> Any:
         from cat_lm.model.attention.modules.las import DecayScores
 
         return DecayScores(config.num_attention_heads, **options)
