@@ -1,10 +1,9 @@
 """Sequence mixers, [B, T, C] to [B, T, C], by name: one registry for language models and recall.
 
 A mixer of this project is a file in `kinds/` with its module, its options, and an ENTRY that says
-what it is (see `MixerKind`); it is imported when the mixer is first asked for. Those that patterns
-of attention are stand in `kinds/cat.py`. A mixer of an installed package or of a script is given to
-`register`. Each is a name for `model.mixer` and for `eval.recall run --mixer` alike. This module
-imports no torch.
+what it is (see `MixerKind`); it is imported when the mixer is first asked for. Those that attend
+stand in `kinds/cat.py`. A mixer of an installed package or of a script is given to `register`. Each
+is a name for `model.mixer` and for `eval.recall run --mixer` alike. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import build_options, parse_specification
 from cat_lm.core.registry import Registry
-from cat_lm.mixers.kinds.cat import ATTENTION, pattern_mixers
+from cat_lm.mixers.kinds.cat import OTHERS, pattern_mixers
 from cat_lm.mixers.parts.base import CAPABILITIES, Mixer, MixerKind, Setting
 
 __all__ = ["CAPABILITIES", "MIXERS", "Mixer", "MixerKind", "Setting"]
@@ -54,7 +53,7 @@ MIXERS = MixerRegistry(
     separator="-",
     methods=("build",),
     check=_check,
-    entries=ATTENTION,
+    entries=OTHERS,
 )
 get, names, register = MIXERS.get, MIXERS.names, MIXERS.register
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -18,9 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-needs_fla = pytest.mark.skipif(
-    importlib.util.find_spec("fla") is None, reason="fla-core is not installed"
-)
 
 
 def layer_and_input(specification: str, time: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -55,20 +50,6 @@ def test_mixers_are_the_same_on_the_gpu(name, time):
     layer, x = layer_and_input(name, time)
     wanted = results(layer, x, "cpu")
     same(results(layer, x, "cuda"), wanted)
-
-
-@needs_fla
-@pytest.mark.parametrize("time", [1, 67, 300])
-@pytest.mark.parametrize("name", ["gla", "deltanet", "deltanet:heads=3,window=2"])
-def test_the_packages_operators_give_the_same(name, time):
-    width = 96 if "heads=3" in name else 64
-    torch.manual_seed(0)
-    plain = make_mixer(name).build(Setting(width)).eval()
-    added = make_mixer(name + ("," if ":" in name else ":") + "operator=fla")
-    other = added.build(Setting(width)).eval()
-    other.load_state_dict(plain.state_dict())
-    x = torch.randn(3, time, width)
-    same(results(other, x, "cuda"), results(plain, x, "cuda"))
 
 
 def like(found: torch.Tensor, wanted: torch.Tensor) -> None:

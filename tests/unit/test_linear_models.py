@@ -355,21 +355,14 @@ HOW = ("initial_state", "output_final_state", "cu_seqlens")
 
 
 @needs_definitions
-@pytest.mark.parametrize(
-    ("way", "name", "streams"),
-    [
-        *(("chunk", name, streams) for name, streams in CHUNKED.items()),
-        ("fused_recurrent", "gla", ("q", "k", "v", "gk")),
-        ("fused_recurrent", "delta_rule", ("q", "k", "v", "beta")),
-    ],
-)
-def test_the_package_names_its_streams_so(way, name, streams):
+@pytest.mark.parametrize(("name", "streams"), CHUNKED.items())
+def test_the_package_names_its_streams_so(name, streams):
     """By its source, as it imports where a GPU is."""
-    path = Path(PACKAGE.submodule_search_locations[0], "ops", name, f"{way}.py")
+    path = Path(PACKAGE.submodule_search_locations[0], "ops", name, "chunk.py")
     (found,) = (
         node.args
         for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.name == f"{way}_{name}"
+        if isinstance(node, ast.FunctionDef) and node.name == f"chunk_{name}"
     )
     taken = [argument.arg for argument in found.args]
     needed = set(taken[: len(taken) - len(found.defaults)])

@@ -101,7 +101,7 @@ def test_backward_passes_of_kernels_refuse_a_graph():
     x = torch.ones(2, requires_grad=True)
     y = fla._run(lambda q, **_: (_Once.apply(q), None), {"q": x})
     assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.ones(2))
-    with pytest.raises(NotImplementedError, match="operator=fla has no second derivative"):
+    with pytest.raises(NotImplementedError, match="mixer_backend=fla has no second derivative"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

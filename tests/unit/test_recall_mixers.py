@@ -126,9 +126,6 @@ def test_learned_filters_are_listed_by_layer_and_stream():
         ("cat:conv_mixing=maps,conv_type=multihead,streams=qk", "the stream v, whose filters"),
         ("lincat:conv_mixing=maps", "unknown option 'conv_mixing'"),
         ("attention:position=alibi", "position='alibi': choose one of none, learned, rope"),
-        ("gla:operator=cuda", "operator='cuda': choose one of torch, fla"),
-        ("deltanet:operator=", "operator='': choose one of torch, fla"),
-        ("gated-deltanet:operator=fla", "unknown option 'operator'"),
         ("gated-deltanet:shared_kv=true", "32 values but 16 keys; set expand_v=1"),
         ("none:x=1", "it has none"),
     ],
@@ -137,28 +134,6 @@ def test_bad_specifications_are_one_clear_line(specification, words):
     with pytest.raises(UserError) as error:
         make_mixer(specification).build(Setting(16))
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["gla", "deltanet"])
-def test_the_operator_of_a_package_that_is_not_here_or_not_for_this_tensor(name, monkeypatch):
-    import importlib.util
-
-    find = importlib.util.find_spec
-
-    def only(answer):
-        """Of this package alone: torch looks for others when it is used first."""
-        return lambda wanted, *rest: answer if wanted == "fla" else find(wanted, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", only(None))
-    with pytest.raises(UserError, match=r"fla-core is not installed.*or use operator=torch"):
-        make_mixer(f"{name}:operator=fla")
-    monkeypatch.setattr(importlib.util, "find_spec", only("here"))
-    assert make_mixer(f"{name}:operator=fla").label == f"{name}:operator=fla"
-    layer = built(f"{name}:operator=fla")
-    with pytest.raises(UserError, match="operator=fla: it needs a CUDA GPU, not cpu"):
-        layer(torch.randn(2, 5, 16), Context())
-    with pytest.raises(UserError, match="cannot train models in a stack"):
-        torch.func.vmap(lambda x: layer(x, Context()))(torch.randn(3, 2, 5, 16))
 
 
 def test_labels_name_what_differs():

@@ -1,27 +1,90 @@
-"""GLA: gated linear attention (Yang et al., 2023)."""
+"""GLA (Yang et al., 2023), and what it shares with both DeltaNets: a block, a library's names."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from cat_lm.architectures.linear import LinearArchitecture
-from cat_lm.model.hf.sections.recurrent import GlaSection
+from cat_lm.architectures.base import Architecture, Classes, Summary, sizes_of
+from cat_lm.model.hf.sections.recurrent import GlaSection, LinearSection, exact
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-class Gla(LinearArchitecture):
-    """Linear attention whose keys decay by gates of low rank; its output is gated."""
+class LinearArchitecture(Architecture):
+    """A family of flash-linear-attention's: its short convolutions, a recurrence and a gated MLP.
 
-    name = "gla"
-    title = "GLA"
-    model_type = "cat_gla"
-    library_type = "gla"
-    class_prefix, library_prefix = "CatGla", "GLA"
-    Section = GlaSection
-    short_names: ClassVar[dict[str, str]] = {"": "gla"}
+    Args:
+        name: as of the package.
+        title, library_prefix, Section: as of `Architecture`.
+        class_prefix: that of the classes after `Cat`.
+    """
+
+    library = "flash-linear-attention"
+    library_import = "fla"
+    embedding = "model.embeddings.weight"
+    layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
+    recurrent = True
+    free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
+    adapter_modules = ("q_proj", "v_proj")
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        class_prefix: str,
+        library_prefix: str,
+        section: type[LinearSection],
+    ) -> None:
+        self.name, self.title, self.Section = name, title, section
+        self.model_type, self.library_type = f"cat_{name}", name
+        self.class_prefix, self.library_prefix = f"Cat{class_prefix}", library_prefix
+        self.short_names = {"": name}
+
+    def library_classes(self) -> Classes:
+        """Import what writes flash-linear-attention's models: their types and fields, our code."""
+        from cat_lm.model.hf import modeling_recurrent as models
+
+        causal_lm = getattr(models, f"{self.library_prefix}ForCausalLM")
+        return Classes(causal_lm.config_class, causal_lm)
+
+    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+        """Return where the package, which truncates products, would make fewer channels."""
+        width = getattr(config, "head_dim", config.hidden_size)
+        return [
+            f"has {key}={factor!r}, of which flash-linear-attention makes "
+            f"{int(width * factor)} channels and not {width * exact(factor)}"
+            for key in ("expand_k", "expand_v")
+            if (factor := getattr(config, key, None))
+            and int(width * factor) != width * exact(factor)
+        ]
+
+    def summary(self, section: Any) -> Summary:
+        """Name the heads and the short convolutions."""
+        keys = section.key_channels // section.num_heads
+        values = section.value_channels // section.num_heads
+        short = f"W={section.window}" if section.window else "no short convolution"
+        words = f"states of {keys} x {values} a head, {short}"
+        sizes = sizes_of(section, heads=section.num_heads)
+        return Summary(self.title, words, {"conv_window": section.window or None}, sizes)
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Return no numbers: the keys are made for four heads."""
-        return {}
+        """Return the heads, of a family whose other keys are not made for a number of them."""
+        return {"num_heads": heads} if self.Section.model_fields["num_heads"].is_required() else {}
+
+    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+        """Describe what computes the short convolutions or the recurrence, as in the base."""
+        if key == "mixer_backend":
+            from cat_lm.ops.recurrence.backends import describe_backend
+
+            return describe_backend(self.classes().base_model.mixer.recurrence, *how)
+        shape = config.section
+        if not shape.window:
+            return super().describe_backend(key, config, *how)
+        from cat_lm.model.streams import short_convolution
+
+        channels = (shape.key_channels, shape.value_channels)
+        return short_convolution.describe_backend(shape.window, channels, *how)
 
 
-ENTRY = Gla()
+ENTRY = LinearArchitecture("gla", "GLA", "Gla", "GLA", GlaSection)

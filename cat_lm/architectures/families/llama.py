@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.architectures.transformer import Transformer
+from cat_lm.architectures.families.gpt_neox import Transformer
 from cat_lm.model.hf.sections.transformer import LlamaSection
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Options that change no weight's meaning, or only what it starts from.
-_FREE_OPTIONS = frozenset({"dropout", "operator", "init"})
+_FREE_OPTIONS = frozenset({"dropout", "init"})
 
 
 class MixerArchitecture(Architecture):
@@ -74,8 +74,7 @@ class MixerArchitecture(Architecture):
     def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
         """Name the mixer, which chooses its operators by itself."""
         if how[-1] != "auto":
-            which = "model.mixer_options={operator: …}" if key == "mixer_backend" else "auto"
-            raise ValueError(f"a mixer chooses what computes it by itself; use {which}")
+            raise ValueError("a mixer chooses what computes it by itself; use auto")
         if key == "mixer_backend":
             return ""
         return f"mixer {mixer_of(config).label}, by what suits the device"

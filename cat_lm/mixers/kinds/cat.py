@@ -1,7 +1,9 @@
 """CAT: softmax attention over convolved queries, keys and values (Definition 1 of the paper).
 
 Without position embeddings by default. The rest is Zoology's attention layer: a projection with
-bias, dropout 0.1 on the attention map, an output projection with bias.
+bias, dropout 0.1 on the attention map, an output projection with bias. Linear attention over the
+same streams is LinCAT, with φ = elu + 1, normalised: the paper does not state its φ; this is
+Zoology's.
 
 Every pattern of attention is a mixer as well, CAT with this pattern by its name. Three have options
 of their own: softmax, as the mixer `attention`, landmark attention and multi-token attention.
@@ -20,7 +22,7 @@ from cat_lm.mixers.parts.options import (
     StreamSettings,
     check_choice,
     check_counts,
-    check_fraction,
+    check_heads,
     stream_settings,
 )
 from cat_lm.model import attention
@@ -31,8 +33,6 @@ from cat_lm.ops.landmark import options as landmark
 
 if TYPE_CHECKING:
     from torch import nn
-
-POSITIONS = ("none", "learned", "rope")
 
 
 @dataclass(frozen=True)
@@ -52,62 +52,119 @@ class Options(ConvolutionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction(self, "dropout")
-        check_choice(self, "position", POSITIONS)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        check_choice(self, "position", ("none", "learned", "rope"))
         check_choice(self, "conv_mixing", ("embeddings", "maps"))
         mixes_heads = kinds.mixes_heads(self.conv_type)
-        if self.mixes_maps and not (mixes_heads and "v" in (self.streams or "")):
+        if self.conv_mixing == "maps" and not (mixes_heads and "v" in (self.streams or "")):
             raise ValueError(
                 "conv_mixing=maps: needs conv_type=multihead and the stream v, whose filters mix "
                 f"the maps; not conv_type={self.conv_type}, streams={self.streams or 'none'}"
             )
 
-    @property
-    def plain(self) -> Options:
-        """The options of the streams and the softmax, here all of them."""
-        return self
 
-    @property
-    def mixes_maps(self) -> bool:
-        """Return True if attention maps are mixed."""
-        return self.conv_mixing == "maps"
+def plain(options: Any) -> Options:
+    """Return the options of a layer's streams and softmax; those without streams have no filters.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    known = Options.__dataclass_fields__
+    own = {key: value for key, value in vars(options).items() if key in known}
+    return Options(**{"streams": None} | own)
 
 
-class ConvolvedAttention(MixerKind):
-    """Softmax attention over convolved streams; of other options it reads `plain`."""
+class ConvolvedLinearAttention(MixerKind):
+    """Linear attention over convolved streams."""
 
-    name = "cat"
-    Options = Options
+    name = "lincat"
+    Options = ConvolutionOptions
     layers = 1
     supports = ALL
 
+    def check(self, options: Any, setting: Setting) -> None:
+        check_heads(options.heads, f"d_model={setting.d_model}", setting.d_model)
+
+    def build(self, options: Any, setting: Setting) -> nn.Module:
+        from cat_lm.mixers.parts.linear import LinearAttention
+
+        return LinearAttention(plain(options), setting.d_model)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of a layer without filters.
+
+    Attributes:
+        heads: H.
+        bias: of the projections.
+    """
+
+    heads: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        plain(self)
+
+
+class LinearAttention(ConvolvedLinearAttention):
+    """LinCAT without filters."""
+
+    name = "linear-attention"
+    Options = HeadOptions
+    layers = 2
+
+
+class AttentionMixer(MixerKind):
+    """Attention over convolved streams by a pattern of `cat_lm.model.attention`.
+
+    Args:
+        pattern: of which the options have options by the same names.
+        options: a class that `plain` understands.
+    """
+
+    supports = ALL
+
+    def __init__(self, name: str, pattern: Pattern, options: type, layers: int = 1) -> None:
+        self.name, self.pattern, self.Options, self.layers = name, pattern, options, layers
+        self.longest, self.computes_on_cpu = pattern.longest, pattern.computes_on_cpu
+        self.__module__ = type(pattern).__module__  # It is a plugin's where the pattern is one.
+
     def learned_positions(self, options: Any) -> bool:
-        return options.plain.position == "learned"
+        return plain(options).position == "learned"
 
     def check(self, options: Any, setting: Setting) -> None:
-        heads = options.heads
-        if setting.d_model % heads:
-            raise ValueError(f"heads={heads} do not divide d_model={setting.d_model}")
-        if options.plain.position == "rope" and setting.d_model % (2 * heads):
-            raise ValueError(f"position=rope: d_model={setting.d_model} gives odd heads")
+        width, heads = setting.d_model, options.heads
+        check_heads(heads, f"d_model={width}", width)
+        if plain(options).position == "rope" and width % (2 * heads):
+            raise ValueError(f"position=rope: d_model={width} gives odd heads")
+        settings = self.settings(options, width)
+        if problems := attention.problems(settings, settings._attn_implementation):
+            raise ValueError(problems[0])
+
+    def pattern_options(self, options: Any) -> dict[str, Any]:
+        """Return those of the pattern, by its names."""
+        return {name: getattr(options, name) for name in self.pattern.options}
 
     def settings(self, options: Any, width: int) -> StreamSettings:
         """Make the settings that options stand for, in a layer of `width` channels."""
-        return stream_settings(options.plain, width, **self.attention_settings(options))
-
-    def attention_settings(self, options: Any) -> dict[str, Any]:
-        """Return those of attention."""
-        plain = options.plain
-        return {
-            "attention_dropout": plain.dropout,
-            "position_embedding": "rope" if plain.position == "rope" else "none",
-            "conv_mixing": plain.conv_mixing,
-        }
+        known, able = plain(options), self.pattern.implementations
+        return stream_settings(
+            known,
+            width,
+            attention=self.pattern.name,
+            attention_options=self.pattern_options(options),
+            attention_dropout=known.dropout,
+            conv_mixing=known.conv_mixing,
+            position_embedding="rope" if known.position == "rope" else "none",
+            _attn_implementation="sdpa" if able is None or "sdpa" in able else min(able),
+        )
 
     def build(self, options: Any, setting: Setting) -> nn.Module:
         from cat_lm.mixers.parts.attention import Attention
 
-        return Attention(options.plain, self.settings(options, setting.d_model))
+        return Attention(plain(options), self.settings(options, setting.d_model))
 
     def layout_settings(self, options: Any, width: int) -> StreamSettings:
         settings = self.settings(options, width)
@@ -122,38 +179,13 @@ class ConvolvedAttention(MixerKind):
         return StateDynamicLayer if own is None else own[0]
 
 
-class PatternAttention(ConvolvedAttention):
-    """CAT with a pattern of attention, whose options stand beside CAT's."""
-
-    def __init__(self, pattern: Pattern) -> None:
-        own = [(name, type(value), value) for name, value in pattern.options.items()]
-        self.Options = dataclasses.make_dataclass("Options", own, bases=(Options,), frozen=True)
-        self.pattern, self.name = pattern, pattern.name.replace("_", "-")
-        self.longest, self.computes_on_cpu = pattern.longest, pattern.computes_on_cpu
-        self.__module__ = type(pattern).__module__  # It is a plugin's where the pattern is one.
-
-    def check(self, options: Any, setting: Setting) -> None:
-        super().check(options, setting)
-        settings = self.settings(options, setting.d_model)
-        if problems := attention.problems(settings, settings._attn_implementation):
-            raise ValueError(problems[0])
-
-    def attention_settings(self, options: Any) -> dict[str, Any]:
-        own = {name: getattr(options, name) for name in self.pattern.options}
-        able = self.pattern.implementations
-        by = "sdpa" if able is None or "sdpa" in able else min(able)
-        chosen = {"attention": self.pattern.name, "attention_options": own}
-        return super().attention_settings(options) | chosen | {"_attn_implementation": by}
-
-
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of attention.
+    """Options of softmax attention without filters: Zoology's layer, one head.
 
     Attributes:
         position: learned (a table added to the embeddings), rope or none.
-        heads: H.
-        bias: of the projections.
+        heads, bias: as of `HeadOptions`.
         dropout: of the attention map.
     """
 
@@ -163,22 +195,7 @@ class AttentionOptions:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        check_counts(self, "heads")
-        check_fraction(self, "dropout")
-        check_choice(self, "position", POSITIONS)
-
-    @property
-    def plain(self) -> Options:
-        """The same layer as CAT without filters."""
-        return Options(streams=None, **dataclasses.asdict(self))
-
-
-class SoftmaxAttention(ConvolvedAttention):
-    """CAT without filters, with learned, rotary or no positions: Zoology's layer, one head."""
-
-    name = "attention"
-    Options = AttentionOptions
-    layers = 2
+        plain(self)
 
 
 @dataclass(frozen=True)
@@ -210,7 +227,7 @@ class LandmarkOptions(Options):
         check_counts(self, "block", "top_k", "local")
         for problem in landmark.value_problems(self.of_landmarks):
             raise ValueError(problem.replace("filter=", "landmark_filter=", 1))
-        if self.mixes_maps:
+        if self.conv_mixing == "maps":
             raise ValueError("conv_mixing=maps: cannot be combined with landmark attention")
         if landmark.is_sharp(self.landmark_filter) and self.training != "guided":
             raise ValueError(
@@ -225,19 +242,16 @@ class LandmarkOptions(Options):
         return {name: getattr(self, name) for name in names} | {"filter": self.landmark_filter}
 
 
-class LandmarkAttention(ConvolvedAttention):
+class LandmarkAttention(AttentionMixer):
     """Attention over convolved streams to the blocks of keys that landmarks find.
 
     `cat_lm.model.attention.modules.landmark` has the equations.
     """
 
-    name = "landmark"
-    Options = LandmarkOptions
     own_loss = "landmark_loss"
 
-    def attention_settings(self, options: LandmarkOptions) -> dict[str, Any]:
-        chosen = {"attention": "landmark", "attention_options": options.of_landmarks}
-        return super().attention_settings(options) | chosen
+    def pattern_options(self, options: LandmarkOptions) -> dict[str, Any]:
+        return options.of_landmarks
 
     def build(self, options: LandmarkOptions, setting: Setting) -> nn.Module:
         layer = super().build(options, setting)
@@ -246,59 +260,39 @@ class LandmarkAttention(ConvolvedAttention):
 
 
 @dataclass(frozen=True)
-class MultiTokenOptions:
-    """Options of multi-token attention.
+class MultiTokenOptions(HeadOptions):
+    """Options of multi-token attention, whose layer has neither filters nor positions.
+
+    Exactly, for rows of at most 512 tokens (Golovneva et al., 2025), by the equations of
+    `cat_lm.ops.convolution.multi_token`.
 
     Attributes:
-        heads: H.
-        bias: of the projections.
         dropout: of the attention map.
         query_window, key_window: c_q and c_k, the second one odd.
         head_mixing: where maps are mixed over heads: none, before the softmax, after it, both.
     """
 
-    heads: int = 1
-    bias: bool = True
     dropout: float = 0.1
     query_window: int = multi_token.DEFAULTS["query_window"]
     key_window: int = multi_token.DEFAULTS["key_window"]
     head_mixing: str = multi_token.DEFAULTS["head_mixing"]
 
     def __post_init__(self) -> None:
-        check_counts(self, "heads")
-        check_fraction(self, "dropout")
-        if problems := multi_token.option_problems(**self.kernel):
+        super().__post_init__()
+        kernel = {name: getattr(self, name) for name in multi_token.DEFAULTS}
+        if problems := multi_token.option_problems(**kernel):
             raise ValueError(problems[0])
 
-    @property
-    def plain(self) -> Options:
-        """The layer around the scores, CAT's without filters."""
-        return Options(streams=None, heads=self.heads, bias=self.bias, dropout=self.dropout)
 
-    @property
-    def kernel(self) -> dict[str, Any]:
-        """The options of the kernel and of what mixes heads."""
-        return {name: getattr(self, name) for name in multi_token.DEFAULTS}
-
-
-class MultiTokenAttention(ConvolvedAttention):
-    """Softmax attention whose scores are convolved over queries and keys, and its maps over heads.
-
-    Exactly, for rows of at most 512 tokens (Golovneva et al., 2025), by the equations of
-    `cat_lm.ops.convolution.multi_token`. The rest is `attention`'s layer, without positions.
-    """
-
-    name = "multi-token"
-    Options = MultiTokenOptions
-    longest = multi_token.LONGEST
-
-    def attention_settings(self, options: MultiTokenOptions) -> dict[str, Any]:
-        chosen = {"attention": "multi_token", "attention_options": options.kernel}
-        return super().attention_settings(options) | chosen | {"_attn_implementation": "eager"}
-
-
-ENTRY = ConvolvedAttention()
-ATTENTION = (SoftmaxAttention(), LandmarkAttention(), MultiTokenAttention())
+_SOFTMAX = PATTERNS.get("softmax")
+ENTRY = AttentionMixer("cat", _SOFTMAX, Options)
+OTHERS = (
+    AttentionMixer("attention", _SOFTMAX, AttentionOptions, layers=2),
+    LandmarkAttention("landmark", PATTERNS.get("landmark"), LandmarkOptions),
+    AttentionMixer("multi-token", PATTERNS.get("multi_token"), MultiTokenOptions),
+    ConvolvedLinearAttention(),
+    LinearAttention(),
+)
 
 
 def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
@@ -309,8 +303,10 @@ def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
     # Softmax is the mixer `attention`, and mixed maps are an option of `cat`.
     known, found = {*known, "softmax", "map-mixing"}, []
     for pattern in map(PATTERNS.get, PATTERNS.names()):
-        is_plain = all(isinstance(value, int | float | str) for value in pattern.options.values())
-        is_new = pattern.name.replace("_", "-") not in known
-        if is_new and is_plain and not set(pattern.options) & set(Options.__dataclass_fields__):
-            found.append(PatternAttention(pattern))
+        name, values = pattern.name.replace("_", "-"), pattern.options
+        is_plain = all(isinstance(value, int | float | str) for value in values.values())
+        if name not in known and is_plain and not set(values) & set(Options.__dataclass_fields__):
+            own = [(option, type(value), value) for option, value in values.items()]
+            made = dataclasses.make_dataclass("Options", own, bases=(Options,), frozen=True)
+            found.append(AttentionMixer(name, pattern, made))
     return found

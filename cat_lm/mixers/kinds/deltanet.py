@@ -9,13 +9,13 @@ each head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
-from cat_lm.mixers.parts.options import DeltaOptions, check_operator
+from cat_lm.mixers.parts.options import FilterOptions, check_heads
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
 from cat_lm.ops.recurrence import backends, fla
@@ -74,46 +74,45 @@ class DeltaRule(LinearMixer):
         return (wide * (squares + self.unit_epsilon).rsqrt()).to(x.dtype)
 
 
-def make_rule(
-    rule: type[DeltaRule], options: DeltaOptions, width: int, values: int, operator: Operator
-) -> DeltaRule:
-    """Make the layer of a mixer by name: as in Zoology, with the streams that its options say."""
-    layer = rule(width, options.heads, width, values, norm_eps=1e-5)
-    layer.own_operator = operator
-    layer.unit_epsilon = 1e-24  # of the square of a length, as `F.normalize` has it
-    layer.filter_streams(options)
-    return layer
-
-
 @dataclass(frozen=True)
-class Options(DeltaOptions):
-    """Options of DeltaNet: those of both delta-rule layers, and its own.
+class Options(FilterOptions):
+    """Options of both delta-rule layers: those of filters, with other defaults.
 
     Attributes:
-        operator: torch, or fla, flash-linear-attention's on a GPU, see
-            cat_lm/ops/recurrence/fla.py.
+        activation: silu, of all three streams whether convolved or not, or none.
+        shared_kv: needs values as wide as keys.
     """
 
-    operator: str = "torch"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operator(self)
+    window: int = 4
+    conv_type: str = "depthwise"
+    activation: str = "silu"
+    heads: int = 2
 
 
 class DeltaNet(MixerKind):
-    """The delta rule."""
+    """The delta rule, with the streams that its options say, as in Zoology."""
 
     name = "deltanet"
     Options = Options
     supports = ALL
+    rule: ClassVar[type[DeltaRule]] = DeltaRule
 
-    def check(self, options: Options, setting: Setting) -> None:
-        options.check(setting.d_model, setting.d_model)
+    def values(self, options: Any, width: int) -> int:
+        """Count the channels of all values."""
+        return width
 
-    def build(self, options: Options, setting: Setting) -> nn.Module:
-        operator = fla.delta_rule if options.operator == "fla" else delta_rule
-        return make_rule(DeltaRule, options, setting.d_model, setting.d_model, operator)
+    def check(self, options: Any, setting: Setting) -> None:
+        keys, values = setting.d_model, self.values(options, setting.d_model)
+        check_heads(options.heads, f"{keys} keys, {values} values", keys, values)
+        if options.shared_kv and values != keys:
+            raise ValueError(f"shared_kv=true: {values} values but {keys} keys; set expand_v=1")
+
+    def build(self, options: Any, setting: Setting) -> nn.Module:
+        width, values = setting.d_model, self.values(options, setting.d_model)
+        layer = self.rule(width, options.heads, width, values, norm_eps=1e-5)
+        layer.unit_epsilon = 1e-24  # of the square of a length, as `F.normalize` has it
+        layer.filter_streams(options)
+        return layer
 
 
 ENTRY = DeltaNet()

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cat_lm.mixers.kinds.deltanet import DeltaRule, make_rule
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.options import DeltaOptions, check_positive
+from cat_lm.mixers.kinds import deltanet
+from cat_lm.mixers.parts.options import check_positive
 from cat_lm.model.context import at_least_fp32
 from cat_lm.ops.recurrence import backends
-from cat_lm.ops.recurrence.delta_rule import delta_rule
 
 
-class GatedDeltaRule(DeltaRule):
+class GatedDeltaRule(deltanet.DeltaRule):
     """One layer of the delta rule with decays α = exp(−e^A softplus(a(x) + dt)) of each head.
 
     Arguments as of `DeltaRule`.
@@ -51,7 +49,7 @@ class GatedDeltaRule(DeltaRule):
 
 
 @dataclass(frozen=True)
-class Options(DeltaOptions):
+class Options(deltanet.Options):
     """Options of Gated DeltaNet.
 
     Attributes:
@@ -65,19 +63,15 @@ class Options(DeltaOptions):
         check_positive(self, "expand_v")
 
 
-class GatedDeltaNet(MixerKind):
+class GatedDeltaNet(deltanet.DeltaNet):
     """The delta rule with decay."""
 
     name = "gated-deltanet"
     Options = Options
-    supports = ALL
+    rule = GatedDeltaRule
 
-    def check(self, options: Options, setting: Setting) -> None:
-        options.check(setting.d_model, int(setting.d_model * options.expand_v))
-
-    def build(self, options: Options, setting: Setting) -> nn.Module:
-        values = int(setting.d_model * options.expand_v)
-        return make_rule(GatedDeltaRule, options, setting.d_model, values, delta_rule)
+    def values(self, options: Options, width: int) -> int:
+        return int(width * options.expand_v)
 
 
 ENTRY = GatedDeltaNet()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
-from cat_lm.mixers.parts.options import check_counts, check_operator, check_positive
+from cat_lm.mixers.parts.options import check_counts, check_heads, check_positive
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
 from cat_lm.ops.recurrence import GLA_LOW_RANK, backends, fla
@@ -78,18 +78,14 @@ class Options:
         heads: H.
         expand_k: width of all keys over C.
         expand_v: width of all values over C.
-        operator: torch, our own scan, or fla, flash-linear-attention's on a GPU, see
-            cat_lm/ops/recurrence/fla.py.
     """
 
     heads: int = 4
     expand_k: float = 0.5
     expand_v: float = 1.0
-    operator: str = "torch"
 
     def __post_init__(self) -> None:
         check_counts(self, "heads")
-        check_operator(self)
         check_positive(self, "expand_k", "expand_v")
 
     def sizes(self, width: int) -> tuple[int, int]:
@@ -106,14 +102,12 @@ class Gla(MixerKind):
 
     def check(self, options: Options, setting: Setting) -> None:
         keys, values = options.sizes(setting.d_model)
-        if keys % options.heads or values % options.heads or min(keys, values) < 1:
-            raise ValueError(f"heads={options.heads} do not divide {keys} keys, {values} values")
+        check_heads(options.heads, f"{keys} keys, {values} values", keys, values)
 
     def build(self, options: Options, setting: Setting) -> nn.Module:
         sizes = options.sizes(setting.d_model)
         layer = GatedLinearAttention(setting.d_model, options.heads, *sizes, norm_eps=1e-5)
-        is_fla = options.operator == "fla"
-        layer.own_operator = fla.gated_linear_attention if is_fla else gated_linear_attention
+        layer.is_by_name = True
         return layer
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.parts.options import DeltaOptions, stream_settings
-from cat_lm.mixers.parts.streams import make_convolution
+from cat_lm.mixers.parts.attention import Streams, make_convolution
+from cat_lm.mixers.parts.options import ConvolutionOptions, FilterOptions, stream_settings
 from cat_lm.model.context import Context
 from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.convolution.kinds import STREAMS
@@ -48,6 +48,20 @@ def linear_attention(
     return (y / (scores.sum(dim=-1).transpose(1, 2)[..., None] + eps)).to(dtype)
 
 
+class LinearAttention(nn.Module):
+    """LinCAT: linear attention over convolved queries, keys and values, with φ = elu + 1."""
+
+    def __init__(self, options: ConvolutionOptions, width: int) -> None:
+        super().__init__()
+        self.streams = Streams(options, stream_settings(options, width))
+        self.out_proj = nn.Linear(width, width, bias=options.bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Mix x [B, T, C]."""
+        q, k, v = self.streams(x, context)
+        return self.out_proj(linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, context).flatten(2))
+
+
 class GatedNorm(nn.RMSNorm):
     """RMSNorm of each head, times SiLU of a gate."""
 
@@ -68,11 +82,12 @@ class LinearMixer(nn.Module):
 
     Attributes:
         recurrence: what is computed.
-        own_operator: computes it in place of the backend that suits the device.
+        is_by_name: whether it is a mixer by name, which this project's own operators compute on
+            every device: those of packages train no stack of models.
     """
 
     recurrence: ClassVar[Recurrence]
-    own_operator: Operator | None = None
+    is_by_name = False
 
     def __init__(
         self,
@@ -86,7 +101,7 @@ class LinearMixer(nn.Module):
         is_gated: bool = True,
     ) -> None:
         super().__init__()
-        self.heads, self.options, self.convolution = heads, None, None
+        self.heads, self.activates, self.convolution = heads, False, None
         for stream, channels in zip(STREAMS, (keys, keys, values), strict=True):
             self.add_module(f"{stream}_proj", nn.Linear(width, channels, bias=False))
             if window:
@@ -96,13 +111,14 @@ class LinearMixer(nn.Module):
             self.g_proj = nn.Linear(width, values, bias=False)
         self.o_proj = nn.Linear(values, width, bias=False)
 
-    def filter_streams(self, options: DeltaOptions) -> None:
+    def filter_streams(self, options: FilterOptions) -> None:
         """Convolve and activate the streams as a mixer's options say; for one without a window."""
         if options.shared_kv:
             self.v_proj = None
         width, values = self.k_proj.in_features, self.o_proj.in_features
         settings = stream_settings(options, width, value_width=values // self.heads)
-        self.options, self.convolution = options, make_convolution(settings)
+        self.is_by_name, self.activates = True, options.activation == "silu"
+        self.convolution = make_convolution(settings)
 
     def streams(self, x: Tensor, context: Context) -> list[Tensor]:
         """Make queries, keys and values [B, T, H, D] of x [B, T, C]."""
@@ -117,9 +133,7 @@ class LinearMixer(nn.Module):
             made = [self.of_heads(y) for y in made]
         else:
             made = self.convolution(context, *made)
-        if self.options is not None and self.options.activation == "silu":
-            made = map(F.silu, made)
-        return list(made)
+        return list(map(F.silu, made) if self.activates else made)
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Split the channels, [B, T, H D] to [B, T, H, D]."""
@@ -131,9 +145,9 @@ class LinearMixer(nn.Module):
         Args:
             backend: `context.mixer_backend`.
         """
-        if self.own_operator is not None:
-            return self.own_operator
-        if backend != "auto" or v.is_cuda:  # on a CPU the operators choose by themselves
+        if self.is_by_name:
+            backend = "auto"
+        elif backend != "auto" or v.is_cuda:  # on a CPU the operators choose by themselves
             backend = backends.choose_backend(self.recurrence, v.device, v.dtype, backend).name
         return self.computed_by(backend)
 

@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,19 +13,6 @@ from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.long_filter import filters
-
-
-def check_operator(options: object) -> None:
-    """Check an option that chooses between our operators and flash-linear-attention's.
-
-    Raises:
-        ValueError: an unknown operator, or one of a package that is not here.
-    """
-    check_choice(options, "operator", ("torch", "fla"))
-    if options.operator == "fla" and importlib.util.find_spec("fla") is None:
-        raise ValueError(
-            "operator=fla: fla-core is not installed (pip install fla-core); or use operator=torch"
-        )
 
 
 def check_counts(options: object, *names: str) -> None:
@@ -43,32 +29,21 @@ def check_positive(options: object, *names: str) -> None:
             raise ValueError(f"{name}={getattr(options, name)}: must be a number above 0")
 
 
-def check_fraction(options: object, name: str) -> None:
-    """Check an option that is a share of something. Raises ValueError."""
-    if not 0 <= getattr(options, name) < 1:
-        raise ValueError(f"{name}={getattr(options, name)}: must be at least 0 and below 1")
-
-
 def check_choice(options: object, name: str, choices: tuple[str, ...]) -> None:
     """Check an option that is one of few words. Raises ValueError."""
     if (value := getattr(options, name)) not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
 
 
-def check_filters(options: ConvolutionOptions | DeltaOptions) -> None:
-    """Check the options that convolutions of streams share. Raises ValueError."""
-    streams = options.streams or ""
-    if len(set(streams)) != len(streams) or not set(streams) <= set(STREAMS):
-        raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
-    check_counts(options, "window", "heads")
-    kinds.get(options.conv_type)
-    check_choice(options, "init", ("uniform", "identity"))
-    check_choice(options, "activation", ("none", "silu"))
+def check_heads(heads: int, words: str, *channels: int) -> None:
+    """Check that heads divide some numbers of channels, named by `words`. Raises ValueError."""
+    if any(count % heads or count < 1 for count in channels):
+        raise ValueError(f"heads={heads} do not divide {words}")
 
 
 @dataclass(frozen=True)
-class ConvolutionOptions:
-    """Which streams are convolved, and how.
+class FilterOptions:
+    """Which streams are convolved by how many taps.
 
     Attributes:
         streams: any of q, k, v, such as qkv or k; none for no convolution.
@@ -79,13 +54,8 @@ class ConvolutionOptions:
             authors' code bases leave as it is; or identity, which starts as the model without
             filters.
         activation: none, or silu, of all three streams after the filters.
-        place: after the projection, or before it, on the layer's input. With one filter for a
-            whole head and no bias the two are the same function.
         heads: H.
         shared_kv: whether keys and values have one projection, K = V before the filters.
-        filter: taps; or exponential, ssm: filters as long as the row (`cat_lm.ops.long_filter`).
-        filter_state: N, the numbers of state of such a filter for each channel.
-        bias: of the projections.
     """
 
     streams: str | None = STREAMS
@@ -93,15 +63,38 @@ class ConvolutionOptions:
     conv_type: str = "head"
     init: str = "uniform"
     activation: str = "none"
-    place: str = "after"
     heads: int = 1
     shared_kv: bool = False
+
+    def __post_init__(self) -> None:
+        streams = self.streams or ""
+        if len(set(streams)) != len(streams) or not set(streams) <= set(STREAMS):
+            raise ValueError(f"streams={streams!r}: must be any of q, k, v, or none")
+        check_counts(self, "window", "heads")
+        kinds.get(self.conv_type)
+        check_choice(self, "init", ("uniform", "identity"))
+        check_choice(self, "activation", ("none", "silu"))
+
+
+@dataclass(frozen=True)
+class ConvolutionOptions(FilterOptions):
+    """All options of convolved streams.
+
+    Attributes:
+        place: after the projection, or before it, on the layer's input. With one filter for a
+            whole head and no bias the two are the same function.
+        filter: taps; or exponential, ssm: filters as long as the row (`cat_lm.ops.long_filter`).
+        filter_state: N, the numbers of state of such a filter for each channel.
+        bias: of the projections.
+    """
+
+    place: str = "after"
     filter: str = filters.TAPS
     filter_state: int | None = None
     bias: bool = True
 
     def __post_init__(self) -> None:
-        check_filters(self)
+        super().__post_init__()
         check_choice(self, "filter", (filters.TAPS, *filters.names()))
         if self.filter_state is not None:
             check_counts(self, "filter_state")
@@ -116,34 +109,6 @@ class ConvolutionOptions:
         check_choice(self, "place", ("after", "before"))
         if self.place == "before" and self.heads > 1:
             raise ValueError("place=before needs heads=1: before the projection there are no heads")
-
-
-@dataclass(frozen=True)
-class DeltaOptions:
-    """Options of both delta-rule layers: those of `ConvolutionOptions`, with other defaults.
-
-    Attributes:
-        activation: silu, of all three streams whether convolved or not, or none.
-        shared_kv: needs values as wide as keys.
-    """
-
-    streams: str | None = STREAMS
-    window: int = 4
-    conv_type: str = "depthwise"
-    init: str = "uniform"
-    activation: str = "silu"
-    heads: int = 2
-    shared_kv: bool = False
-
-    def __post_init__(self) -> None:
-        check_filters(self)
-
-    def check(self, width: int, values: int) -> None:
-        """Check that heads divide the channels of keys and values. Raises ValueError."""
-        if width % self.heads or values % self.heads or values < 1:
-            raise ValueError(f"heads={self.heads} do not divide {width} keys, {values} values")
-        if self.shared_kv and values != width:
-            raise ValueError(f"shared_kv=true: {values} values but {width} keys; set expand_v=1")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -171,9 +136,7 @@ class StreamSettings(AttentionSettings):
         return self.value_width if stream == "v" and self.value_width else self.head_width
 
 
-def stream_settings(
-    options: ConvolutionOptions | DeltaOptions, width: int, **others: Any
-) -> StreamSettings:
+def stream_settings(options: FilterOptions, width: int, **others: Any) -> StreamSettings:
     """Make the settings that options stand for, and others, in a layer of `width` channels."""
     convolved = {"conv_type": "none"}
     if options.streams:
@@ -183,7 +146,7 @@ def stream_settings(
         num_attention_heads=options.heads,
         conv_window=options.window,
         conv_init=options.init,
-        conv_filter=getattr(options, "filter", "taps"),
+        conv_filter=getattr(options, "filter", filters.TAPS),
         conv_state=getattr(options, "filter_state", None) or 0,
         **convolved,
         **others,

@@ -1,13 +1,7 @@
-"""flash-linear-attention's operators on a GPU.
+"""flash-linear-attention's chunked operators on a GPU, for `train.mixer_backend: fla`.
 
-For `operator=fla` of mixers, which are trained in fp32, the recurrent Triton operators of GLA and
-of the delta rule: all products and sums in fp32, as the torch forms but for the order of sums. The
-gated delta rule's has no backward pass. No operator of the package has a rule for torch.func.vmap:
-models trained in a stack need `operator=torch`.
-
-For `train.mixer_backend: fla` of language models in bf16 its chunked operators: products in bf16,
-on matrix units, and sums in fp32. In fp32 they do not serve: the delta rule's refuses it, the
-others' products would be in TF32.
+They are for language models in bf16: products in bf16, on matrix units, and sums in fp32. In fp32
+they do not serve: the delta rule's refuses it, the others' products would be in TF32.
 """
 
 from __future__ import annotations
@@ -19,40 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.core.errors import UserError
 from cat_lm.ops.runtime.documents import document_starts
 from cat_lm.ops.runtime.operators import refuse_second_derivative
-
-
-def gated_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **how: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what a decaying scan does as gated linear attention, o [B, T, H, V].
-
-    All functions here take document_ids, initial_state and return_state as `decaying_scan` and
-    `delta_rule` of this folder do. The recurrent ones raise UserError for tensors that are not on a
-    GPU, or are batched over models.
-    """
-    check_tensor(q)
-    from fla.ops.gla import fused_recurrent_gla
-
-    return _run(fused_recurrent_gla, {"q": q, "k": k, "v": v, "gk": log_decay}, **how)
-
-
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **how: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what `cat_lm.ops.recurrence.delta_rule` does without decay."""
-    check_tensor(q)
-    from fla.ops.delta_rule import fused_recurrent_delta_rule
-
-    return _run(fused_recurrent_delta_rule, {"q": q, "k": k, "v": v, "beta": beta}, **how)
 
 
 def chunked_gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **how: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what `gated_linear_attention` does, of q, k, v in bf16, with products in bf16."""
+    """Compute what a decaying scan does as gated linear attention, o [B, T, H, V].
+
+    All functions here take document_ids, initial_state and return_state as `decaying_scan` and
+    `delta_rule` of this folder do.
+    """
     from fla.ops.gla import chunk_gla
 
     return _run(chunk_gla, {"q": q, "k": k, "v": v, "g": log_decay}, **how)
@@ -105,16 +77,6 @@ def _differentiable_once(y: Tensor, state: Tensor | None) -> tuple[Tensor, Tenso
         # torch.compile refuses second derivatives itself, and takes no hooks.
         if x is not None and x.requires_grad and not torch.compiler.is_compiling():
             x.register_hook(
-                lambda _: refuse_second_derivative("operator=fla", "use operator=torch")
+                lambda _: refuse_second_derivative("mixer_backend=fla", "use mixer_backend=torch")
             )
     return y, state
-
-
-def check_tensor(x: Tensor) -> None:
-    """Refuse what the operators cannot do, by name."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise UserError("operator=fla: it cannot train models in a stack; use operator=torch")
-    if not x.is_cuda:
-        raise UserError(
-            f"operator=fla: it needs a CUDA GPU, not {x.device.type}; use --device cuda"
-        )

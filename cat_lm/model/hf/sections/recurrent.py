@@ -362,9 +362,3 @@ class MixerSection(GatedWidth, ModelSection):
 
     def shape_problems(self) -> list[str]:
         return mixer_problems(self)
-
-    def portable(self) -> MixerSection:
-        if "operator" not in self.mixer_options:
-            return self
-        options = self.mixer_options | {"operator": "torch"}
-        return self.model_copy(update={"mixer_options": options})
