@@ -20,7 +20,7 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import SCALING_FACTOR
-from cat_lm.pretrained.library_model import library_model
+from cat_lm.pretrained.conversion import library_model, scaled_config, scaled_fields
 from cat_lm.pretrained.loading import (
     DTYPES,
     check_vocabulary,
@@ -41,7 +41,6 @@ from cat_lm.pretrained.record import (
     listing,
     read_record,
 )
-from cat_lm.pretrained.scaled import scaled_config, scaled_fields
 from cat_lm.training.checkpoint import find_checkpoint, read_run_config, read_run_state
 from cat_lm.training.metrics import read_records
 
@@ -61,13 +60,13 @@ def export_checkpoint(
 ) -> Path:
     """Write the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
-    With a `method` of `cat_lm.pretrained.scaled`, the exported model reads contexts of `factor`
+    With a `method` of `cat_lm.pretrained.conversion`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
     transformers' own class, if that computes the same.
 
-    Returns the path of `out`. Raises UserError where there is no complete checkpoint, where it
-    lacks its tokenizer, where `out` holds something else, where the export read back differs, or
-    where the method does not exist for the model; or the library has no class of it.
+    Returns the path of `out`. Raises UserError where there is no complete checkpoint with its
+    tokenizer, where the method or the library's class does not exist for the model, or as
+    `export_model`.
     """
     out = _check_replaceable(out)
     step_folder = find_checkpoint(checkpoint)
@@ -148,10 +147,7 @@ def export_model(
 
 
 def training_facts(step_folder: Path) -> dict[str, Any]:
-    """Gather what checkpoint and run know of the training: step, tokens, context, loss.
-
-    Raises UserError where a file of them is damaged.
-    """
+    """Gather what checkpoint and run know of the training. Raises UserError for damaged files."""
     state, config = read_run_state(step_folder), read_run_config(step_folder)
     facts = {
         "step": state.step,
@@ -169,10 +165,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
 
 
 def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Read the folder as a user would and compare every tensor.
-
-    As a rule from the page cache: what the disk loses later, the checksums find.
-    """
+    """Read the folder as a user would, as a rule from the page cache, and compare every tensor."""
     import torch
 
     # load_model raises for missing and unexpected keys.
@@ -193,11 +186,7 @@ def check_new(out: Path | str) -> Path:
 
 
 def _check_replaceable(out: Path | str) -> Path:
-    """Check, before any work, that `out` is free, or an earlier export as it was written.
-
-    Raises:
-        UserError: it cannot be a folder, or holds what would be lost.
-    """
+    """Check, before any work, that `out` is free, or an earlier export as it was written."""
     out = Path(out)
     # Of a link, the folder that it points to is made.
     check_output(os.path.realpath(out) if out.is_symlink() else out, "OUT")

@@ -64,10 +64,9 @@ def sampling_options(temperature: float, top_p: float, greedy: bool) -> dict[str
 
 
 def refuse_nonsense(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Pass finite scores [B, V] on; greedy decoding would take NaN for the likeliest token.
+    """Pass scores [B, V] on; greedy decoding would take NaN for the likeliest token.
 
-    Raises:
-        UserError: they are not numbers, whatever the weights are.
+    Raises UserError where they are not numbers, whatever the weights are.
     """
     if scores.isnan().any() or scores.isposinf().any() or scores.isneginf().all():
         raise UserError(
@@ -87,9 +86,7 @@ def continue_text(
 ) -> str:
     """Return the text that `model.generate` adds to `prompt`, without special tokens.
 
-    Args:
-        options: see `sampling_options`.
-        streamer: gets the tokens as they are made.
+    `options` are those of `sampling_options`; `streamer` gets the tokens as they are made.
     """
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
     options = {**options, "max_new_tokens": max_new_tokens, "streamer": streamer}
@@ -108,7 +105,6 @@ def continue_text(
 
 
 def _read_prompt(text: str) -> str:
-    """Return the prompt: `text`, or standard input for "-". Raises UserError where it is none."""
     if text == "-":
         given = sys.stdin.buffer.read(_PROMPT_BYTES + 1) if sys.stdin is not None else b""
         if len(given) > _PROMPT_BYTES:
@@ -125,7 +121,6 @@ def _read_prompt(text: str) -> str:
 
 
 def _check_memory(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise UserError where prompt and continuation need more memory than is free."""
     settings = model.generation_config
     rows = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     needed = generation_bytes(model, rows, prompt_tokens, new_tokens)

@@ -23,7 +23,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained.library_model import compare_logits, logits_of, model_with
+from cat_lm.pretrained.conversion import compare_logits, logits_of, model_with
 from cat_lm.pretrained.loading import (
     choose_device,
     load_model,
@@ -106,12 +106,9 @@ def sparsify(
 
 
 def dense_model(folder: Path | str) -> PreTrainedModel:
-    """Load the model in `folder` in fp32, with softmax attention over all keys.
+    """Load the model in `folder` in fp32 with softmax attention, without filters of landmarks.
 
-    Landmarks' filters of its own are left out.
-
-    Raises:
-        UserError: it is none that could have landmark attention.
+    Raises UserError where it is none that could have landmark attention.
     """
     folder = model_folder(folder)
     source = model_config(folder)
@@ -123,7 +120,6 @@ def dense_model(folder: Path | str) -> PreTrainedModel:
 def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
-    """Learn filters; put them among the weights, in their dtype. The losses as `ends_of`."""
     from cat_lm.model.attention.modules.landmark import LandmarkCore, train_landmarks
     from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 
@@ -152,8 +148,7 @@ def _with_attention(
 ) -> PreTrainedConfig:
     """Return a model's configuration with another pattern of attention; all else stays.
 
-    Raises:
-        UserError: attention of this model cannot be made sparse; or options that are wrong.
+    Raises UserError where its attention cannot be made sparse, or for options that are wrong.
     """
     architecture = architectures.find(source)
     if architecture is None or "attention_options" not in architecture.Section.model_fields:
@@ -205,6 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--state",
         type=whole(CONV_STATE.at_least(1)),
+        dest="filter_state",
         metavar="N",
         help=f"of --filter {' and '.join(filters.names())}, as long as the text and learned: "
         "numbers of state for each channel",
@@ -222,32 +218,40 @@ def main() -> None:
         help="who chooses blocks: each head of keys, or the layer (default: head)",
     )
     add_skip_checksums(parser)
-    arguments = parser.parse_args()
-    names = ("block", "top_k", "local", "sink", "filter", "share")
-    options = {name: getattr(arguments, name) for name in names}
-    if arguments.state is not None:
-        options["filter_state"] = arguments.state
-    if arguments.tokens is not None and arguments.calibrate is None:
-        raise UserError(f"--tokens {arguments.tokens}: says nothing without --calibrate")
-    calibration = None
-    if arguments.calibrate is not None:
-        calibration = Calibration(arguments.calibrate, arguments.tokens or 1_000_000)
+    options = vars(parser.parse_args())
+    folder, out, skip = (options.pop(name) for name in ("folder", "out", "skip_checksums"))
+    data, tokens = options.pop("calibrate"), options.pop("tokens")
+    if options["filter_state"] is None:
+        del options["filter_state"]
+    if tokens is not None and data is None:
+        raise UserError(f"--tokens {tokens}: says nothing without --calibrate")
+    calibration = None if data is None else Calibration(data, tokens or 1_000_000)
     quiet_transformers()
-    with comparing_files(skip=arguments.skip_checksums):
-        out, difference, losses = sparsify(arguments.folder, arguments.out, options, calibration)
+    with comparing_files(skip=skip):
+        out, difference, losses = sparsify(folder, out, options, calibration)
+    _print_result(folder, out, options, difference, losses)
+
+
+def _print_result(
+    folder: str,
+    out: Path,
+    options: dict[str, Any],
+    difference: float,
+    losses: tuple[float, float] | None,
+) -> None:
     config = model_config(out)
     print(f"{out}: {describe_model(config)}")
     equal = f"equal those of all keys to {difference:.1e} of the largest"
     print(f"with all blocks chosen, logits {equal}")
-    before = _options_of(model_config(model_folder(arguments.folder)))
+    before = _options_of(model_config(folder))
     if _learns(before) and not ENTRY.keeps_parameters(before, options):
         name, block = before["filter"], before["block"]
         print(f"the model's own landmarks (filter={name}, block={block}) are left out")
     if losses is not None:
         print(f"landmark loss {losses[0]:.4f} at first, {losses[1]:.4f} at last")
-    blocks = arguments.top_k + arguments.local + arguments.sink
+    blocks = options["top_k"] + options["local"] + options["sink"]
     length = config.max_position_embeddings
-    share = min(1.0, blocks * arguments.block / length)
+    share = min(1.0, blocks * options["block"] / length)
     print(f"a query at {length} tokens reads at most {share:.0%} of the keys")
 
 

@@ -199,7 +199,6 @@ def _check_reading(
 
 
 def _check_core(core: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-    """Check what the core gives for query [B, H, T, D] and its values."""
     if not isinstance(output, tuple) or len(output) != 2:
         raise _Wrong(
             f"its module gives a {type(output).__name__}; must give ([B, T, H, D], maps or None)"
@@ -209,7 +208,6 @@ def _check_core(core: nn.Module, given: tuple[Any, ...], output: Any) -> None:
 
 
 def _check_score(module: ScoreModule, form: str, heads: int) -> None:
-    """Check that scores are made of logits as the transform's form says."""
     if form == "separable" and type(module).score is ScoreModule.score:
         return  # It is computed by its factors alone.
     logits = torch.randn(ROWS, heads, TIME, TIME)
@@ -245,7 +243,6 @@ def _check_same(found: Tensor, wanted: Tensor, otherwise: str) -> None:
 
 
 def _check_output(found: object, shape: tuple[int, ...], of: str) -> None:
-    """Check what a module gives: a tensor of numbers, of this shape."""
     if not isinstance(found, Tensor):
         raise _Wrong(f"its module gives a {type(found).__name__}; must give a tensor {of}")
     if found.shape != shape:

@@ -25,7 +25,7 @@ from cat_lm.model.attention.settings import refuse
 from cat_lm.model.rules import DEFAULT_WINDOW, tap_problems
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained.library_model import (
+from cat_lm.pretrained.conversion import (
     compare_logits,
     empty_model,
     logits_of,
@@ -66,9 +66,8 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
     """Write the model in `folder` with other convolutions, all of them the identity, to `out`.
 
     Args:
-        folder: a model of an architecture that takes convolutions, its own filters, if it has any,
-            being the identity: a transformers folder with safetensors or torch weights, in one
-            file or in shards.
+        folder: a transformers folder of a model of an architecture that takes convolutions, its own
+            filters, if it has any, being the identity.
         out: a new folder, or an empty one.
 
     Returns:
@@ -101,11 +100,6 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
 def _target_config(
     folder: Path, source: PreTrainedConfig, convolution: Convolution, architecture: Architecture
 ) -> PreTrainedConfig:
-    """Return the configuration of the new model.
-
-    Raises:
-        UserError: it is none; or source or target compute something that no filters undo.
-    """
     if source.to_dict().get("conv_activation") == "silu":
         raise UserError(
             f"model {folder}: activation silu: SiLU changes the model whatever its filters, so "
@@ -131,7 +125,6 @@ def _target_config(
 def _plain_config(
     folder: Path, source: PreTrainedConfig, architecture: Architecture
 ) -> PreTrainedConfig:
-    """Return the configuration of the library's own model, which has no convolutions."""
     if source.model_type != architecture.model_type:
         raise UserError(
             f"model {folder}: is plain {architecture.title} already; --conv none has nothing to do"
@@ -149,7 +142,6 @@ def _plain_config(
 def _target_weights(
     folder: Path, target: PreTrainedConfig, architecture: Architecture
 ) -> dict[str, Tensor]:
-    """Return the tensors of the new model, by the names of its state_dict."""
     import torch
 
     source = load_model(folder, dtype="auto", device="cpu")

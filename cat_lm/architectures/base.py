@@ -67,7 +67,7 @@ class Architecture:
         embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         old_constants: a pattern of what old versions of a library stored with the weights.
-        scales_positions: whether longer contexts can be read by `cat_lm.pretrained.scaled`.
+        scales_positions: whether longer contexts can be read by `cat_lm.pretrained.conversion`.
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
         recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.

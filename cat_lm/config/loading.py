@@ -24,11 +24,12 @@ from pydantic.fields import FieldInfo
 
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
-from cat_lm.config.rules import inconsistencies
 from cat_lm.config.run import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import Section
 from cat_lm.core.readers import clipped, mismatch_text, parse_yaml, read_yaml, resolve, short
+from cat_lm.model import attention
+from cat_lm.model.attention import Pattern
 
 _BASE = "base="  # begins the override that names another base
 
@@ -55,7 +56,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     config = None
     try:
         config = RunConfig.model_validate(values)
-        errors += inconsistencies(config)
+        errors += _inconsistencies(config)
     except ValidationError as error:
         found = error.errors(include_url=False)
         errors += [_describe(e) for e in found if e["type"] != "extra_forbidden"]
@@ -68,7 +69,6 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def _read_with_bases(
     path: Path, seen: tuple[Path, ...], other: str | None = None
 ) -> dict[str, Any]:
-    """Read a file's values over those of its base, or of `other` in its base's place."""
     values = read_yaml(path, "configuration file")
     if (place := resolve(path)) in seen:
         raise UserError(f"{place}: 'base' leads back to the file itself")
@@ -177,6 +177,105 @@ def _describe(error: Any) -> str:
     return f"{name}={clipped(repr(error['input']))}: {message}"
 
 
+# What is wrong with a configuration that no single key shows
+
+
+def _inconsistencies(config: RunConfig) -> list[str]:
+    patterns = _patterns(config)
+    errors = [*_model(config), *_training(config)]
+    errors += [problem for pattern in patterns for problem in pattern.objective_problems(config)]
+    errors += _schedule(config)
+    if not errors:
+        errors += _sequences(config)
+        errors += [problem for pattern in patterns for problem in pattern.row_problems(config)]
+        errors += _length(config)
+    return errors
+
+
+def _patterns(config: RunConfig) -> list[Pattern]:
+    # Keys of `train` belong to patterns of this project, whatever the model has.
+    names = attention.PATTERNS.own_names()
+    chosen = getattr(config.model, "attention", None)
+    if chosen in attention.PATTERNS and chosen not in names:
+        names = (*names, chosen)
+    return [attention.PATTERNS.get(name) for name in names]
+
+
+def _model(config: RunConfig) -> list[str]:
+    architecture, model = config.architecture, config.model
+    problems = architecture.problems(model, config.data.context_length)
+    found = [f"model.{problem}" for problem in problems]
+    if not found and config.data.mask_documents and not model.isolates_documents:
+        found.append(
+            "data.mask_documents=true: this model cannot keep documents apart "
+            f"({architecture.summary(model).words}); set it to false"
+        )
+    return found
+
+
+def _training(config: RunConfig) -> list[str]:
+    train, data, errors = config.train, config.data, []
+    if train.global_batch_size % train.micro_batch_size:
+        errors.append(
+            f"train.micro_batch_size={train.micro_batch_size}: must divide "
+            f"train.global_batch_size={train.global_batch_size}"
+        )
+    if data.path is None and data.mixture is None:
+        errors.append("data: one of path and mixture is needed")
+    if data.path is not None and data.mixture is not None:
+        errors.append("data: path and mixture exclude each other; set one of them to null")
+    if train.compile and train.zero_stage == 3:
+        errors.append(
+            "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
+        )
+    return errors
+
+
+def _sequences(config: RunConfig) -> list[str]:
+    parts, length = config.train.sequence_parallel, config.data.context_length
+    if parts == 1:
+        return []
+    problems = config.model.division_problems(parts, length)
+    if length % parts:
+        problems.insert(0, f"must divide data.context_length={length}")
+    if config.train.compile:  # never seen to trace the exchanges
+        problems.append("does not go with train.compile=True; set it to false")
+    return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    optimizer = config.optimizer
+    is_wsd = optimizer.schedule == "wsd"
+    errors = _one_length(config, "train", "max", required=True)
+    errors += _one_length(config, "optimizer", "warmup", required=False)
+    errors += _one_length(config, "optimizer", "decay", required=is_wsd)
+    if not is_wsd and (optimizer.decay_steps or optimizer.decay_tokens):
+        errors.append(f"optimizer.schedule={optimizer.schedule}: only 'wsd' has a decay length")
+    for name in ("initial_lr", "min_lr"):
+        if getattr(optimizer, name) > optimizer.lr:
+            errors.append(f"optimizer.{name}={getattr(optimizer, name)}: is above optimizer.lr")
+    return errors
+
+
+def _one_length(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
+    names = (f"{name}_tokens", f"{name}_steps")
+    given = [key for key in names if getattr(getattr(config, section), key) is not None]
+    both = " and ".join(names)
+    if len(given) > 1:
+        return [f"{section}: {both} exclude each other; set the one that does not count to null"]
+    return [f"{section}: one of {both} is needed"] if required and not given else []
+
+
+def _length(config: RunConfig) -> list[str]:
+    warmup, decay = config.steps_of("warmup"), config.steps_of("decay")
+    if warmup + decay <= config.total_steps:
+        return []
+    return [
+        f"optimizer: warm-up and decay take {warmup} + {decay} steps, but the run has only "
+        f"{config.total_steps}"
+    ]
+
+
 # The keys as YAML, for `train.py --keys`
 
 # A plugin's section may have other kinds, which its descriptions explain.
@@ -196,8 +295,7 @@ class ShowKeys(argparse.Action):
 def all_keys(architecture: str) -> str:
     """Return every key of a family's runs with its default, and what it means in a comment.
 
-    Raises:
-        UserError: there is no such family.
+    Raises UserError where there is no such family.
     """
     if architecture not in architectures.names():
         known = ", ".join(architectures.names())

@@ -32,13 +32,10 @@ GRADIENT_BUCKET = 10**8
 
 
 class _Named(BaseModel):
-    """Hold what of `model:` says which keys the others may be."""
-
     architecture: Annotated[Any, entry_of(architectures.ARCHITECTURES)] = architectures.DEFAULT
 
 
 def _by_architecture(values: Any, check: ValidatorFunctionWrapHandler) -> ModelSection:
-    """Read `model:` as the section of the architecture that it names."""
     if not isinstance(values, dict):
         return check(values)
     name = _Named.model_validate(values).architecture
@@ -58,7 +55,6 @@ class RunConfig(Section):
 
     @property
     def architecture(self) -> Architecture:
-        """Return the family of the model."""
         return architectures.get(self.model.architecture)
 
     @property
@@ -81,8 +77,7 @@ class RunConfig(Section):
     def row_shares(self, world_size: int) -> int:
         """Return how many groups of ranks divide a batch: P ranks have each sequence together.
 
-        Raises:
-            UserError: `train.sequence_parallel`, P, does not divide the ranks.
+        Raises UserError where P, `train.sequence_parallel`, does not divide the ranks.
         """
         parts = self.train.sequence_parallel
         if world_size % parts:
@@ -94,9 +89,7 @@ class RunConfig(Section):
     def accumulation_steps(self, world_size: int) -> int:
         """Return how many micro-batches a rank computes per step.
 
-        Raises:
-            UserError: the global batch does not divide into whole micro-batches, or ranks not into
-                groups that share sequences.
+        Raises UserError where ranks, or sequences, do not divide into whole groups.
         """
         shares = self.row_shares(world_size)
         per_pass = self.train.micro_batch_size * shares
@@ -121,7 +114,6 @@ class RunConfig(Section):
 
     @property
     def objective(self) -> Objective:
-        """Return the loss that a step minimises."""
         return self.architecture.objective(self.model, self.train)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
@@ -169,19 +161,18 @@ class RunConfig(Section):
 def check_replaceable(path: Path | str) -> None:
     """Check that a configuration may be saved at a path.
 
-    Raises:
-        UserError: a file stands there that is not as a run writes its sections, such as somebody's
-            own YAML with its comments.
+    Raises UserError where a file stands there that is not as a run writes its sections, such as
+    somebody's own YAML with its comments.
     """
     if not os.path.lexists(path):
         return
+    text, values = "", None
     try:
         text = read_text(path)
         values = parse_yaml(text, str(path))
     except UserError as error:
         if is_temporary(error):
             raise
-        text, values = "", None
     is_run = isinstance(values, dict) and values.keys() & RunConfig.model_fields.keys()
     if not is_run or yaml.safe_dump(values, sort_keys=False) != text:
         raise UserError(

@@ -61,10 +61,7 @@ def changed(config: Any, values: dict[str, Any]) -> Any:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Initialize modules in fp32 on the CPU, from a generator of their own.
-
-    The model may be on the meta device, in bf16, or not drawn.
-    """
+    """Within, modules are made in fp32 on the CPU and drawn, whatever a model is made with."""
     from transformers.initialization import TORCH_INIT_FUNCTIONS
 
     token, dtype = _APART.set(True), torch.get_default_dtype()

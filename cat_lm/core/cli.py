@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of commands: what is wrong with the arguments is one line.
-
-    argparse itself would print how the command is used, and end; and take an empty value for a path
-    or a name.
-    """
+    """A parser whose errors are `UserError`s, one line each; argparse prints the usage and ends."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
@@ -64,8 +60,6 @@ def number(allowed: Range, *, above: float | None = None) -> Callable[[str], flo
 
 
 def _kind(check: Callable[[str], T]) -> Callable[[str], T]:
-    """Make a kind of a function that raises ValueError."""
-
     def parse(text: str) -> T:
         try:
             return check(text)

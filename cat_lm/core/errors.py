@@ -74,10 +74,8 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
     So does a file or a disk that cannot be read or written. Temporary errors have
-    `REQUEUE_EXIT_CODE` in its place; an error that all ranks share is printed by the first one.
-    Ends with code 130 on Ctrl-C, and with 1 when the reader of a pipe has gone. The standard
-    streams take every character in any locale, and may be closed. A rank of several ends at once
-    after its error's line or traceback: see `hard_exit`.
+    `REQUEUE_EXIT_CODE`, Ctrl-C 130, a reader of a pipe that has gone 1. An error that all ranks
+    share is printed by the first one; a rank of several ends at once after it, see `hard_exit`.
     """
 
     @functools.wraps(main)
@@ -96,7 +94,6 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _run(main: Callable[[], None]) -> None:
-    """Call `main`; an error that a user can fix becomes its line and SystemExit."""
     ended = None
     try:
         _prepare_streams()
@@ -131,7 +128,6 @@ def _run(main: Callable[[], None]) -> None:
 
 
 def _among_ranks() -> bool:
-    """Return True if this process has joined others in a process group of torch's."""
     group = sys.modules.get("torch.distributed")
     # An interrupted import leaves half a module, and a build without ranks has no group at all.
     is_initialized = getattr(group, "is_initialized", lambda: False)
@@ -141,9 +137,8 @@ def _among_ranks() -> bool:
 def hard_exit(exit_code: int) -> NoReturn:
     """End this process with `exit_code`, without the interpreter's own teardown.
 
-    There a thread of the process group, still alive, was once seen to abort the process after its
-    work was done; a launcher would take a finished run for a failed one. After an error NCCL's
-    communicators may wait there for ranks that will never come.
+    There a thread of the process group was once seen to abort a process after its work was done,
+    and NCCL's communicators may wait for ranks that will never come.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk
@@ -152,7 +147,6 @@ def hard_exit(exit_code: int) -> NoReturn:
 
 
 def _end(line: str, code: int) -> NoReturn:
-    """Print one line on stderr, wherever that leads, and end with `code`."""
     # The log of a job may lie on the disk that is full.
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
@@ -176,7 +170,6 @@ def _prepare_streams() -> None:
 
 
 def _discard_pending() -> None:
-    """Flush both streams, or discard what cannot be written: Python's end would complain of it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

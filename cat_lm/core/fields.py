@@ -47,8 +47,6 @@ def entry_of(registry: Registry) -> AfterValidator:
 
 
 def _without(problem_of: Callable[[Any], str | None], optional: bool = False) -> AfterValidator:
-    """Return the validator of a value that has no problem, or is None where it is optional."""
-
     def check(value: Any) -> Any:
         problem = None if optional and value is None else problem_of(value)
         if problem:
@@ -79,9 +77,8 @@ class Section(BaseModel):
 def parse_specification(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value,key=value` into (name, {key: value}).
 
-    Raises:
-        UserError: something after the colon is not key=value, or the same could be written shorter:
-            with spaces, or a colon that nothing follows. A specification names what was computed.
+    Raises UserError where something after the colon is not key=value, or where the same could be
+    written shorter, with spaces or an empty end: a specification names what was computed.
     """
     if text.endswith(":") or any(character.isspace() for character in text):
         raise UserError(f"{text!r}: must be name or name:key=value,key=value, without spaces")
@@ -104,10 +101,9 @@ def build_options(
     defaults: Mapping[str, Any] | None = None,
     fixed: tuple[str, ...] = (),
 ) -> T:
-    """Make an instance of `cls` from defaults and from text or values.
+    """Make an instance of the dataclass `cls` from defaults and from text or values.
 
     Args:
-        cls: a dataclass.
         what: names it in messages.
         given: option -> value, or its text.
         defaults: option -> value, over those of the class.
@@ -141,10 +137,7 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 def _value(where: str, given: Any, kind: Any) -> Any:
-    """Read a value as one of the types of a union, tried from the narrowest.
-
-    The option, not the value, decides what text means, so that files and command lines agree.
-    """
+    """Read a value as one of the types of a union, tried from the narrowest."""
     kinds = typing.get_args(kind) or (kind,)
     if isinstance(given, bool):
         given = str(given).lower()

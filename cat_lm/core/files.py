@@ -29,9 +29,9 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file beside `path`; on success it is flushed to disk and renamed to it.
+    """Open a temporary file beside `path`; at the end it is flushed to disk and renamed to `path`.
 
-    On any error the temporary file is removed and `path` is left as it was.
+    On any error it is removed, and `path` is left as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,22 +53,16 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
 
 
 class AppendedFile:
-    """A file that only grows, by whole pieces.
+    """A file that only grows, by whole pieces, under its name, also where it was removed meanwhile.
 
-    A write that fails does not raise, since several ranks must end together. The error is kept as
-    `error`, nothing of the piece stays in the file, and nothing more is written.
-
-    Where the file is removed or replaced meanwhile, writing continues under its name.
-
-    Attributes:
-        error: what the user must know of the first failure, or None.
+    A write that fails does not raise, since several ranks must end together: `error` says what
+    failed first, nothing of the piece stays in the file, and nothing more is written.
     """
 
     def __init__(self, path: Path | str, say: Callable[[str], object] = lambda line: None) -> None:
-        """Open `path`. Raises UserError where it is a link: a file elsewhere does not grow.
+        """Open `path`; `say` gets a line when it was removed or replaced.
 
-        Args:
-            say: gets a line when the file was removed or replaced.
+        Raises UserError where it is a link: a file elsewhere does not grow.
         """
         self.error: UserError | None = None
         self._path, self._say = Path(path), say
@@ -104,10 +98,7 @@ class AppendedFile:
             raise
 
     def _keep_name(self) -> None:
-        """Open the name again where it no longer leads to the open file.
-
-        What was written before is copied from the open file, unless another file is there.
-        """
+        """Open the name again where it no longer leads to the open file; copy what that held."""
         opened = os.fstat(self._stream.fileno())
         try:
             if os.path.samestat(os.stat(self._path), opened):
@@ -182,9 +173,7 @@ def checksum(
 ) -> str:
     """Hash a file's bytes; returns lower-case hexadecimal digits. Raises OSError.
 
-    Args:
-        reading: called with the path each time that some MiB were hashed, in the calling thread;
-            what it raises ends the hashing.
+    `reading` is called with the path after every few MiB; what it raises ends the hashing.
     """
     if algorithm == "sha256":
         digest = hashlib.sha256()
@@ -211,14 +200,7 @@ def checksums(
     algorithm: Algorithm,
     reading: Callable[[Path], object] = lambda path: None,
 ) -> dict[Path, str]:
-    """Hash many files in as many threads as this process has cores.
-
-    Args:
-        reading: as in `checksum`, in the thread that hashes.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Hash many files as `checksum` does, in as many threads as this process has cores."""
     paths = list(paths)
     with ThreadPoolExecutor(min(len(paths), len(os.sched_getaffinity(0))) or 1) as pool:
         found = pool.map(lambda path: checksum(path, algorithm, reading), paths)
@@ -237,8 +219,7 @@ def sync_directory(path: Path | str) -> None:
 def give_usual_mode(path: Path) -> None:
     """Set the permissions that a newly made file or folder has, by the process's umask.
 
-    Temporary files and those of safetensors are made for their owner alone, copies keep what the
-    original had.
+    Temporary files, those of safetensors and copies have others.
     """
     mask = os.umask(0)
     os.umask(mask)
@@ -246,13 +227,10 @@ def give_usual_mode(path: Path) -> None:
 
 
 def os_error(error: Exception, path: Path | str) -> OSError | None:
-    """Return the system's error behind a library's error on a file, with the file's name.
+    """Return the system's error behind a library's error on a file, None where there is none.
 
     safetensors, torch and `shutil.copytree` have its number only in their texts. Whether an error
     is temporary, and the exit code, depend on the number.
-
-    Returns:
-        None where the system has no part in it, as where the content is damaged.
     """
     if isinstance(error, OSError) and error.errno is not None:
         error.filename = error.filename or str(path)

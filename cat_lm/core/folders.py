@@ -55,9 +55,7 @@ def output_problem(text: str) -> str | None:
 def check_output(out: Path | str, flag: str = "--out") -> None:
     """Check, before any work is done, that `out` can be a folder to write to.
 
-    Raises:
-        UserError: it, or a folder that it would be in, is a file, may not be written to, or is no
-            path of this machine.
+    Raises UserError where it or a folder above it is a file, may not be written to, or is no path.
     """
     _check_place(out, Path(out).absolute(), f"{flag} {out}", "a folder")
 
@@ -65,8 +63,7 @@ def check_output(out: Path | str, flag: str = "--out") -> None:
 def check_file(path: Path | str) -> None:
     """Check, before any work is done, that a file can be written to `path` at the end of it.
 
-    Raises:
-        UserError: it is a folder or a device, or lies where no file can be made.
+    Raises UserError where it is a folder or a device, or lies where no file can be made.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
         what = "a folder" if os.path.isdir(path) else "no regular file"
@@ -75,7 +72,6 @@ def check_file(path: Path | str) -> None:
 
 
 def _check_place(path: Path | str, folder: Path, name: str, wanted: str) -> None:
-    """Check that a folder can be written to, or made where it is not there yet."""
     if problem := output_problem(str(path)):
         raise UserError(f"{name!r}: {problem}; give {wanted}")
     place = folder
@@ -103,9 +99,7 @@ class Busy(Exception):
 class Lock(io.FileIO):
     """The file of a lock that is held until all processes that have it open close it or end.
 
-    Attributes:
-        error: of a file system that knows no locks; the lock then holds nobody back, and what is
-            done under it must be safe without it.
+    `error` is that of a file system that knows no locks: the lock then holds nobody back.
     """
 
     error: OSError | None = None
@@ -116,11 +110,7 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
 
     Args:
         shared: together with other holders of the kind.
-        wait: until another's lock ends.
-
-    Raises:
-        Busy: another holds it, and `wait` is false.
-        OSError: the file cannot be opened.
+        wait: until another's lock ends; else `Busy` is raised.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
@@ -189,8 +179,7 @@ def _process_namespace() -> str:
 def make_temporary(folder: Path) -> None:
     """Make a temporary folder; one that a killed process left is taken with what is in it.
 
-    Raises:
-        UserError: something else stands there.
+    Raises UserError where something else stands there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not is_ours(folder):
@@ -227,8 +216,7 @@ def empty_temporary(folder: Path) -> None:
 def remove_temporary(folder: Path) -> None:
     """Delete a temporary folder, the mark last; nothing where there is none.
 
-    Raises:
-        UserError: something else stands there, or it cannot be removed.
+    Raises UserError where something else stands there, or where it cannot be removed.
     """
     if not os.path.lexists(folder):
         return
@@ -260,15 +248,13 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `out` when the block ends without an error.
 
-    An `out` that is there is replaced where its own record lists all that is in it.
-
     Args:
-        listing: the relative paths that a folder's record says were written by its command.
+        listing: the relative paths that a folder's record says were written by its command; an
+            `out` that holds nothing else is replaced.
         flag: names the option in messages.
 
     Raises:
-        UserError: `out` holds anything else; another command is writing to it; or it cannot be
-            written.
+        UserError: `out` holds anything else, another command writes to it, or it cannot be written.
     """
     from safetensors import SafetensorError
 
@@ -306,8 +292,7 @@ def atomic_folder(
 def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> Iterator[None]:
     """Hold the lock of a place, and clear what killed commands left beside it.
 
-    Without it the later of two commands would silently replace what the earlier one has made, and
-    nobody could tell what a command on another host has left from what it is still making.
+    Without the lock the later of two commands would silently replace what the earlier one has made.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     path = place.with_name(f".{place.name}.writing")
@@ -327,11 +312,7 @@ def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str
 
 
 def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
-    """Remove what a killed command left, after an earlier result in it is back in its place.
-
-    Raises:
-        UserError: the place holds something else; the earlier result then stays where it is.
-    """
+    """Remove what a killed command left, after an earlier result in it is back in its place."""
     old = left / "old"
     if old.is_dir():
         with contextlib.suppress(OSError):
@@ -344,7 +325,6 @@ def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], 
 
 
 def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
-    """Refuse to replace a folder that holds what its own record does not list."""
     if not place.exists():
         return
     found = files_below(place)

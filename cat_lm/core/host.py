@@ -26,7 +26,6 @@ def available_memory() -> int | None:
 
 
 def _host_memory() -> int | None:
-    """Return Linux' own estimate for the whole host."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -38,9 +37,7 @@ def _host_memory() -> int | None:
 def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the bytes that this process's control groups leave it; None where none has a limit.
 
-    Args:
-        root: where control groups are mounted, of version 2 or with version 1's `memory` in it.
-        own: the process's groups.
+    `root` is where groups of version 2 are mounted, or version 1's `memory`; `own` lists ours.
     """
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -61,7 +58,6 @@ def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) ->
 
 
 def _left(folder: Path, limit_name: str, usage_name: str) -> int | None:
-    """Return what one group leaves; None where it has no limit."""
     try:
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = int((folder / usage_name).read_text(encoding="ascii"))
@@ -77,14 +73,11 @@ def _left(folder: Path, limit_name: str, usage_name: str) -> int | None:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, for the rest of the process.
+    """Have glibc keep what is freed, for the rest of the process. Return True if it does.
 
     It gives large blocks back to the system, which clears each page again when the next tensor
-    takes it: on a CPU, up to a third of a small model's step.
-
-    Returns:
-        Whether it does: not with another C library, and not where the environment has a choice of
-        its own.
+    takes it: on a CPU, up to a third of a small model's step. Not with another C library, and not
+    where the environment has a choice of its own.
     """
     if any(name in os.environ for name in _OWN_CHOICE):
         return False

@@ -41,10 +41,7 @@ _MOST_CHARACTERS = 40
 def parse_count(text: str) -> int | float:
     """Return the whole number that a text gives as people write it: 15B, 20k, 1.5e9, 20_000.
 
-    A number of more digits than any range has is returned as infinity.
-
-    Raises:
-        ValueError: the text is no whole number.
+    Infinity for more digits than any range has. Raises ValueError for another text.
     """
     match = _COUNT.fullmatch(text.strip().upper()) if len(text) <= _MOST_CHARACTERS else None
     if match is None:
@@ -61,10 +58,8 @@ def parse_count(text: str) -> int | float:
 def check_whole(value: Any, allowed: Range) -> Any:
     """Return a whole number of a range, from a number or from a text as `parse_count` reads it.
 
-    A value that is neither is returned as it is, for the caller's own check of types.
-
-    Raises:
-        ValueError: the text is no whole number, or the number lies outside the range.
+    What is neither is returned as it is, for the caller's own check of types. Raises ValueError for
+    another text, and outside the range.
     """
     if isinstance(value, bool):
         raise ValueError("must be a whole number, not true or false")
@@ -77,13 +72,7 @@ def check_whole(value: Any, allowed: Range) -> Any:
 def check_number(
     value: Any, allowed: Range, *, above: float | None = None, below: float | None = None
 ) -> Any:
-    """Return a number of a range, from a number or a text; the bounds themselves are excluded.
-
-    A value that is neither is returned as it is, for the caller's own check of types.
-
-    Raises:
-        ValueError: the text is no number, or the number lies outside the range or the bounds.
-    """
+    """Return a number of a range, as `check_whole`; the bounds `above` and `below` are excluded."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     if isinstance(value, str):  # In YAML 1.1, 3e-4 is text: a number would be 3.0e-4.

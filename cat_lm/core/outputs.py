@@ -47,14 +47,9 @@ def named(stem: str, *suffixes: str) -> list[str]:
 def claim_outputs(
     out: Path | str, result: str, names: Iterable[str] = (), flag: str = "--out"
 ) -> None:
-    """List the files that a command is about to write into `out`.
+    """List the files that a command is about to write into `out`: the JSON `result`, and others.
 
-    Args:
-        result: the JSON file of its numbers.
-        names: of its other files.
-
-    Raises:
-        UserError: one is there and not of an earlier run.
+    Raises UserError where one is there and not of an earlier run.
     """
     out = Path(out)
     listed = _listed(listing := out / f".{result}.files")
@@ -70,13 +65,8 @@ def claim_outputs(
 
 
 def claim_file(path: Path | str, flag: str, command: str = "") -> None:
-    """Check that a result may be written to `path`.
-
-    Args:
-        command: begins the command lines whose results are replaced; all of ours by default.
-
-    Raises:
-        UserError: something else is there, perhaps the input.
+    """Check that a result may be written to `path`, where one of a command line that begins with
+    `command` may be. Raises UserError where something else is there, perhaps the input.
     """
     if os.path.lexists(path) and not is_result(Path(path), command):
         whose = f"`{command}`" if command else "ours"
@@ -84,11 +74,7 @@ def claim_file(path: Path | str, flag: str, command: str = "") -> None:
 
 
 def write_result(path: Path, flag: str, command: str, values: dict[str, Any]) -> None:
-    """Write a command's numbers to a file of its option `flag`, as a result that says so.
-
-    Raises:
-        UserError: something else is there.
-    """
+    """Write a command's numbers as a result that says so; errors as of `claim_file`."""
     claim_file(path, flag, command)
     made = {"command": command, "versions": {"cat_lm": __version__}}
     write_json(path, made | values)
@@ -120,10 +106,7 @@ def _listed(listing: Path) -> list[str]:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete the files of `folder` that `names` lists, and the folders in it that held only them.
-
-    Links are deleted, never followed.
-    """
+    """Delete listed files of a folder, and folders in it that held only them; follow no links."""
     parents = set()
     for name in names:
         path = folder / name

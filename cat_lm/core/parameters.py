@@ -34,12 +34,8 @@ class NothingDecays(nn.Module):
 def takes_decay(module: nn.Module) -> dict[str, bool]:
     """Return for each parameter of a module itself, by name, whether it takes weight decay.
 
-    A name of a parameter that there could be and is not (None, as `nn.Linear` has a bias) may be
-    in `no_decay`.
-
-    Raises:
-        ValueError: the module does not say it, or names what is no parameter of its own; a filter
-            or a rate would shrink without a word.
+    `no_decay` may name one that is None, as a bias. Raises ValueError where the module does not say
+    it, or names what is no parameter of its own: a filter or a rate would shrink without a word.
     """
     own, kind = dict(module.named_parameters(recurse=False)), type(module).__name__
     if hasattr(module, "no_decay"):
@@ -104,8 +100,7 @@ def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
 def initial_values(module: nn.Module) -> dict[str, Tensor]:
     """Return how the parameters start that a module names, of itself and its parts; or {}.
 
-    Raises:
-        ValueError: it names something else, or a start has another shape than its parameter.
+    Raises ValueError where it names something else, or gives another shape.
     """
     values = dict(module.initial_values()) if hasattr(module, "initial_values") else {}
     known = dict(module.named_parameters(remove_duplicate=False)) if values else {}
@@ -122,14 +117,7 @@ def initial_values(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def start(module: nn.Module, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-    """Start what a module names in `initial_values` from there; its parts have started before.
-
-    Args:
-        copy: takes a parameter and its start.
-
-    Raises:
-        ValueError: as of `initial_values`.
-    """
+    """Start what `initial_values` names from there, by `copy`; the parts have started before."""
     for name, value in initial_values(module).items():
         copy(module.get_parameter(name), value)
 

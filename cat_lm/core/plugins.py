@@ -37,11 +37,7 @@ _codes: dict[str, str] = {}  # the name of a package or a module on its own -> h
 
 
 def load() -> None:
-    """Import the plugins that are installed, each once in a process.
-
-    Raises:
-        UserError: one cannot be imported; every later call says so again.
-    """
+    """Import the installed plugins once. Raises UserError, at every call, where one cannot be."""
     global _begun, _failed
     with _LOCK:
         if not _begun:
@@ -76,13 +72,9 @@ def describe() -> dict[str, str]:
 
 
 def code_of(module: str, package: Distribution | None = None) -> str:
-    """Hash the sources of a module's package, of which a plugin's version says nothing.
+    """Hash the sources of an imported module's package, of which its version says nothing.
 
     Once in a process, for a plugin as it is imported: they may be edited while it computes.
-
-    Args:
-        module: the name of one that is imported.
-        package: as it is installed, where that is known.
     """
     top = module.partition(".")[0]
     if top not in _codes:
@@ -95,7 +87,6 @@ def code_of(module: str, package: Distribution | None = None) -> str:
 
 
 def _sources(top: str, package: Distribution | None) -> list[Path]:
-    """List the files of a package, or of a module and those beside it, which it may import."""
     module = sys.modules.get(top)
     if places := getattr(module, "__path__", None):
         return sorted(path for place in places for path in Path(place).rglob("*.py"))
@@ -126,9 +117,8 @@ class CopiedCode(Versioned):
 def commit() -> str | None:
     """Return the commit of this code, `+` behind it where tracked files differ; None if unknown.
 
-    A copy by `launch.slurm` has that of what was copied: the checkout that its run lies in may have
-    gone on since. Of a repository that the code lies in without being tracked by it, such as one
-    with a virtual environment, there is none.
+    A copy by `launch.slurm` has that of what was copied. There is none of a repository that the
+    code only lies in, as in a virtual environment.
     """
     checkout = Path(__file__).resolve().parents[2]
     try:

@@ -1,7 +1,6 @@
-"""Read the project's text files: one clear line names what is wrong with a file.
+"""Read the project's text files: a value of the shape that the caller asks for, or a `UserError`.
 
-Whatever a path leads to and whatever a file holds, the caller gets a value of the shape that it
-asked for or a `UserError` with the file, the place in it, what stands there and what is expected.
+The error names the file, the place in it, what stands there and what is expected.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -33,8 +32,7 @@ class Record(BaseModel):
 class Versioned(Record):
     """The schema of a record that later commands read: it says its format; others are refused.
 
-    Attributes:
-        format: counts up where a reader of the former one would go wrong.
+    `format` counts up where a reader of the former one would go wrong.
     """
 
     format: Literal[1]
@@ -57,14 +55,9 @@ def resolve(path: Path | str) -> Path:
 
 
 def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a whole file.
+    """Read a whole file. Raises UserError where that is not possible, or it is larger than `limit`.
 
-    Args:
-        what: a word before the path in errors, such as "site file".
-        limit: bytes that such a file never has.
-
-    Raises:
-        UserError: there is no such file, it may not be read, is no file, or is too large.
+    `what` is a word before the path in errors, such as "site file".
     """
     name = f"{what} {path}".strip()
     try:
@@ -95,19 +88,13 @@ def decode(text: bytes, name: str) -> str:
 def read_json(path: Path | str, schema: type[T], advice: str = "") -> T:
     """Read a JSON file of one schema.
 
-    Raises:
-        UserError: as `read_bytes`, or the file is not JSON of that shape; `advice` ends the line.
+    Raises UserError as `read_bytes`, and for another shape; `advice` ends the line.
     """
-    return parse_json(read_bytes(path), schema, str(path), advice)
-
-
-def parse_json(text: bytes | str, schema: type[T], name: str, advice: str = "") -> T:
-    """Read JSON of one schema from its text; `name` names it in the UserError that it may raise."""
-    return _checked(schema.model_validate_json, text, name, advice)
+    return _checked(schema.model_validate_json, read_bytes(path), str(path), advice)
 
 
 def check_shape(values: Any, schema: type[T], name: str, advice: str = "") -> T:
-    """Check values that were read already, as `parse_json` does."""
+    """Check values that were read already, as `read_json` does; `name` names them in errors."""
     return _checked(schema.model_validate, values, name, advice)
 
 
@@ -115,15 +102,11 @@ def _checked(validate: Callable[[Any], T], given: Any, name: str, advice: str) -
     try:
         return validate(given)
     except ValidationError as error:
-        raise UserError(f"{name}: {_describe_mismatch(error)}{_then(advice)}") from None
-
-
-def _then(advice: str) -> str:
-    return f"; {advice}" if advice else ""
+        advice = f"; {advice}" if advice else ""
+        raise UserError(f"{name}: {_describe_mismatch(error)}{advice}") from None
 
 
 def _describe_mismatch(error: ValidationError) -> str:
-    """Describe the first error that pydantic found: the place, what stands there, what should."""
     first = error.errors(include_url=False)[0]
     place, kind = ".".join(map(str, first["loc"])), first["type"]
     if kind == "json_invalid":
@@ -163,28 +146,22 @@ def clipped(text: str, most: int = 60) -> str:
 def read_object(
     path: Path | str, advice: str = "", *, finite: bool = False, limit: int = MAX_TEXT_BYTES
 ) -> dict[str, Any]:
-    """Read a JSON file that holds an object of any keys; errors as in `read_json`.
-
-    Args:
-        finite: as in `parse_value`.
-        limit: as in `read_bytes`.
+    """Read a JSON file of an object of any keys: `limit` and errors of `read_bytes`, the rest of
+    `parse_value`.
     """
     values = parse_value(read_bytes(path, limit=limit), str(path), finite=finite)
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds {short(values)}, must be an object{_then(advice)}")
+        advice = f"; {advice}" if advice else ""
+        raise UserError(f"{path}: holds {short(values)}, must be an object{advice}")
     return values
 
 
 def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
-    """Read any JSON value from its text.
+    """Read any JSON value from its text. Raises UserError where it is no JSON.
 
-    Args:
-        finite: refuse NaN and infinities, which Python writes and JSON does not know.
-
-    Raises:
-        UserError: it is no JSON.
+    `finite` refuses NaN and infinities, which Python writes and JSON does not know.
     """
-    hooks = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
+    hooks = {"parse_constant": _finite_float, "parse_float": _finite_float} if finite else {}
     try:
         return json.loads(decode(text, name), **hooks)
     except ValueError as error:
@@ -194,12 +171,9 @@ def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
 
 
 def _finite_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
 
 
 def read_json_lines(
@@ -215,9 +189,6 @@ def read_json_lines(
         check: gets each object and its place ("FILE, line 3"), and raises UserError.
         what: a word before the path in errors.
         cut_tail: leave out a last line that a kill has cut.
-
-    Raises:
-        UserError: as `read_text`, or a line is no JSON object.
     """
     # Not str.splitlines, which also splits at characters that JSON's texts may hold.
     lines = read_text(path, what).removesuffix("\n").split("\n")
@@ -257,8 +228,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def parse_yaml(text: str, name: str) -> Any:
     """Read YAML as `yaml.safe_load` does.
 
-    Raises:
-        UserError: it is no YAML, or has a key that is no text or stands twice; begins with `name`.
+    Raises UserError where it is none, or a key is no text or stands twice; begins with `name`.
     """
     try:
         return yaml.load(text, _UniqueKeyLoader)

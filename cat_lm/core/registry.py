@@ -71,11 +71,7 @@ class Registry(Generic[T]):
         self._own = (*self._modules, *self._entries)
 
     def register(self, entry: T) -> None:
-        """Add an entry.
-
-        Raises:
-            ValueError: its name is taken, or it lacks something.
-        """
+        """Add an entry. Raises ValueError where its name is taken, or it lacks something."""
         module = type(entry).__module__
         # A file of ours may register its own entry while it is imported.
         self._add(entry, is_taken=self._modules.get(getattr(entry, "name", ""), module) != module)
@@ -88,7 +84,6 @@ class Registry(Generic[T]):
         self._entries[entry.name] = entry
 
     def _check_class(self, entry: T) -> None:
-        """Check that an entry has all that it must say of itself. Raises ValueError."""
         base, kind = self.base, type(entry)
         if not isinstance(entry, base):
             raise ValueError(
@@ -116,14 +111,7 @@ class Registry(Generic[T]):
         return tuple(dict.fromkeys((*self._own, *self._entries)))
 
     def get(self, name: str, what: str = "") -> T:
-        """Return an entry.
-
-        Args:
-            what: names the key or option in messages, in place of `key`.
-
-        Raises:
-            UnknownName: no entry has this name.
-        """
+        """Return an entry. Raises UnknownName, which names `what`, by default the key."""
         # No plugin is loaded for an entry of ours: a compiled model looks its kinds up.
         if not isinstance(name, str) or name not in self._entries:
             self._find(name, what)
@@ -139,7 +127,6 @@ class Registry(Generic[T]):
         return one_of(name, (*self.others, *self.names()))
 
     def _find(self, name: Any, what: str) -> None:
-        """Import the file of a name, or plugins. Raises UnknownName."""
         if isinstance(name, str) and name in self._modules:
             module = importlib.import_module(self._modules[name])
             if name not in self._entries:
@@ -160,7 +147,7 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 
 def _modules(package: str, separator: str) -> dict[str, str]:
-    """Map the names of a package's entries to their modules, without an import of them."""
+    # Without an import of them.
     spec = importlib.util.find_spec(package)
     files = sorted(file.name for file in pkgutil.iter_modules(spec.submodule_search_locations))
     return {file.replace("_", separator): f"{package}.{file}" for file in files}

@@ -18,7 +18,6 @@ _CHECKOUT, _IMPORTED = (
 
 
 def _runs_module() -> bool:
-    """Return True if Python was started as `python -m` with a module of ours."""
     # While `-m` looks for its module, that is the name of the program.
     if sys.argv[:1] != ["-m"]:  # empty where Python is embedded
         return False
@@ -27,15 +26,13 @@ def _runs_module() -> bool:
 
 
 def _runs_training() -> bool:
-    """Return True if Python was started with the checkout's train.py."""
     return os.path.realpath("".join(sys.argv[:1])) == os.path.join(_CHECKOUT, "train.py")
 
 
 def _drop(**also: str) -> None:
     """Drop the working directory from the path, here and in processes that this one starts.
 
-    Args:
-        also: what else to set in the environment, unless the directory stays.
+    `also` is set in the environment, too, unless the directory stays.
     """
     try:
         here = os.getcwd()

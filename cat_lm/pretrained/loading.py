@@ -67,10 +67,10 @@ def model_label(folder: Path) -> str:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' own notes and progress bars out of a command's output.
+    """Keep transformers' notes and progress bars, and DeepSpeed's, out of a command's output.
 
-    DeepSpeed's too: where it is installed, saving a model imports it (accelerate looks whether the
-    model is its engine), and without a GPU it warns that it has found none.
+    Saving a model imports DeepSpeed (accelerate looks whether the model is its engine), which warns
+    without a GPU.
     """
     import torch
     from transformers.utils import logging
@@ -124,8 +124,7 @@ class WeightIndex(Record):
 def weight_files(folder: Path) -> list[Path]:
     """Find the files that transformers reads the weights from, in name order; none without any.
 
-    Raises:
-        UserError: an index is damaged, or names a file that is not in the folder.
+    Raises UserError where an index is damaged, or names a file that is not in the folder.
     """
     files, whole = sorted(folder.glob("model*.safetensors")), WEIGHTS
     if not files:
@@ -141,9 +140,8 @@ def weight_files(folder: Path) -> list[Path]:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Read `config.json`, and refuse what a model folder may not ask for.
 
-    Raises:
-        UserError: the file is damaged; or the model is an adapter to another one, asks for code
-            from the Hub, for other files, or for more than can be meant.
+    Raises UserError where the file is damaged; or the model is an adapter to another one, asks for
+    code from the Hub, for other files, or for more than can be meant.
     """
     path = folder / "config.json"
     settings = read_object(path, limit=MAX_YAML_BYTES)
@@ -170,10 +168,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_counts(settings: dict[str, Any], path: Path) -> None:
-    """Refuse more layers or labels than can be meant: transformers makes an entry for each.
-
-    The limits are those of our own models; the names are those of any model's parts.
-    """
+    """Refuse more layers or labels, of any part, than can be meant: each gets an entry."""
     for key, value in settings.items():
         if isinstance(value, dict):
             _check_counts(value, path)
@@ -243,9 +238,6 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the causal language model at `path` (see `model_folder`), in evaluation mode.
 
-    The files of an export of ours are compared with its record, unless `comparing_files` says
-    otherwise.
-
     Args:
         dtype: of the weights; a name of `DTYPES`, or auto for that of the files.
         device: as in `choose_device`.
@@ -253,8 +245,8 @@ def load_model(
 
     Raises:
         UserError: the folder is no model, or transformers cannot read it; its weights are not
-            exactly those that the configuration asks for, or not finite; or files are no longer
-            what was exported.
+            exactly those that the configuration asks for, or not finite; or, unless
+            `comparing_files` says otherwise, files are no longer what was exported.
     """
     folder = model_folder(path)
     target = choose_device(device)
@@ -327,18 +319,10 @@ def refuse_non_finite(what: str, tensors: dict[str, Tensor]) -> None:
 
 
 def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) -> None:
-    """Refuse a length for which a model has no positions, as it looks them up in a table.
+    """Raise UserError, begun by `what`, where a model's table of positions has less than `length`.
 
     What is beyond a table is a traceback on a CPU, and on a GPU the end of the process. Families of
     ours, and those of transformers that rotate queries and keys, compute positions at every length.
-
-    Args:
-        config: of a model of any type.
-        length: tokens that it is to read at once.
-        what: begins the message.
-
-    Raises:
-        UserError: there is such a table, and it is too short.
     """
     longest = getattr(config, "max_position_embeddings", None)
     is_computed = architectures.find(config) is not None or hasattr(config, "rope_parameters")
@@ -352,10 +336,7 @@ def refuse_beyond_positions(config: PreTrainedConfig, length: int, what: str) ->
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved in the transformers folder at `path`, or in `path/model`.
 
-    A tokenizer is never guessed from the model's type.
-
-    Raises:
-        UserError: there is none, or it cannot be loaded.
+    Raises UserError where there is none, or it cannot be loaded: none is guessed from the model.
     """
     from transformers import AutoTokenizer
 

@@ -42,7 +42,7 @@ class ExportRecord(Versioned):
     """Hold what is read of an export's record, beside what others may want to know."""
 
     program: Literal["cat_lm.export"]
-    files: dict[InsideName, ListedFile]
+    files: dict[InsideName, ListedFile] = Field(min_length=1)
     dtype: str
     parameters: int = Field(ge=0)
     context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
@@ -52,8 +52,7 @@ class ExportRecord(Versioned):
 def read_record(folder: Path) -> ExportRecord | None:
     """Read what an export says of itself; None where `folder` is none.
 
-    Raises:
-        UserError: export.json is there and damaged, or of another version.
+    Raises UserError where export.json is damaged, or of another version.
     """
     if not (folder / RECORD).is_file():
         return None
@@ -76,11 +75,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def changed_files(folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[Path, str]]:
-    """Yield the listed files of an export that are not what was written, and how they differ.
-
-    Args:
-        wanted: takes the name of a listed file, and returns whether it is compared.
-    """
+    """Yield the listed files of `wanted` names that are not what was written, and why."""
     record = read_record(folder)
     for name, file in ({} if record is None else record.files).items():
         if not wanted(name):
@@ -108,10 +103,9 @@ def comparing_files(skip: bool = False) -> Iterator[None]:
 
 
 def verify(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Compare the listed files of an export with its record, as far as their names are `wanted`.
+    """Compare the listed files of an export, of `wanted` names, with its record.
 
-    Raises:
-        UserError: one is missing or is not what was written.
+    Raises UserError where one is missing or is not what was written.
     """
     if _skipped.get():
         return

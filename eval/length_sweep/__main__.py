@@ -10,7 +10,7 @@ Models with another tokenizer than the first one's get the same text in their ow
 those by bits per byte.
 
 Beyond the training length a model can be read as it is (`none`) or with scaled positions and
-attention temperature: see cat_lm/pretrained/scaled.py for what has which.
+attention temperature: see cat_lm/pretrained/conversion.py for what has which.
 
 OUT gets length_sweep.json, .csv, .png and .svg, loss_by_position.png and .svg, and cells/, one
 file for each finished combination, which a later call does not compute again.

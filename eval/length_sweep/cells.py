@@ -176,7 +176,7 @@ class Cells:
         return max(1.0, length / self.subject.training_length)
 
     def _scaled_fields(self, method: str, factor: float) -> dict[str, Any]:
-        from cat_lm.pretrained.scaled import scaled_fields
+        from cat_lm.pretrained.conversion import scaled_fields
 
         subject, scope = self.subject, self.protocol.temperature_scope
         trained = subject.training_length
@@ -185,7 +185,7 @@ class Cells:
         return scaled_fields(subject.config, method, factor, trained, scope)
 
     def _load(self, fields: dict[str, Any]) -> PreTrainedModel:
-        from cat_lm.pretrained.scaled import scaled_config
+        from cat_lm.pretrained.conversion import scaled_config
 
         if self._model is None or self._fields != fields:
             self._model = None  # there may not be room for two
@@ -295,7 +295,7 @@ def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str)
     Raises UserError for a method that does not exist for it, naming those that do.
     """
     from cat_lm.model.rope_scaling import METHODS
-    from cat_lm.pretrained.scaled import methods_for
+    from cat_lm.pretrained.conversion import methods_for
 
     known = methods_for(config)
     if asked == ("all",):
@@ -323,7 +323,7 @@ def check_scaling(
     protocol: Protocol,
 ) -> None:
     """Raises UserError where a scaling cannot be made, before anything is computed."""
-    from cat_lm.pretrained.scaled import scaled_fields
+    from cat_lm.pretrained.conversion import scaled_fields
 
     scaled = [method for method in methods if method != "none"]
     if scaled and training_length is None:

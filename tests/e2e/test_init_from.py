@@ -206,8 +206,8 @@ def test_a_longer_context_begins_as_the_scaled_model_reads_it(tmp_path, method, 
     """configs/long_context.yaml with the changes that its README gives, on a small model."""
     import torch
 
+    from cat_lm.pretrained.conversion import scaled_config, scaled_fields
     from cat_lm.pretrained.loading import load_model
-    from cat_lm.pretrained.scaled import scaled_config, scaled_fields
     from cat_lm.training.building import build_model
     from cat_lm.training.init_from import load_initial_weights
 

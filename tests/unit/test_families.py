@@ -34,7 +34,7 @@ from cat_lm import architectures
 from cat_lm.config import RunConfig, load_config
 from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.export import export_checkpoint
-from cat_lm.pretrained.library_model import TOLERANCE
+from cat_lm.pretrained.conversion import TOLERANCE
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training import estimate
 from cat_lm.training.building import give_memory

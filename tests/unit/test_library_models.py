@@ -21,7 +21,7 @@ from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint
-from cat_lm.pretrained import library_model
+from cat_lm.pretrained import conversion
 from cat_lm.training.estimate import num_parameters
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.finished_runs import checkpoint, tiny_model
@@ -92,7 +92,7 @@ def test_what_the_library_does_not_have_is_refused(
 
 def test_other_logits_are_no_export(tokenizer_folder, tmp_path, monkeypatch):
     checkpoint(tmp_path / "run", tiny_model(257, conv_type="none"), tokenizer_folder)
-    monkeypatch.setattr(library_model, "logits_of", lambda model: torch.tensor([torch.nan]))
+    monkeypatch.setattr(conversion, "logits_of", lambda model: torch.tensor([torch.nan]))
     with pytest.raises(UserError, match=r"--library: .* differ by nan"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", library=True)
 

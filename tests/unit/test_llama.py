@@ -9,7 +9,7 @@ from cat_lm.architectures.families.llama import LlamaSection
 from cat_lm.model import CatLlamaConfig, CatLlamaForCausalLM
 from cat_lm.model.hf.inspection import effective_scaling
 from cat_lm.model.rope_scaling import yarn_temperature
-from cat_lm.pretrained.scaled import scaled_config, scaled_fields
+from cat_lm.pretrained.conversion import scaled_config, scaled_fields
 from tests.unit.tiny_models import (
     GROUPED,
     SIZES,

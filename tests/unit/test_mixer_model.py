@@ -16,8 +16,8 @@ from cat_lm.counts import count_parameters, meta_model
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.cache import CatCache
 from cat_lm.model.hf.inspection import effective_scaling
+from cat_lm.pretrained.conversion import methods_for
 from cat_lm.pretrained.loading import load_model
-from cat_lm.pretrained.scaled import methods_for
 from tests.unit.test_mixers import outside  # noqa: F401
 
 VOCABULARY, WIDTH = 50, 16

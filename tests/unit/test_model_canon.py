@@ -7,7 +7,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm.core.errors import UserError
-from cat_lm.pretrained.library_model import library_model
+from cat_lm.pretrained.conversion import library_model
 from cat_lm.pretrained.loading import load_model, model_config
 from cat_lm.upcycle import Convolution, model_section, upcycle
 from tests.unit import test_model_adapters as adapters

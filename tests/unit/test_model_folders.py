@@ -142,6 +142,7 @@ class TestChecksums:
             ("{", "is not JSON"),
             ("[]", "must be an object"),
             (json.dumps(values | {"files": []}), "files is"),
+            (json.dumps(values | {"files": {}}), "files is {}: .*at least 1 item"),
             (json.dumps(values | {"files": {"../x": {}}}), "inside the file's own folder"),
             (json.dumps({k: v for k, v in values.items() if k != "format"}), "another version of"),
         ):

@@ -13,7 +13,7 @@ from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.model.hf.inspection import effective_scaling
 from cat_lm.model.rope import CatRotaryEmbedding
 from cat_lm.model.rope_scaling import yarn_magnitude, yarn_temperature
-from cat_lm.pretrained.scaled import methods_for, scaled_config, scaled_fields
+from cat_lm.pretrained.conversion import methods_for, scaled_config, scaled_fields
 from tests.unit.tiny_models import cat_model, random_ids, stock_model
 
 TRAINED = 32

@@ -154,10 +154,7 @@ class CausalLanguageModel:
 
     The body is `base_model`, the head `lm_head`, a `LanguageModelHead`. A body whose forward has no
     argument `past_key_values` keeps no state; generation then computes the text anew each time.
-
-    Attributes:
-        collects_losses: whether layers' own losses become the output's `auxiliary_loss` in
-            training, their mean.
+    With `collects_losses` the mean of layers' own losses in training is `auxiliary_loss`.
     """
 
     collects_losses = False
@@ -183,20 +180,13 @@ class CausalLanguageModel:
     def set_conv_backend(self, name: str) -> None:
         """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
 
-        A backend asked for by name that cannot serve raises ValueError when the model runs;
-        `Architecture.describe_backend` tells before.
-
-        Raises:
-            ValueError: an unknown name.
+        Raises ValueError for an unknown name at once, and for one that cannot serve when the model
+        runs; `Architecture.describe_backend` tells before.
         """
         self._set_backend("conv_backend", name, BACKENDS.problem(name))
 
     def set_mixer_backend(self, name: str) -> None:
-        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`.
-
-        Raises:
-            ValueError: an unknown name.
-        """
+        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`."""
         known = ("auto", *MIXER_BACKENDS)
         self._set_backend("mixer_backend", name, None if name in known else one_of(name, known))
 
@@ -229,12 +219,9 @@ class CausalLanguageModel:
     ) -> dict[str, Any]:
         """Prepare inputs as transformers does, the attention mask too if the cache is static.
 
-        The convolution then gets the padding beside it. A pattern of attention that masks keys
-        itself gets no prepared mask.
-
-        Raises:
-            ValueError: flex attention with a static cache, whose block mask transformers copies as
-                if it were a tensor.
+        The convolution then gets the padding beside it; a pattern of attention that masks keys
+        itself gets no prepared mask. Raises ValueError for flex attention with a static cache,
+        whose block mask transformers copies as if it were a tensor.
         """
         is_static = getattr(kwargs.get("past_key_values"), "is_compileable", False)
         if is_static and self.config._attn_implementation == "flex_attention":
@@ -272,12 +259,7 @@ class CausalLanguageModel:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Add the layers' states to the cache, from which drafted tokens can be taken back.
-
-        Raises:
-            ValueError: the model is to draft, and its state cannot go back; or the kind of cache
-                holds no states.
-        """
+        """Add the layers' states to the cache, from which drafted tokens can be taken back."""
         if generation_config.is_assistant and self._is_stateful:
             raise ValueError(
                 f"{type(self).__name__} cannot draft tokens for another model: its recurrent "

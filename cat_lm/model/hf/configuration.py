@@ -203,12 +203,9 @@ class CatMixerConfig(OwnConfig):
 
     Every layer is RMSNorm, mixer, RMSNorm, SwiGLU, each pair on the residual stream.
 
-    mixer (`str`): its name.
     mixer_options (`dict`): what differs from the options' defaults; all of them are stored.
-    intermediate_size (`int`): the width of the MLP.
     learned_positions (`int`, *optional*): rows of the table of positions that is added to the
         embeddings, of a mixer that asks for one; the longest sequence.
-    max_position_embeddings (`int`): tokens of a training sequence.
     initializer_range (`float`): the standard deviation of linear layers and embeddings. Everything
         else, and mixers that keep their own, start as `cat_lm.mixers` says.
     """
@@ -259,16 +256,10 @@ _PACKAGE: dict[str, tuple[Any, ...]] = {
 
 @strict
 class LinearConfig(OwnConfig):
-    r"""What the configurations below have in common.
+    r"""What the configurations of flash-linear-attention's families have in common.
 
     Every layer is RMSNorm, mixer, RMSNorm, SwiGLU, each pair on the residual stream.
 
-    intermediate_size (`int`, *optional*): the width of the MLP; by default 8/3 of the model's, up
-        to a multiple of 256.
-    conv_size (`int`): W of the short depthwise convolutions of queries, keys and values.
-    max_position_embeddings (`int`): tokens of a training sequence.
-    initializer_range (`float`): the standard deviation of linear layers and embeddings at the
-        start.
     conv_init (`str`, defaults to `"normal"`): what the filters of short convolutions start from:
         `"normal"`, with initializer_range, as flash-linear-attention's models do, or `"uniform"`,
         ±1/sqrt(W) as torch draws a convolution and Mamba's filters start. Of the start alone, so
@@ -305,11 +296,7 @@ class LinearConfig(OwnConfig):
 
 @strict
 class CatGlaConfig(LinearConfig):
-    r"""Configuration of a language model of gated linear attention (Yang et al., 2023).
-
-    expand_k, expand_v (`float`): the widths of all keys and of all values over the model's.
-    use_short_conv (`bool`): whether queries, keys and values pass short convolutions.
-    """
+    r"""Configuration of a language model of gated linear attention (Yang et al., 2023)."""
 
     model_type = "cat_gla"
     Section = GlaSection
@@ -329,10 +316,7 @@ class CatGlaConfig(LinearConfig):
 
 @strict
 class CatDeltaNetConfig(LinearConfig):
-    r"""Configuration of a language model of the delta rule (Yang et al., 2024).
-
-    expand_k, expand_v (`float`): the widths of all keys and of all values over the model's.
-    """
+    r"""Configuration of a language model of the delta rule (Yang et al., 2024)."""
 
     model_type = "cat_delta_net"
     Section = DeltaNetSection
@@ -352,11 +336,7 @@ class CatDeltaNetConfig(LinearConfig):
 
 @strict
 class CatGatedDeltaNetConfig(LinearConfig):
-    r"""Configuration of a language model of the gated delta rule (Yang et al., 2024).
-
-    head_dim (`int`): the channels of a head's keys.
-    expand_v (`float`): those of its values over them.
-    """
+    r"""Configuration of a language model of the gated delta rule (Yang et al., 2024)."""
 
     model_type = "cat_gated_deltanet"
     Section = GatedDeltaNetSection
@@ -417,7 +397,6 @@ class _StateSpaceSettings(RecurrentSettings):
 class CatMambaConfig(_StateSpaceSettings, MambaConfig):
     r"""Configuration of a Mamba model of this project; the fields are those of `MambaConfig`.
 
-    max_position_embeddings (`int`): tokens of a training sequence.
     initializer_range (`float`): the standard deviation of embeddings and of the projections that
         have no start of their own; the library's default of 0.1 is not the paper's.
     use_mambapy, use_associative_scan, time_step_scale, time_step_init_scheme: of the library's
@@ -440,7 +419,7 @@ class CatMambaConfig(_StateSpaceSettings, MambaConfig):
 class CatMamba2Config(_StateSpaceSettings, Mamba2Config):
     r"""Configuration of a Mamba-2 model of this project; the fields are those of `Mamba2Config`.
 
-    max_position_embeddings (`int`), initializer_range (`float`): as of `CatMambaConfig`.
+    initializer_range (`float`): as of `CatMambaConfig`.
     chunk_size, time_step_rank: of the library's class alone.
     """
 

@@ -32,13 +32,9 @@ def describe_backend(
     """Return what will compute the convolutions of a model, and why, in one line.
 
     Args:
-        config: the model's.
         device, dtype: where and in what the projections are computed.
-        backend: what `set_conv_backend` of the model was given.
+        backend: what `set_conv_backend` of the model was given; ValueError where it cannot serve.
         is_packed: whether one projection makes all three streams.
-
-    Raises:
-        ValueError: the backend asked for cannot serve.
     """
     # The kind of each convolution, what it is, W, heads, and channels of a head.
     parts, window, width = [], config.conv_window, config.head_width

@@ -52,8 +52,7 @@ class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
     """Declare what transformers may do, and initialise.
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
-    from 1. A module whose parameters, or whose parts', start otherwise gives them by name in
-    `initial_values()`, see `cat_lm.core.parameters`.
+    from 1, all else as `initial_values()` say, see `cat_lm.core.parameters`.
     """
 
     supports_gradient_checkpointing = True
@@ -64,7 +63,6 @@ class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module's own parameters; those that were loaded are left alone."""
         if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding):
@@ -76,8 +74,7 @@ class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
 class RecurrentModel(CausalBody, RecurrentPreTrainedModel):
     """A model without its head; a family makes the layers.
 
-    Attributes:
-        norm_name, epsilon_name: of the last norm, and of its configuration's ε.
+    `norm_name` is that of the last norm, `epsilon_name` that of its configuration's ε.
     """
 
     norm_name, epsilon_name = "norm", "norm_eps"
@@ -250,7 +247,6 @@ class CatMambaModel(RecurrentModel):
         )
 
     def _starts(self) -> Starts:
-        """Return what a layer's parameters start from."""
         config = self.config
         layers = config.num_hidden_layers if config.rescale_prenorm_residual else None
         bounds = config.time_step_max, config.time_step_min, config.time_step_floor
@@ -318,7 +314,6 @@ class MixerPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module's own parameters; those that were loaded are left alone."""
         if not hasattr(module, "as_built"):
             super()._init_weights(module)
             return
@@ -375,7 +370,6 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
         return inputs_embeds + self._positions(context.positions)
 
     def _check(self, context: Context) -> None:
-        """Check that the mixer can read documents and padding. Raises ValueError."""
         name, padding = self.config.mixer, context.padding
         if context.documents is not None and "documents" not in self.supports:
             raise ValueError(f"document_ids: the mixer {name} cannot keep documents apart")

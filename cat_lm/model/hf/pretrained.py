@@ -98,10 +98,7 @@ class PreTrainedMixin(AsksForStarts):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module's own parameters by the table above.
-
-        transformers' `initialization` leaves tensors alone that were loaded.
-        """
+        """Initialise a module's own parameters by the table above; loaded ones are left alone."""
         if isinstance(module, nn.Linear | nn.Embedding):
             writes_residual = getattr(module, "writes_residual", False)
             std = (wang_init_std if writes_residual else small_init_std)(self.config)

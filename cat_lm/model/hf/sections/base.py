@@ -76,8 +76,7 @@ class ModelSection(Section):
     def check_values(cls, values: Mapping[str, Any]) -> None:
         """Check a configuration's values, each for itself; None stands for a default.
 
-        Raises:
-            ValueError: a value has another type than its key, or lies outside its range.
+        Raises ValueError where a value has another type than its key, or lies outside its range.
         """
         for key, value in values.items():
             if value is not None and (check := _check_of(cls, key)) is not None:
@@ -177,8 +176,7 @@ _OF_OTHERS = (
 class KnownKeys:
     """Refuse keys and values that a configuration does not know; before its transformers' class.
 
-    Attributes:
-        Section: the keys of the family's models, which the fields are checked by.
+    `Section` has the keys of the family's models, which the fields are checked by.
     """
 
     Section: ClassVar[type[ModelSection]]
@@ -211,9 +209,7 @@ class KnownKeys:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a configuration of a file's keys; those of other programs stay as attributes.
 
-        Raises:
-            ValueError: a key, of the file or beside it, is nearly one of this class, or would
-                replace a method or another attribute of it.
+        Raises ValueError where a key is nearly one of this class, or would replace a method of it.
         """
         others = {key: config_dict[key] for key in cls.unknown_keys(config_dict)}
         cls.refuse_keys(k for k in others if hasattr(cls, k) or cls._is_slip(k))

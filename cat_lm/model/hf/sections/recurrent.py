@@ -28,11 +28,7 @@ def exact(factor: float) -> Fraction:
 
 
 class LinearSection(GatedWidth, ModelSection):
-    """What all three have.
-
-    Attributes:
-        gated_output: whether a mixer's output is multiplied by SiLU of a projection.
-    """
+    """What all three have; with `gated_output` SiLU of a projection multiplies a mixer's output."""
 
     gated_output: ClassVar[bool] = True
 
@@ -238,7 +234,6 @@ def usual_rank(hidden_size: int) -> int:
 
 
 def _auto_or_rank(value: Any) -> Any:
-    """Check a rank, which may be auto. Raises ValueError."""
     if value == "auto":
         return value
     with contextlib.suppress(ValueError):
