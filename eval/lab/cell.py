@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from cat_lm import mixers
 from cat_lm.core import plugins
@@ -16,10 +17,39 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.fields import parse_specification
 from cat_lm.core.readers import Versioned
 from cat_lm.ops.convolution import kinds
+from eval.common.options import check_options
 from eval.common.provenance import provenance
 from eval.lab.store import CellStore, key_hash
 
 _NAME = 200  # characters of a cell's name at most, without its hash
+
+
+class Step(NamedTuple):
+    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
+
+    number: int
+    epoch: int
+    rows: slice
+    tested: bool
+    ends_epoch: bool
+
+
+def plan_steps(
+    epochs: int, examples: int, rows: int, eval_steps: int | None = None
+) -> Iterator[Step]:
+    """All steps without an early stop, in order.
+
+    Args:
+        examples: of training; rows: in a batch, the last of an epoch may have fewer.
+        eval_steps: validate every so many steps too; none: after epochs alone.
+    """
+    starts, step = range(0, examples, rows), 0
+    for epoch in range(1, epochs + 1):
+        for start in starts:
+            step += 1
+            ends = start == starts[-1]
+            tested = ends or (eval_steps is not None and step % eval_steps == 0)
+            yield Step(step, epoch, slice(start, start + rows), tested, ends)
 
 
 class Cell:
@@ -28,7 +58,10 @@ class Cell:
     Attributes:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
         d_model, seq_len, lr, seed: in the file's name too.
+        batch_size: rows of a step.
         shape: what every record of this kind holds.
+        trainer: the module whose `Trial` trains it; imported when that is needed, as it needs
+            torch. Of cells that are stacked it has `run_stack` and `stacked_step` too.
     """
 
     task: str
@@ -37,7 +70,12 @@ class Cell:
     seq_len: int
     lr: float
     seed: int
+    batch_size: int | None
     shape: ClassVar[type[Versioned]]
+    trainer: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def key(self) -> dict[str, Any]:
         """Return all that decides the result, the code of a plugin's mixer included."""
@@ -47,10 +85,19 @@ class Cell:
         """Return the task, the mixer and the model with all options, defaults too."""
         raise NotImplementedError
 
+    def plan(self) -> Iterator[Step]:
+        """All steps without an early stop, in order."""
+        raise NotImplementedError
+
     @property
     def all_steps(self) -> int:
         """Steps without an early stop."""
-        raise NotImplementedError
+        return sum(1 for _ in self.plan())
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.batch_size
 
     @property
     def tested_rows(self) -> float:
@@ -66,22 +113,38 @@ class Cell:
         """Return the shortest cell whose steps cost the same."""
         raise NotImplementedError
 
-    def seconds(self, size: int, device: str) -> tuple[float, float]:
-        """Time a step of `size` cells that are trained as one, and one row of it."""
-        raise NotImplementedError
-
     def bytes_needed(self) -> int:
         """Estimate the bytes that training takes at most; of cells that can be stacked."""
         raise NotImplementedError
 
-    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        """Train, test and return the record."""
-        raise NotImplementedError
+    def trial(self, device: str) -> Any:
+        """Make what trains it, see `eval.lab.training.Trial`."""
+        return self._trainer.Trial(self, device)
+
+    def step(self, size: int, device: str) -> Callable[[int], object]:
+        """Make the call that takes a step of so many rows, of `size` cells trained as one."""
+        return (
+            self._trainer.stacked_step(self, size, device)
+            if size > 1
+            else self.trial(device).try_step
+        )
+
+    def run(self, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
+        """Train, test and return the record. quiet: no progress.
+
+        Raises:
+            UserError: options that do not fit, or missing data.
+        """
+        return self.trial(device).run(quiet)
 
     @staticmethod
     def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Train and test cells of one kind as one; yield each with its record when it stops."""
-        raise NotImplementedError
+        return cells[0]._trainer.run_stack(cells, device)
+
+    @property
+    def _trainer(self) -> Any:
+        return importlib.import_module(self.trainer)
 
     def derived(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return what follows from a record and is written with it."""

@@ -41,7 +41,7 @@ def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, f
             key = (cell.timed(), len(group))
             if key not in timed:
                 with out_of_memory_as_error(group, device):
-                    timed[key] = key[0].seconds(key[1], device)
+                    timed[key] = step_seconds(key[0].step(key[1], device), cell.rows, device)
                 if torch.device(device).type == "cuda":
                     torch.cuda.empty_cache()  # for the processes that will run the cells
             step, row = timed[key]
@@ -50,43 +50,30 @@ def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, f
     return dict(hours)
 
 
-def seconds_on_gpu(step: Callable[[int], object], rows: int, device: str) -> tuple[float, float]:
-    """Time a step of `rows` rows, and a row of it, after steps that warm the device up."""
-    for _ in range(_WARM_UP):
-        step(rows)
-    torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    for _ in range(_TIMED):
-        step(rows)
-    torch.cuda.synchronize(device)
-    seconds = (time.perf_counter() - started) / _TIMED
-    return seconds, seconds / rows
+def step_seconds(step: Callable[[int], object], rows: int, device: str) -> tuple[float, float]:
+    """Time a step of `rows` rows, and a row of it.
 
-
-def few_rows(rows: int) -> tuple[int, int]:
-    """Return the rows of the two steps that are timed on a CPU for steps of `rows`."""
-    many = max(1, min(rows, max(4, rows // _FEW)))
-    return max(1, many // 4), many
-
-
-def seconds_on_cpu(step: Callable[[int], object], rows: int) -> tuple[float, float]:
-    """Time steps of few rows: a step of `rows`, and a row, follow.
-
-    A step of hundreds of rows would take long to time; it costs a fixed part, and each row as much
-    as another.
+    On a CPU steps of few rows are timed, as one of hundreds would take long: it costs a fixed part,
+    and each row as much as another.
     """
-    return of_few_rows(lambda count: min(_seconds(step, count) for _ in range(2)), rows)
-
-
-def of_few_rows(seconds: Callable[[int], float], rows: int) -> tuple[float, float]:
-    """Return the seconds of a step of `rows`, and of a row, by what steps of few rows take."""
-    few, many = few_rows(rows)
+    if torch.device(device).type != "cpu":
+        for _ in range(_WARM_UP):
+            step(rows)
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_TIMED):
+            step(rows)
+        torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - started) / _TIMED
+        return seconds, seconds / rows
+    many = max(1, min(rows, max(4, rows // _FEW)))
+    few = max(1, many // 4)
+    of_many = min(_seconds(step, many) for _ in range(2))
     if few == many:
-        step = seconds(many)
-        return step * rows / many, step / many
-    step_of_few, step_of_many = seconds(few), seconds(many)
-    row = max(0.0, (step_of_many - step_of_few) / (many - few))
-    return step_of_many + row * (rows - many), row
+        return of_many * rows / many, of_many / many
+    of_few = min(_seconds(step, few) for _ in range(2))
+    row = max(0.0, (of_many - of_few) / (many - few))
+    return of_many + row * (rows - many), row
 
 
 def _seconds(step: Callable[[int], object], rows: int) -> float:

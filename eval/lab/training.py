@@ -1,102 +1,118 @@
 """Train one small model: the one loop of all cells, validation points, and who is tested.
 
-A trial is a cell with all that its training needs. It computes a step, validates and ends an epoch
-in its own way; when that is done, and which model is kept, is the same for all.
+A trial is a cell with all that its training needs. Tasks differ in the model, the rows, the loss
+and the test; the update, validation, the model that is kept and the record are the same for all.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from cat_lm.model.attention.base import OWN_WEIGHT
+from eval.lab.cell import Cell, Step
 
 
-class Step(NamedTuple):
-    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
-
-    number: int
-    epoch: int
-    rows: slice
-    tested: bool
-    ends_epoch: bool
-
-
-def count_steps(epochs: int, examples: int, rows: int) -> int:
-    """Count steps without an early stop."""
-    return epochs * -(-examples // rows)
-
-
-def steps(epochs: int, examples: int, rows: int, eval_steps: int | None = None) -> Iterator[Step]:
-    """All steps without an early stop, in order.
-
-    Args:
-        examples: of training; rows: in a batch, the last of an epoch may have fewer.
-        eval_steps: validate every so many steps too; none: after epochs alone.
-    """
-    starts, step = range(0, examples, rows), 0
-    for epoch in range(1, epochs + 1):
-        for start in starts:
-            step += 1
-            ends = start == starts[-1]
-            tested = ends or (eval_steps is not None and step % eval_steps == 0)
-            yield Step(step, epoch, slice(start, start + rows), tested, ends)
-
-
-class BaseTrial(ABC):
-    """What is trained.
-
-    Args:
-        model: trained in place.
-        chosen_by: the number of a validation by which models are chosen, more being better.
-        keeps_best: test the model of the best point, the later of equals; else the last one.
-        stop_above: stop where the number is above it.
+class Trial(ABC):
+    """A cell's model, optimizer and rows, and what training has found.
 
     Attributes:
+        chosen_by: the number of a validation by which models are chosen, more being better; empty
+            where the last model is tested.
+        keeps_best: test the model of the best point, the later of equals; else the last one.
+        stop_above: stop where the number is above it.
+        clip: the largest norm of a gradient.
+        optimizer_options: of AdamW, beside the rate and the weight decay, which are the cell's.
         history: a point for each validation; chosen: that of the model to be tested.
+        steps: that were made.
     """
 
-    model: nn.Module
+    chosen_by: ClassVar[str] = ""
+    clip: ClassVar[float | None] = None
+    optimizer_options: ClassVar[dict[str, Any]] = {}
+    keeps_best: bool = True
+    stop_above: float | None = None
 
-    def __init__(
-        self, model: nn.Module, chosen_by: str, keeps_best: bool, stop_above: float | None = None
-    ) -> None:
-        self.model, self.chosen_by = model, chosen_by
-        self.keeps_best, self.stop_above = keeps_best, stop_above
+    def __init__(self, cell: Cell, device: str) -> None:
+        self.cell, self.device = cell, device
+        torch.manual_seed(cell.seed)
+        self.model = self.build().to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=cell.lr,
+            weight_decay=cell.weight_decay,
+            **self.optimizer_options,
+        )
         self.history: list[dict[str, float]] = []
+        self.chosen: dict[str, float] = {}
+        self.steps = 0
         self._best: dict[str, Tensor] = {}
 
     @abstractmethod
-    def steps(self) -> Iterator[Step]:
-        """All steps, in order."""
+    def build(self) -> nn.Module:
+        """Make the model. Raises UserError for options that do not fit."""
 
     @abstractmethod
-    def step(self, step: Step) -> Tensor:
-        """Make one update; the loss before it."""
+    def load(self) -> None:
+        """Read or make all rows."""
+
+    @abstractmethod
+    def batch(self, step: Step) -> Any:
+        """Return the rows of a step, as `loss` takes them."""
+
+    @abstractmethod
+    def imitate(self, rows: int) -> Any:
+        """Return rows that cost as much as others to train on, before anything is loaded."""
+
+    @abstractmethod
+    def loss(self, batch: Any, own: list[Tensor]) -> Tensor:
+        """Return the task's loss; layers that have a loss of their own add it to `own`."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Find the numbers of a validation, `chosen_by` among them."""
 
     @abstractmethod
-    def end_epoch(self) -> None:
-        """Move the learning rate on."""
+    def test(self) -> dict[str, Any]:
+        """Test the model, and return what the record has beside what all have."""
 
-    @property
     @abstractmethod
-    def planned(self) -> tuple[int, int]:
-        """Steps and epochs without an early stop."""
+    def advance(self, step: Step) -> None:
+        """Move the learning rate on after a step."""
+
+    def plan(self) -> Iterator[Step]:
+        """All steps without an early stop, in order."""
+        return self.cell.plan()
+
+    def update(self, batch: Any) -> Tensor:
+        """Make one update; the task's loss before it."""
+        self.model.train()
+        own: list[Tensor] = []
+        loss = self.loss(batch, own)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss + own_loss(own)).backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return loss.detach()
+
+    def try_step(self, rows: int) -> None:
+        """Make an update on rows that are made up, to time it."""
+        self.update(self.imitate(rows))
 
     def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
-        """Keeps a validation's point, and the model where it is the best; whether it stops here."""
+        """Keep a validation's point, and the model where it is the best; whether it stops here."""
         self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
-        value = found[self.chosen_by]
+        value = found.get(self.chosen_by, math.nan)
         if not self.keeps_best or not self._best or value >= self.chosen[self.chosen_by]:
             self.chosen = self.history[-1]
             if self.keeps_best:
@@ -109,32 +125,62 @@ class BaseTrial(ABC):
         if self._best:
             self.model.load_state_dict(self._best)
 
+    def run(self, quiet: bool = False) -> dict[str, Any]:
+        """Train and test; the record. quiet: no progress."""
+        times = [time.monotonic()]
+        self.load()
+        times.append(time.monotonic())
+        self._train(quiet)
+        self.restore()
+        times.append(time.monotonic())
+        found = self.test()
+        times.append(time.monotonic())
+        data, training, testing = (b - a for a, b in itertools.pairwise(times))
+        return self.record(found, data=data, training=training, testing=testing)
+
+    def record(self, found: dict[str, Any], **seconds: float) -> dict[str, Any]:
+        """Gather what a cell's file gets, as plain values.
+
+        Args:
+            found: what the test found.
+        """
+        keys = ("step", self.chosen_by) if self.chosen_by else ()
+        return {
+            "cell": self.cell.key(),
+            **self.cell.resolved(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "history": self.history,
+            "steps": self.steps,
+            **({"validation": {key: self.chosen[key] for key in keys}} if keys else {}),
+            **found,
+            "seconds": {what: round(seconds, 2) for what, seconds in seconds.items()},
+        }
+
+    def _train(self, quiet: bool) -> None:
+        plan = list(self.plan())
+        bar = tqdm(total=len(plan), disable=True if quiet else None, leave=False)
+        for step in plan:
+            loss = self.update(self.batch(step))
+            self.steps = step.number
+            bar.update()
+            if step.tested:
+                stops = self.note(step, float(loss), self.validate())
+                if not quiet:
+                    _report(bar, self.history[-1], self.chosen_by, plan[-1].epoch)
+                if stops:
+                    break
+            self.advance(step)
+        bar.close()
+
 
 def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
     """Return what layers' own losses add to the task's: their mean, weighted as in training."""
     return OWN_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
-def train(trial: BaseTrial, quiet: bool) -> None:
-    """Trains in place. quiet: no progress."""
-    planned, epochs = trial.planned
-    bar = tqdm(total=planned, disable=True if quiet else None, leave=False)
-    for step in trial.steps():
-        loss = trial.step(step)
-        bar.update()
-        if step.tested:
-            stops = trial.note(step, float(loss), trial.validate())
-            if not quiet:
-                _report(bar, trial.history[-1], trial.chosen_by, epochs)
-            if stops:
-                break
-        if step.ends_epoch:
-            trial.end_epoch()
-    bar.close()
-
-
 def _report(bar: tqdm, point: dict[str, float], measure: str, epochs: int) -> None:
-    text = f"validation {measure} {point[measure]:.4f}, loss {point['loss']:.3f}"
+    text = f"validation {measure} {point[measure]:.4f}, " if measure in point else ""
+    text += f"loss {point['loss']:.3f}"
     if bar.disable:
         where = f"step {point['step']}, epoch {point['epoch']}/{epochs}"
         print(f"{where}: {text}", file=sys.stderr, flush=True)

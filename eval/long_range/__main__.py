@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, number, or_word, output_path, whole
+from cat_lm.core.cli import Parser, output_path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
-from eval.long_range.ranges import RANGES
+from eval.common.options import add_options
+from eval.long_range.recipes import recipe_of
+from eval.long_range.settings import Settings
 from eval.long_range.tasks.commands import add_place, add_prepare, add_show, place_of
 
 if TYPE_CHECKING:
@@ -30,11 +31,6 @@ def main() -> None:
     _add_run(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
-
-
-def _whole(name: str) -> Callable[[str], int]:
-    """Make the kind of a cell's whole number."""
-    return whole(RANGES[name])
 
 
 def _tasks_and_mixers() -> tuple[str, str]:
@@ -61,7 +57,6 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         help="train and test one model",
         description="Trains a model on a task and tests the one of the best validation, once. What "
         "is left out is the task's in the paper. OUT/cells gets one JSON; a finished one is kept.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     tasks, known = _tasks_and_mixers()
     add = parser.add_argument
@@ -69,26 +64,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--mixer", required=True, help=f"{known}; options as las:chunk=128,position=none")
     add("--out", type=output_path, required=True, metavar="DIR", help="results")
     _add_direction(parser)
-    add("--seed", type=_whole("seed"), default=0)
-    recipe = "(default: the task's in the paper)"
-    for name in ("d_model", "layers", "epochs", "batch_size"):
-        add(f"--{name.replace('_', '-')}", type=_whole(name), help=recipe)
-    add("--lr", type=number(RANGES["lr"], above=0), help=recipe)
-    add("--weight-decay", type=number(RANGES["weight_decay"]), help=recipe)
-    add("--norm", choices=("layer", "batch"), help=recipe)
-    add("--norm-first", action=argparse.BooleanOptionalAction, help=recipe)
-    add("--pool", choices=("mean", "last"), help=f"what a class is read from {recipe}")
-    add("--feed-forward", action=argparse.BooleanOptionalAction, help=recipe)
-    add(
-        "--patience",
-        type=or_word(_whole("patience"), "none"),
-        metavar="N|none",
-        default=argparse.SUPPRESS,
-        help=f"epochs without a better validation until the rate falls {recipe}",
-    )
-    add("--eval-steps", type=_whole("eval_steps"), help="validate within epochs too")
-    for split in ("train", "validation", "test"):
-        add(f"--{split}-rows", type=_whole(f"{split}_rows"), help="so many of the task's")
+    # What is left out is the task's: only options that were given reach the cell.
+    defaults = dict.fromkeys(recipe_of("listops").cell_options(), argparse.SUPPRESS)
+    add_options(parser, Settings, defaults=defaults)
     add("--shuffle-labels", action="store_true", help="a control: train with other rows' labels")
     add("--workers", type=whole(numbers.WORKERS), default=1, help="processes that prepare rows")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
@@ -100,16 +78,13 @@ def _cell(arguments: argparse.Namespace) -> Cell:
     """Make the cell that options name; what they leave out is the task's in the paper."""
     from eval.long_range.cell import Cell
     from eval.long_range.grids import fitted
-    from eval.long_range.recipes import recipe_of
     from eval.long_range.tasks import make_task
 
     values, task = vars(arguments), arguments.task.partition(":")[0]
-    if arguments.pool is not None and make_task(arguments.task).scored:
+    if "pool" in values and make_task(arguments.task).scored:
         raise UserError(f"--pool: has no effect on {task}, which has no classes; leave it out")
     options = recipe_of(task).cell_options()
-    options |= {name: values[name] for name in options if values.get(name) is not None}
-    if "patience" in values:
-        options["patience"] = arguments.patience
+    options |= {name: values[name] for name in options if name in values}
     names = ("task", "seed", "eval_steps", "train_rows", "validation_rows", "test_rows")
     return Cell(
         mixer=fitted(arguments.mixer, task),

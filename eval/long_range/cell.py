@@ -28,21 +28,12 @@ class Cell(Settings):
     """A model's settings as a cell, see `eval.lab.cell`; none are stacked."""
 
     shape: ClassVar[type[Versioned]] = CellRecord
+    trainer: ClassVar[str] = "eval.long_range.training"
 
     def timed(self) -> Cell:
         every = {"train_rows": self.batch_size, "validation_rows": 1, "test_rows": 1}
         fixed = {"lr": 1e-9, "seed": 0, "epochs": 1, "is_shuffled": False, "patience": None}
         return dataclasses.replace(self, **every, **fixed, eval_steps=None, weight_decay=0.0)
-
-    def seconds(self, size: int, device: str) -> tuple[float, float]:
-        from eval.long_range import training
-
-        return training.seconds(self, device)
-
-    def run(self, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        from eval.long_range import training
-
-        return training.run_cell(self, device, quiet=quiet)
 
     def score(self, record: dict[str, Any]) -> float:
         return record["validation"]["value"]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from cat_lm.core.errors import UserError
+from cat_lm.core import numbers
 from cat_lm.mixers import Mixer
+from eval.common.options import Option
 from eval.lab import cell
-from eval.lab.training import count_steps, steps
+from eval.lab.cell import Step, plan_steps
 from eval.long_range import mixers
-from eval.long_range.ranges import RANGES
 from eval.long_range.tasks import Place, Task, make_task
+
+_RECIPE = "(default: the task's in the paper)"
+_ROWS = Option("so many of the task's", numbers.ROWS)
 
 
 @dataclass(frozen=True)
@@ -32,36 +36,37 @@ class Settings(cell.Cell):
 
     task: str
     mixer: str
-    d_model: int
-    layers: int
-    lr: float
-    batch_size: int
-    epochs: int
-    norm: str = "layer"
-    norm_first: bool = True
-    pool: str = "mean"
+    d_model: Annotated[int, Option(_RECIPE, numbers.SMALL_WIDTH)]
+    layers: Annotated[int, Option(_RECIPE, numbers.SMALL_DEPTH)]
+    lr: Annotated[float, Option(_RECIPE, numbers.LEARNING_RATE, above=0)]
+    batch_size: Annotated[int, Option(_RECIPE, numbers.BATCH)]
+    epochs: Annotated[int, Option(_RECIPE, numbers.EPOCHS)]
+    norm: Annotated[Literal["layer", "batch"], Option(_RECIPE)] = "layer"
+    norm_first: Annotated[bool, Option(_RECIPE)] = True
+    pool: Annotated[Literal["mean", "last"], Option(f"what a class is read from {_RECIPE}")] = (
+        "mean"
+    )
     is_causal: bool = False
-    feed_forward: bool = True
-    weight_decay: float = 0.0
-    patience: int | None = None
-    eval_steps: int | None = None
-    train_rows: int | None = None
-    validation_rows: int | None = None
-    test_rows: int | None = None
+    feed_forward: Annotated[bool, Option(_RECIPE)] = True
+    weight_decay: Annotated[float, Option(_RECIPE, numbers.WEIGHT_DECAY)] = 0.0
+    patience: Annotated[
+        int | None,
+        Option(
+            f"epochs without a better validation until the rate falls {_RECIPE}",
+            numbers.EPOCHS,
+            word="none",
+            metavar="N|none",
+        ),
+    ] = None
+    eval_steps: Annotated[
+        int | None, Option("validate within epochs too", numbers.STEPS.at_least(1))
+    ] = None
+    train_rows: Annotated[int | None, _ROWS] = None
+    validation_rows: Annotated[int | None, _ROWS] = None
+    test_rows: Annotated[int | None, _ROWS] = None
     is_shuffled: bool = False
-    seed: int = 0
+    seed: Annotated[int, Option(range=numbers.SEED)] = 0
     place: Place = field(default=Place(), compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, allowed in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and (problem := allowed.problem(value)):
-                raise UserError(f"{name}={value}: {problem}")
-        if self.lr <= 0:
-            raise UserError(f"lr={self.lr}: must be greater than 0")
-        for name, choices in (("norm", ("layer", "batch")), ("pool", ("mean", "last"))):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name}={getattr(self, name)}: must be {' or '.join(choices)}")
 
     def key(self) -> dict[str, Any]:
         """Return all that decides the result, as plain values."""
@@ -92,14 +97,12 @@ class Settings(cell.Cell):
         there = there or task.official.get("test") or 0  # of a held-out tenth, more than enough
         return there if chosen is None else min(chosen, there or chosen)
 
-    @property
-    def all_steps(self) -> int:
-        return count_steps(self.epochs, self.rows_of("train"), self.batch_size)
+    def plan(self) -> Iterator[Step]:
+        rows = self.rows_of("train")
+        return plan_steps(self.epochs, rows, self.batch_size, self.eval_steps)
 
     @property
     def tested_rows(self) -> float:
-        plan = steps(self.epochs, self.rows_of("train"), self.batch_size, self.eval_steps)
         tests = 2 if self.make_task().classes else 1  # the second with exchanged inputs
-        return self.rows_of("validation") * sum(s.tested for s in plan) + tests * self.rows_of(
-            "test"
-        )
+        validations = sum(step.tested for step in self.plan())
+        return self.rows_of("validation") * validations + tests * self.rows_of("test")

@@ -8,7 +8,6 @@ test split its validation (`imdb:protocol=lra`), its page says so.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.core.errors import UserError
-from eval.lab.estimate import few_rows, seconds_on_cpu, seconds_on_gpu
-from eval.lab.training import BaseTrial, Step, count_steps, own_loss, steps, train
+from eval.lab import training
+from eval.lab.cell import Step, plan_steps
 from eval.long_range.mixers import KIND
 from eval.long_range.model import LongRangeModel
 from eval.long_range.options import Options
@@ -81,28 +80,29 @@ def load(cell: Settings, task: Task, split: str) -> Examples:
     return examples if count is None else examples.subset(count, _DRAW)
 
 
-class Trial(BaseTrial):
-    """A cell with all that its training needs."""
+class Trial(training.Trial):
+    """What trains a cell."""
+
+    chosen_by = "value"
 
     def __init__(self, cell: Settings, device: str) -> None:
-        started = time.monotonic()
-        self.cell, self.task, self.device = cell, cell.make_task(), device
-        torch.manual_seed(cell.seed)
-        super().__init__(build_model(cell, self.task).to(device), "value", keeps_best=True)
-        self.examples = {split: load(cell, self.task, split) for split in SPLITS}
-        if cell.is_shuffled:
-            self.examples["train"] = self._exchanged("train")
+        self.task = cell.make_task()
+        super().__init__(cell, device)
         self._order: np.ndarray | None = None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=cell.lr, weight_decay=cell.weight_decay
-        )
         self.schedule = None
         if cell.patience is not None:
             # Not relative to the best, of which R² may be below 0.
             self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 self.optimizer, "max", FACTOR, cell.patience, 1e-4, threshold_mode="abs"
             )
-        self.data_seconds = time.monotonic() - started
+
+    def build(self) -> LongRangeModel:
+        return build_model(self.cell, self.task)
+
+    def load(self) -> None:
+        self.examples = {split: load(self.cell, self.task, split) for split in SPLITS}
+        if self.cell.is_shuffled:
+            self.examples["train"] = self._exchanged("train")
 
     def _exchanged(self, split: str) -> Examples:
         """A split whose rows have others' inputs: a control of training, or of testing."""
@@ -116,26 +116,32 @@ class Trial(BaseTrial):
             np.random.PCG64(np.random.SeedSequence([self.cell.seed, stream, number]))
         )
 
-    def steps(self) -> Iterator[Step]:
+    def plan(self) -> Iterator[Step]:
         cell = self.cell
-        return steps(cell.epochs, len(self.examples["train"]), cell.batch_size, cell.eval_steps)
-
-    @property
-    def planned(self) -> tuple[int, int]:
         rows = len(self.examples["train"])
-        return count_steps(self.cell.epochs, rows, self.cell.batch_size), self.cell.epochs
+        return plan_steps(cell.epochs, rows, cell.batch_size, cell.eval_steps)
 
-    def step(self, step: Step) -> Tensor:
+    def batch(self, step: Step) -> Batch:
         if self._order is None:
             self._order = self._rng(_ORDER, step.epoch).permutation(len(self.examples["train"]))
-        rows = self._order[step.rows]
-        batch = self.examples["train"].batch(rows)
-        return train_step(self.model, self.optimizer, batch, self.device)
+        return self.examples["train"].batch(self._order[step.rows])
+
+    def imitate(self, rows: int) -> Batch:
+        return _imitated(self.task, rows)
+
+    def loss(self, batch: Batch, own: list[Tensor]) -> Tensor:
+        inputs, lengths, labels = _tensors(batch, self.device)
+        answers = self.model(inputs, lengths, own)
+        return (
+            F.cross_entropy(answers, labels) if self.task.classes else F.mse_loss(answers, labels)
+        )
 
     def validate(self) -> dict[str, float]:
         return self.measure("validation")
 
-    def end_epoch(self) -> None:
+    def advance(self, step: Step) -> None:
+        if not step.ends_epoch:
+            return
         self._order = None
         if self.schedule is not None:
             self.schedule.step(self.history[-1]["value"])
@@ -150,20 +156,23 @@ class Trial(BaseTrial):
             return None
         return measure(self.model, self._exchanged("test"), 2 * self.cell.batch_size)
 
-
-def train_step(
-    model: LongRangeModel, optimizer: torch.optim.Optimizer, batch: Batch, device: str
-) -> Tensor:
-    """One update; the task's loss before it."""
-    model.train()
-    inputs, lengths, labels = _tensors(batch, device)
-    own: list[Tensor] = []
-    answers = model(inputs, lengths, own)
-    loss = F.cross_entropy(answers, labels) if model.task.classes else F.mse_loss(answers, labels)
-    optimizer.zero_grad(set_to_none=True)
-    (loss + own_loss(own)).backward()
-    optimizer.step()
-    return loss.detach()
+    def test(self) -> dict[str, Any]:
+        return {
+            "layers": self.cell.layers,
+            "metric": self.task.metric,
+            **self.measure("test"),
+            "exchanged": self.measure_exchanged(),
+            "notes": list(self.task.notes),
+            "data": {
+                split: {
+                    "rows": len(rows),
+                    "most_frequent": most_frequent(rows),
+                    "origin": dict(rows.origin),
+                }
+                for split, rows in self.examples.items()
+            },
+            "filters": learned_filters(self.model),
+        }
 
 
 @torch.no_grad()
@@ -200,51 +209,6 @@ def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, lengths, labels
 
 
-def run_cell(cell: Settings, device: str = "cpu", *, quiet: bool = False) -> dict[str, Any]:
-    """Trains and tests a cell.
-
-    Returns:
-        Plain values: the number of the test, the history of validation, where the data are from,
-        times.
-
-    Raises:
-        UserError: options that do not fit, or missing data.
-    """
-    trial = Trial(cell, device)
-    prepared = time.monotonic()
-    train(trial, quiet)
-    trial.restore()
-    trained = time.monotonic()
-    value = trial.measure("test")["value"]
-    return {
-        "cell": cell.key(),
-        **cell.resolved(),
-        "layers": cell.layers,
-        "parameters": sum(p.numel() for p in trial.model.parameters()),
-        "metric": trial.task.metric,
-        "value": value,
-        "exchanged": trial.measure_exchanged(),
-        "validation": {name: trial.chosen[name] for name in ("step", "value")},
-        "history": trial.history,
-        "steps": trial.history[-1]["step"],
-        "notes": list(trial.task.notes),
-        "data": {
-            split: {
-                "rows": len(rows),
-                "most_frequent": most_frequent(rows),
-                "origin": dict(rows.origin),
-            }
-            for split, rows in trial.examples.items()
-        },
-        "filters": learned_filters(trial.model),
-        "seconds": {
-            "data": round(trial.data_seconds, 2),
-            "training": round(trained - prepared, 2),
-            "testing": round(time.monotonic() - trained, 2),
-        },
-    }
-
-
 def most_frequent(examples: Examples) -> float | None:
     """Return the share of the most frequent class; None where values are predicted."""
     if examples.labels is None:
@@ -257,23 +221,6 @@ def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
     from eval.long_range.attention import LearnedFilter
 
     return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]
-
-
-def seconds(cell: Settings, device: str) -> tuple[float, float]:
-    """Seconds of a step and of a row of it, on rows of the task's length; no data is read."""
-    task = cell.make_task()
-    model = build_model(cell, task).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cell.lr)
-    is_cpu = torch.device(device).type == "cpu"
-    batch = _imitated(task, few_rows(cell.batch_size)[1] if is_cpu else cell.batch_size)
-
-    def step(rows: int) -> object:
-        few = Batch(batch.inputs[:rows], batch.lengths[:rows], batch.labels[:rows])
-        return train_step(model, optimizer, few, device)
-
-    if is_cpu:
-        return seconds_on_cpu(step, cell.batch_size)
-    return seconds_on_gpu(step, cell.batch_size, device)
 
 
 def _imitated(task: Task, rows: int) -> Batch:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import (
-    Parser,
-    number,
-    or_word,
-    output_path,
-    whole,
-    whole_numbers,
-)
+from cat_lm.core.cli import Parser, output_path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
-from eval.recall.ranges import RANGES
+from eval.common.options import add_options
+from eval.recall.cell import Cell
 
 
 @command
@@ -47,56 +40,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         description="Trains a small model on a task and tests it. OUT/cells gets one JSON with "
         "every accuracy, the options, the versions and the command, and a picture of the learned "
         "filters; a finished one is kept.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     tasks, known = ", ".join(TASKS.names()), ", ".join(mixers.names())
     parser.add_argument(
         "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
     )
     parser.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
-    add = parser.add_argument
-    add("--d-model", type=_whole("d_model"), required=True, help="model width")
-    add("--seq-len", type=_whole("seq_len"), required=True, help="tokens that a model reads")
-    add("--out", type=output_path, required=True, metavar="DIR", help="results")
-    add("--lr", type=number(RANGES["lr"], above=0), default=1e-2)
-    add("--seed", type=_whole("seed"), default=0)
-    add("--epochs", type=_whole("epochs"), default=64)
-    add("--train-examples", type=_whole("train_examples"), default=100_000)
-    add("--test-examples", type=_whole("test_examples"), default=3_000)
-    add("--validation-examples", type=_whole("validation_examples"), default=1_000)
-    add("--layers", type=_whole("layers"), help="blocks (default: the mixer's in the paper)")
-    add("--batch-size", type=_whole("batch_size"), help="rows (default: Zoology's at that length)")
-    decay = number(RANGES["weight_decay"])
-    add("--weight-decay", type=decay, default=0.1, help="on all parameters")
-    add(
-        "--stop-above",
-        type=or_word(number(RANGES["stop_above"]), "none"),
-        default=0.99,
-        metavar="ACCURACY|none",
-        help="on validation rows, which then also choose the step whose model is tested; above 1: "
-        "choose alone; none: a fixed budget, whose last model is tested",
-    )
-    add(
-        "--embedding-dropout",
-        type=number(RANGES["embedding_dropout"]),
-        help="of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
-    )
-    steps = _whole("eval_steps")
-    add("--eval-steps", type=steps, help="validate within epochs too, every so many steps")
-    lengths = whole_numbers(RANGES["seq_len"], "64,256")
-    add("--test-lengths", type=lengths, default=(), metavar="32,64,…", help="also test there")
-    parser.add_argument(
-        "--fixed-items",
-        action="store_true",
-        help="at longer lengths also with as many keys as in training",
-    )
+    parser.add_argument("--out", type=output_path, required=True, metavar="DIR", help="results")
+    add_options(parser, Cell)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     parser.set_defaults(run=_run)
-
-
-def _whole(name: str) -> Callable[[str], int]:
-    """Make the kind of a cell's whole number."""
-    return whole(RANGES[name])
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -108,7 +61,6 @@ def _run(arguments: argparse.Namespace) -> None:
             )
     from eval.lab.cell import cell_path, run
     from eval.recall.filter_plots import save_portrait
-    from eval.recall.train.cell import Cell
 
     values = vars(arguments)
     cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
@@ -155,7 +107,7 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         "status 1 if a claim does not hold or a wrong one passes.",
     )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
-    parser.add_argument("--seed", type=_whole("seed"), default=0)
+    parser.add_argument("--seed", type=whole(numbers.SEED), default=0)
     trials = whole(numbers.TRIALS)
     parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")
     parser.add_argument(

@@ -16,8 +16,8 @@ from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
 from eval.lab.study import Asked, Control, Rows, Study, is_finite
 from eval.recall import filter_plots
+from eval.recall.cell import Cell
 from eval.recall.tasks import generate
-from eval.recall.train.cell import Cell
 
 # CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
 CHANNELS = "cat:conv_type=depthwise"

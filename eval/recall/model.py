@@ -23,12 +23,10 @@ from cat_lm.model.context import Context
 from cat_lm.model.streams.operations import LongFilter
 from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.ops.long_filter.chunks import taps_of
+from eval.recall.cell import dropout_of
 
 SPREAD = 0.02
 _SHOWN = 64  # taps of a filter without an end
-
-
-DROPOUT = {"layer": 0.1, "rms": 0.0}  # of the embeddings, by the block that a mixer names
 
 
 def make_block(mixer: Mixer, setting: Setting, feed_forward: bool) -> Block:
@@ -43,11 +41,6 @@ def make_block(mixer: Mixer, setting: Setting, feed_forward: bool) -> Block:
         wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         network = nn.Sequential(*wide)
     return Block(nn.LayerNorm(width), layer, nn.LayerNorm(width), network)
-
-
-def embedding_dropout(mixer: Mixer, chosen: float | None) -> float:
-    """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
-    return DROPOUT[mixer.block] if chosen is None else chosen
 
 
 class RecallModel(nn.Module):
@@ -75,7 +68,7 @@ class RecallModel(nn.Module):
         layers = layers or mixer.layers
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.positions = nn.Embedding(positions, d_model) if mixer.learned_positions else None
-        self.dropout = nn.Dropout(embedding_dropout(mixer, dropout))
+        self.dropout = nn.Dropout(dropout_of(mixer, dropout))
         self.blocks = nn.ModuleList(
             make_block(mixer, Setting(d_model, i, layers), feed_forward) for i in range(layers)
         )
@@ -121,11 +114,6 @@ def initialise(model: nn.Module, layers: int) -> None:
                 nn.init.zeros_(module.bias)
     for module in reversed(list(model.modules())):
         start(module)
-
-
-def parameters(model: nn.Module) -> int:
-    """Number of trained parameters."""
-    return sum(p.numel() for p in model.parameters())
 
 
 def _filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]]]:

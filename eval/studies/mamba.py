@@ -17,7 +17,7 @@ from eval.lab.contrasts import Contrast, difference_of
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
 from eval.lab.study import Asked, Control, Rows, Study
-from eval.recall.train.cell import Cell
+from eval.recall.cell import Cell
 
 FOUND = 0.9  # accuracy above which a run counts as having found its task
 DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock

@@ -26,9 +26,9 @@ from eval.lab.contrasts import Contrast
 from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
 from eval.lab.study import Asked, Study
-from eval.recall.train.cell import Cell
-from eval.recall.train.held_out import check_documents
-from eval.recall.train.language import LanguageCell
+from eval.recall.cell import Cell
+from eval.recall.held_out import check_documents
+from eval.recall.language import LanguageCell
 
 WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
 CONV_TYPES = ("head", "depthwise")

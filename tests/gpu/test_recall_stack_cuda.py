@@ -11,10 +11,8 @@ from cat_lm import mixers
 from cat_lm.mixers import make_mixer
 from eval.lab import estimate, execution
 from eval.lab.execution import Execution
-from eval.recall.train.cell import Cell
-from eval.recall.train.cost import bytes_of
-from eval.recall.train.stack import run_stack
-from eval.recall.train.trial import run_cell
+from eval.recall.cell import DROPOUT, Cell
+from eval.recall.training import run_stack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +36,7 @@ BASE = Cell(
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
     """No draws that models alone do not share, and no TF32."""
-    monkeypatch.setattr("eval.recall.model.Block.embedding_dropout", 0.0)
+    monkeypatch.setitem(DROPOUT, "layer", 0.0)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -50,7 +48,7 @@ def test_a_stack_equals_its_models_alone(name):
         for lr, seed in ((1e-3, 0), (3e-3, 1), (1e-2, 0))
     ]
     for cell, record in run_stack(alike, "cuda"):
-        alone = run_cell(cell, "cuda", quiet=True)
+        alone = cell.run("cuda", quiet=True)
         losses = [[point["loss"] for point in r["history"]] for r in (record, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
         for test, found in record["tests"].items():
@@ -76,4 +74,4 @@ def test_a_model_takes_no_more_memory_than_is_set_aside_for_it(name):
     before = torch.cuda.memory_allocated()
     list(run_stack([dataclasses.replace(cell, seed=seed) for seed in range(2)], "cuda"))
     taken = torch.cuda.max_memory_allocated() - before
-    assert taken <= 2 * bytes_of(cell)
+    assert taken <= 2 * cell.bytes_needed()

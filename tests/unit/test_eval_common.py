@@ -96,8 +96,8 @@ class TestCellStore:
 
     def test_cells_have_the_names_that_are_asked_for(self):
         from eval.lab.cell import cell_path
-        from eval.recall.train.cell import Cell
-        from eval.recall.train.language import LanguageCell
+        from eval.recall.cell import Cell
+        from eval.recall.language import LanguageCell
 
         cell = Cell("mqar:vocab_size=64", "cat:streams=k", 16, 16, seed=2)
         name = r"out/cells/mqar_vocab_size=64-cat_streams=k-d16-L16-lr0\.01-seed2-[0-9a-f]{8}\.json"

@@ -152,11 +152,10 @@ def test_what_cannot_be_registered(outside):
 
 
 def test_recall_trains_a_mixer_from_outside(outside):
-    from eval.recall.train.cell import Cell
-    from eval.recall.train.trial import run_cell
+    from eval.recall.cell import Cell
 
     cell = Cell("mqar:vocab_size=32", "running-mean", 16, 16, epochs=1, train_examples=32)
-    record = run_cell(cell, quiet=True)
+    record = cell.run(quiet=True)
     assert record["mixer"]["label"] == "running-mean" and record["steps"] == 1
 
 

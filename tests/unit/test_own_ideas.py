@@ -24,7 +24,7 @@ from cat_lm.model.cache import RecurrentLayer
 from cat_lm.model.context import Context
 from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
-from eval.recall.train.cell import Cell
+from eval.recall.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.unit.tiny_models import cat_model, random_ids
 

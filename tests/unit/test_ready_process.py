@@ -12,7 +12,7 @@ import torch
 from cat_lm.ops.runtime.cpu import flush_denormals
 from eval.common.precision import evaluation_device
 from eval.lab import cell as cells
-from eval.recall.train.cell import Cell
+from eval.recall.cell import Cell
 from tests.conftest import REPOSITORY
 from tests.runs import run_values, write_config
 

@@ -8,19 +8,21 @@ import pytest
 
 from cat_lm.data.manifest import read_manifest
 from eval.lab import estimate
-from eval.recall.train import cost
-from eval.recall.train.language import LanguageCell
-from tests.unit.test_recall_stack import BASE, three
+from eval.recall.cell import Cell
+from eval.recall.language import LanguageCell
+from tests.unit.test_recall_stack import three
 
 
 def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):
     timed = []
 
-    def seconds(cell, size, device):
+    def step_seconds(step, rows, device):
+        (cell, size) = step
         timed.append((cell.mixer, cell.train_examples, size))
         return 2.0 * size, 0.3 * size
 
-    monkeypatch.setattr(cost, "recall_seconds", seconds)
+    monkeypatch.setattr(Cell, "step", lambda cell, size, device: (cell, size))
+    monkeypatch.setattr(estimate, "step_seconds", step_seconds)
     alike = three(epochs=4, eval_steps=None, test_lengths=(32,), fixed_items=True)
     none = dataclasses.replace(alike[0], mixer="none")
     found = estimate.hours_by_mixer([alike, alike[:1], [none], [none]], "cpu")
@@ -39,26 +41,9 @@ def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
         return 0.5 + 0.25 * rows
 
     monkeypatch.setattr(estimate, "_seconds", seconds)
-    monkeypatch.setattr(cost, "_steps", lambda *_: lambda rows: None)
-    cell = dataclasses.replace(BASE, batch_size=512)
-    assert cost.recall_seconds(cell, 1, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
+    assert estimate.step_seconds(None, 512, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
     assert max(rows_timed) == 16
-    assert cost.recall_seconds(dataclasses.replace(BASE, batch_size=1), 1, "cpu")[0] > 0
-
-
-@pytest.mark.parametrize("fixed", [0.5, 5.0])
-def test_a_language_models_start_is_no_part_of_its_steps(fixed, monkeypatch):
-    """Seconds of a run: `fixed`, 0.4 for each step and 0.1 for each row of it."""
-
-    def run(cell, device, *, quiet):
-        return {"seconds": {"training": fixed + (0.4 + 0.1 * cell.batch_size) * cell.steps}}
-
-    monkeypatch.setattr(LanguageCell, "run", run)
-    cell = LanguageCell("data", "0", "cat", 16, 32, 1, 100, 1e-3, batch_size=8)
-    assert cost.language_seconds(cell.timed(1), "cpu") == pytest.approx((1.2, 0.1))
-    hours = estimate.hours_by_mixer([[cell]], "cpu")
-    rows = cell.tested_rows / 3
-    assert hours == pytest.approx({"cat": (100 * 1.2 + rows * 0.1) / 3600})
+    assert estimate.step_seconds(None, 1, "cpu")[0] > 0
 
 
 def test_the_estimate_times_real_steps_of_models_alone_stacked_and_on_text(tiny_corpus):

@@ -13,9 +13,8 @@ from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from eval.lab.study import Asked
+from eval.recall.cell import Cell
 from eval.recall.tasks import generate, make_task
-from eval.recall.train.cell import Cell
-from eval.recall.train.trial import run_cell
 from eval.studies import STUDIES
 from tests.conftest import REPOSITORY
 
@@ -189,7 +188,7 @@ def test_a_cell_tells_its_groups_and_ceilings():
         test_lengths=(48,),
         fixed_items=True,
     )
-    record = run_cell(cell, quiet=True)
+    record = cell.run(quiet=True)
     for name, length in (("trained length", 30), ("length 48", 48), ("length 48, 5 keys", 48)):
         test = record["tests"][name]
         keys = 8 if name == "length 48" else 5
@@ -198,9 +197,8 @@ def test_a_cell_tells_its_groups_and_ceilings():
         assert test["one_token_ceiling"] == pytest.approx(task.one_token_expected, abs=0.06)
         parts = np.array([test["accuracy_shared"], test["accuracy_unshared"]])
         assert parts.min() <= test["accuracy"] <= parts.max()
-    plain = run_cell(
-        Cell("mqar:vocab_size=64", "none", 16, 16, epochs=1, train_examples=32, test_examples=8)
-    )
+    cell = Cell("mqar:vocab_size=64", "none", 16, 16, epochs=1, train_examples=32, test_examples=8)
+    plain = cell.run()
     assert set(plain["tests"]["trained length"]) == {"seq_len", "accuracy", "rows_right"}
 
 

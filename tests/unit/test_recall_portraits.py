@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eval.lab.places import Run
 from eval.recall import filter_plots as portraits
-from eval.recall.train.cell import Cell
+from eval.recall.cell import Cell
 
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
 

@@ -16,12 +16,10 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from eval.lab import cell as cells
+from eval.recall.cell import Cell, delays
+from eval.recall.measuring import free_running, measure, measure_stack
 from eval.recall.model import RecallModel
 from eval.recall.tasks import Examples, generate, make_task
-from eval.recall.train.cell import Cell
-from eval.recall.train.measuring import free_running, measure, measure_stack
-from eval.recall.train.records import delays
-from eval.recall.train.trial import run_cell
 from tests.commands import python
 
 SMALL = {"d_model": 32, "seq_len": 16, "test_examples": 200, "batch_size": 64}
@@ -38,23 +36,22 @@ def test_one_cat_layer_learns_recall_generalises_and_no_mixing_guesses():
         fixed_items=True,
         **SMALL,
     )
-    record = run_cell(cell)
+    record = cell.run()
     assert record["accuracy"] > 0.99 and record["steps"] % 200 == 0
     assert set(record["tests"]) == {"trained length", "length 12", "length 64", "length 64, 4 keys"}
     assert record["tests"]["length 64"]["accuracy"] > 0.9
     found = delays(record["filters"])[0]
     assert found["k"][0] == found["q"][0] + found["v"][0] + 1
-    control = run_cell(
-        dataclasses.replace(cell, mixer="none", epochs=1, test_lengths=(), fixed_items=False)
-    )
+    plain = {"epochs": 1, "test_lengths": (), "fixed_items": False}
+    control = dataclasses.replace(cell, mixer="none", **plain).run()
     assert control["accuracy"] < 0.15
 
 
 def test_training_stops_where_it_is_told():
     cell = Cell("mqar:vocab_size=64", "none", train_examples=256, epochs=3, **SMALL)
-    record = run_cell(dataclasses.replace(cell, stop_above=0.0, eval_steps=2))
+    record = dataclasses.replace(cell, stop_above=0.0, eval_steps=2).run()
     assert record["steps"] <= 4 and record["history"][-1]["accuracy"] > 0
-    whole = run_cell(dataclasses.replace(cell, stop_above=None))
+    whole = dataclasses.replace(cell, stop_above=None).run()
     assert whole["steps"] == 12 and [p["epoch"] for p in whole["history"]] == [1, 2, 3]
 
 
@@ -72,7 +69,7 @@ def test_the_optimiser_and_its_schedule_are_zoologys(monkeypatch):
 
     monkeypatch.setattr("torch.optim.AdamW", Recorder)
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=128, epochs=4, **SMALL)
-    run_cell(dataclasses.replace(cell, lr=0.02, stop_above=None))
+    dataclasses.replace(cell, lr=0.02, stop_above=None).run()
     assert seen[0] == {"lr": 0.02, "weight_decay": 0.1, "fused": True}  # one kernel, the same rule
     cosine = [0.01 * (1 + np.cos(np.pi * epoch / 4)) for epoch in range(4) for _ in range(2)]
     assert seen[1:] == pytest.approx(cosine)
@@ -80,8 +77,8 @@ def test_the_optimiser_and_its_schedule_are_zoologys(monkeypatch):
 
 def test_a_cell_is_a_pure_function_of_its_seed():
     cell = Cell("mqar:vocab_size=64", "cat", train_examples=256, epochs=1, **SMALL)
-    first, again = run_cell(cell), run_cell(cell)
-    other = run_cell(dataclasses.replace(cell, seed=1))
+    first, again = cell.run(), cell.run()
+    other = dataclasses.replace(cell, seed=1).run()
     assert first["history"] == again["history"] and first["filters"] == again["filters"]
     assert first["filters"] != other["filters"]
 
@@ -163,7 +160,7 @@ def test_finished_cells_are_kept(tmp_path, monkeypatch):
     path = cells.cell_path(tmp_path, cell)
     assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
     assert first["provenance"]["versions"]["torch"] and first["provenance"]["device"] == "cpu"
-    monkeypatch.setattr("eval.recall.train.trial.run_cell", None)
+    monkeypatch.setattr("eval.recall.training.Trial", None)
     assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
 
 
@@ -221,7 +218,7 @@ def test_where_no_cell_can_be_written_none_is_trained(tmp_path, monkeypatch, pla
         (tmp_path / "cells").touch()
     else:
         cells.cell_path(tmp_path, cell).mkdir(parents=True)
-    monkeypatch.setattr("eval.recall.train.trial.run_cell", None)
+    monkeypatch.setattr("eval.recall.training.Trial", None)
     with pytest.raises(UserError, match=told):
         cells.run(tmp_path, cell, "cpu")
 
@@ -252,7 +249,7 @@ def test_the_papers_batches_and_layers():
 def test_what_does_not_fit_is_one_clear_line(changes, words):
     base = {"task": "mqar", "mixer": "cat", **SMALL}
     with pytest.raises(UserError) as error:
-        run_cell(Cell(**{**base, **changes}))
+        Cell(**{**base, **changes}).run()
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

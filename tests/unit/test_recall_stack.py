@@ -16,14 +16,12 @@ from eval.lab import cell as cells
 from eval.lab.execution import Execution, run_unfinished, stacks
 from eval.lab.options import add_grid_options
 from eval.lab.places import Run
-from eval.recall import model
-from eval.recall.train import stack
-from eval.recall.train import trial as training
-from eval.recall.train.cell import Cell
-from eval.recall.train.cost import bytes_of
-from eval.recall.train.language import LanguageCell
-from eval.recall.train.stack import run_stack
-from eval.recall.train.trial import run_cell
+from eval.lab.training import Trial as AnyTrial
+from eval.recall import cell as recall_cell
+from eval.recall import training
+from eval.recall.cell import Cell
+from eval.recall.language import LanguageCell
+from eval.recall.training import run_stack
 
 BASE = Cell(
     "mqar:vocab_size=32",
@@ -50,7 +48,7 @@ def three(**changes):
 @pytest.fixture
 def no_dropout(monkeypatch):
     """Draws that a stack and its models alone do not share. Mixers have an option for theirs."""
-    monkeypatch.setitem(model.DROPOUT, "layer", 0.0)
+    monkeypatch.setitem(recall_cell.DROPOUT, "layer", 0.0)
 
 
 def assert_same(stacked, alone, rtol=1e-4):
@@ -87,7 +85,7 @@ def test_a_stack_equals_its_models_alone(name, no_dropout):
     assert list(found) == alike
     for cell, record in found.items():
         assert record["stacked"] == 3
-        assert_same(record, run_cell(cell, quiet=True))
+        assert_same(record, cell.run(quiet=True))
     losses = [record["history"][-1]["loss"] for record in found.values()]
     assert len(set(losses)) == 3
 
@@ -97,12 +95,12 @@ def test_answers_fed_back_equal_those_of_a_model_alone(no_dropout):
     for cell, record in run_stack(three(**task, epochs=1)):
         assert len(record["tests"]) == 2
         assert all("free_running_accuracy" in test for test in record["tests"].values())
-        assert_same(record, run_cell(cell, quiet=True))
+        assert_same(record, cell.run(quiet=True))
 
 
 @pytest.mark.parametrize("where", ["embedding", "attention"])
 def test_every_model_draws_its_own_dropout(where, monkeypatch):
-    monkeypatch.setitem(model.DROPOUT, "layer", 0.5 if where == "embedding" else 0.0)
+    monkeypatch.setitem(recall_cell.DROPOUT, "layer", 0.5 if where == "embedding" else 0.0)
     mixer = f"cat:dropout={0.5 if where == 'attention' else 0}"
     first, second = (record for _, record in run_stack([three(mixer=mixer)[0]] * 2))
     assert first["history"][-1]["loss"] != second["history"][-1]["loss"]
@@ -112,7 +110,7 @@ def test_every_model_draws_its_own_dropout(where, monkeypatch):
 
 def test_who_stops_early_leaves_and_changes_nothing_for_the_others(no_dropout):
     alike = three(stop_above=0.06, epochs=6)
-    alone = {cell: run_cell(cell, quiet=True) for cell in alike}
+    alone = {cell: cell.run(quiet=True) for cell in alike}
     assert len({record["steps"] for record in alone.values()}) == 3
     found = dict(run_stack(alike))
     assert list(found) == sorted(alike, key=lambda cell: alone[cell]["steps"])
@@ -126,13 +124,13 @@ def test_who_stops_early_leaves_and_changes_nothing_for_the_others(no_dropout):
 
 
 def test_a_stopped_model_takes_no_more_time(no_dropout, monkeypatch):
-    sizes, step = [], stack.train_step
+    sizes, update = [], training.Stack.update
 
-    def counted(models, trials, rows):
-        sizes.append(len(models.models))
-        return step(models, trials, rows)
+    def counted(stack, batches):
+        sizes.append(len(stack.models))
+        return update(stack, batches)
 
-    monkeypatch.setattr(stack, "train_step", counted)
+    monkeypatch.setattr(training.Stack, "update", counted)
     records = [record for _, record in run_stack(three(stop_above=0.06, epochs=6))]
     ends = [record["steps"] for record in records]
     assert sizes == [sum(end >= n for end in ends) for n in range(1, max(ends) + 1)]
@@ -145,21 +143,21 @@ def test_a_model_that_diverges_does_not_touch_its_neighbours(no_dropout):
     last = found[wild]["history"][-1]["loss"]
     assert not last < 1e3  # huge, infinite or not a number
     for cell in tame:
-        assert_same(found[cell], run_cell(cell, quiet=True))
+        assert_same(found[cell], cell.run(quiet=True))
 
 
 def test_a_killed_stack_keeps_who_had_stopped(no_dropout, tmp_path, monkeypatch):
     alike = three(stop_above=0.06, epochs=6)
-    step, left = stack.train_step, []
+    update, left = training.Stack.update, []
 
-    def killed(models, trials, rows):
-        if len(trials) < 3:
-            left.extend(trial.cell for trial in trials)
+    def killed(stack, batches):
+        if len(batches) < 3:
+            left.extend(trial.cell for trial in stack.trials)
             raise KeyboardInterrupt
-        return step(models, trials, rows)
+        return update(stack, batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stack, "train_step", killed)
+        patched.setattr(training.Stack, "update", killed)
         with pytest.raises(KeyboardInterrupt):
             cells.run_together(tmp_path, alike, "cpu")
     assert [cells.finished(tmp_path, cell) is None for cell in alike] == [c in left for c in alike]
@@ -170,7 +168,7 @@ def test_a_killed_stack_keeps_who_had_stopped(no_dropout, tmp_path, monkeypatch)
         cells, "run", lambda _, cell, *__, **___: cells.finished(tmp_path, cell)
     )  # nobody trains alone
     monkeypatch.setattr(
-        stack, "Trial", lambda cell, *rest: began.append(cell) or _trial(cell, *rest)
+        training, "Trial", lambda cell, *rest: began.append(cell) or _trial(cell, *rest)
     )
     records = cells.run_together(tmp_path, alike, "cpu")
     assert began == left and cells.cell_path(tmp_path, first).stat().st_mtime_ns == before
@@ -179,7 +177,7 @@ def test_a_killed_stack_keeps_who_had_stopped(no_dropout, tmp_path, monkeypatch)
     assert all(record["delays"] and record["provenance"] for record in records)
 
 
-_trial = stack.Trial
+_trial = training.Trial
 
 
 def test_one_cell_alone_is_not_a_stack_and_kinds_do_not_mix(tmp_path):
@@ -221,11 +219,11 @@ def test_as_many_as_fit_into_a_gpu_beside_the_other_workers(monkeypatch):
     alike = [dataclasses.replace(BASE, seed=seed) for seed in range(8)]
     gpu = Execution("cuda", workers=2)
     for fits, largest in ((3.5, 3), (0.5, 1), (100, 8)):
-        free = int(fits * 2 / 0.8 * bytes_of(BASE)) + 1
+        free = int(fits * 2 / 0.8 * BASE.bytes_needed()) + 1
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10**12))
         assert max(map(len, stacks(alike, gpu))) == largest
     big = dataclasses.replace(BASE, task="mqar:vocab_size=8192", d_model=128, seq_len=512)
-    assert bytes_of(big) > 100 * bytes_of(BASE)
+    assert big.bytes_needed() > 100 * BASE.bytes_needed()
 
 
 @pytest.mark.parametrize("name", mixers.names())
@@ -235,7 +233,8 @@ def test_a_model_keeps_less_than_is_set_aside_for_it(name):
         BASE, task=f"mqar:vocab_size={tokens},keys=4", mixer=name, d_model=32, seq_len=64
     )
     cell = dataclasses.replace(cell, train_examples=rows, batch_size=rows, test_examples=1)
-    trial, kept = stack.Trial(cell, "cpu"), {}
+    trial, kept = training.Trial(cell, "cpu"), {}
+    inputs, positions, _ = trial.imitate(rows)
 
     def keep(tensor):
         storage = tensor.untyped_storage()
@@ -243,20 +242,19 @@ def test_a_model_keeps_less_than_is_set_aside_for_it(name):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        models = stack.Stack([trial.model])
-        models.train()
-        logits = models(trial.inputs[None], trial.positions[None])
+        trial.model.train()
+        logits = training.Stack([trial])(inputs[None], positions[None])
     # The moments, the gradients and two more of the logits' size come on top.
     others = 3 * 4 * sum(p.numel() for p in trial.model.parameters()) + 2 * 4 * logits.numel()
-    assert sum(kept.values()) + others < bytes_of(cell)
+    assert sum(kept.values()) + others < cell.bytes_needed()
 
 
 def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(stack, "train_step", no_memory)
-    monkeypatch.setattr(training, "train_step", no_memory)
+    monkeypatch.setattr(training.Stack, "update", no_memory)
+    monkeypatch.setattr(AnyTrial, "update", no_memory)
     for group in (three(), three()[:1]):
         said = rf"no memory for {len(group)} x cat:dropout=0.*--stack"
         with pytest.raises(UserError, match=said) as error:
@@ -269,8 +267,8 @@ def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypa
     def broken(*_):
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(stack, "train_step", broken)
-    monkeypatch.setattr(training, "train_step", broken)
+    monkeypatch.setattr(training.Stack, "update", broken)
+    monkeypatch.setattr(AnyTrial, "update", broken)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         cells.run_together(tmp_path, three()[:count], "cpu")
 

@@ -20,9 +20,9 @@ from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from eval.lab import cell as cells
+from eval.recall.cell import Cell
 from eval.recall.model import RecallModel
-from eval.recall.train.cell import Cell
-from eval.recall.train.trial import Trial
+from eval.recall.training import Trial
 
 VOCABULARY, WIDTH, TIME = 11, 16, 9
 OF_ZOOLOGY = ("attention", "based", "mamba", "gla", "deltanet", "gated-deltanet")
@@ -166,5 +166,5 @@ def test_a_changed_default_is_another_cell(tmp_path, monkeypatch):
     cell = cell_of("mamba")
     cells.run(tmp_path, cell, "cpu", quiet=True)
     assert cells.finished(tmp_path, cell)["embedding_dropout"] == 0.0
-    monkeypatch.setattr("eval.recall.train.cell.embedding_dropout", lambda *_: 0.1)
+    monkeypatch.setattr("eval.recall.cell.dropout_of", lambda *_: 0.1)
     assert cells.finished(tmp_path, cell) is None

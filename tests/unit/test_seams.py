@@ -13,8 +13,8 @@ from cat_lm.mixers import Setting
 from cat_lm.model.context import Context
 from eval.long_range.cell import Cell as LongRangeCell
 from eval.long_range.training import Trial as LongRangeTrial
-from eval.recall.train.cell import Cell as RecallCell
-from eval.recall.train.trial import Trial as RecallTrial
+from eval.recall.cell import Cell as RecallCell
+from eval.recall.training import Trial as RecallTrial
 from tests.conftest import REPOSITORY
 from tests.unit.test_own_ideas import registries  # noqa: F401
 from tests.unit.tiny_models import cat_model, random_ids
@@ -50,7 +50,7 @@ def test_a_pattern_in_one_file_learns_in_recall(pattern):
     assert not any(gate.weight.any() for gate in gates(trial.model))
     record = trial.cell.run("cpu", quiet=True)
     assert record["parameters"] == sum(p.numel() for p in trial.model.parameters())
-    trial.model(trial.inputs, trial.positions).sum().backward()
+    trial.model(*trial.imitate(4)[:2]).sum().backward()
     assert all(gate.weight.grad.any() for gate in gates(trial.model))
 
 

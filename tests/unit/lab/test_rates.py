@@ -12,8 +12,8 @@ from eval.lab import execution as running
 from eval.lab.execution import Execution
 from eval.lab.grid import LADDER, TUNING_SEED, all_records, beyond, choose, run_tuned
 from eval.lab.places import Place, Run
-from eval.recall.train.cell import Cell
-from eval.recall.train.trial import Trial, run_cell
+from eval.recall.cell import Cell
+from eval.recall.training import Trial
 
 
 def test_the_best_rate_is_taken_and_of_equals_the_middle_one():
@@ -104,7 +104,7 @@ def test_validation_chooses_the_step_and_test_is_looked_at_once(monkeypatch):
         batch_size=32,
         test_lengths=(32,),
     )
-    import eval.recall.train.trial as training
+    import eval.recall.training as training
 
     for stop, epochs, chosen in ((0.99, 4, 3), (0.8, 2, 2), (None, 4, 4)):
         looked, weights = [], []
@@ -116,7 +116,7 @@ def test_validation_chooses_the_step_and_test_is_looked_at_once(monkeypatch):
             return {"accuracy": next(wanted)}
 
         monkeypatch.setattr(training, "measure", measured)
-        record = run_cell(dataclasses.replace(cell, stop_above=stop), quiet=True)
+        record = dataclasses.replace(cell, stop_above=stop).run(quiet=True)
         assert looked == [12] * epochs + [8, 8]
         assert record["steps"] == epochs and record["validation"]["step"] == chosen
         assert record["validation"]["accuracy"] == (0.7, 0.9, 0.9, 0.1)[chosen - 1]
@@ -136,6 +136,7 @@ def test_the_splits_of_a_trial_are_apart():
         validation_examples=50,
     )
     trial = Trial(cell, "cpu")
+    trial.load()
     parts = [trial.inputs.numpy(), trial.examples["trained length"].inputs, trial.validation.inputs]
     rows = [{tuple(row) for row in part.tolist()} for part in parts]
     assert [len(part) for part in parts] == [200, 200, 50]

@@ -48,7 +48,7 @@ def test_run_refuses_what_is_finished_of_other_data(tmp_path, monkeypatch, capsy
     assert run(monkeypatch, *command, tmp_path / "a") == 0
     said = capsys.readouterr().out.splitlines()[-1]
     (path,) = (tmp_path / "out" / "cells").glob("*.json")
-    monkeypatch.setattr(training, "train", None)
+    monkeypatch.setattr(training, "Trial", None)
     for folder, message in (("b", "was made from other data of smnist:size=14"), ("c", "no such")):
         assert run(monkeypatch, *command, tmp_path / folder) == 2
         error = capsys.readouterr().err

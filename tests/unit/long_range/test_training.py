@@ -69,6 +69,12 @@ def plan(name: str, scale: str, choice: Choice | None = None, rows: tuple[str, .
     return STUDIES.get(name).places(Asked(scale, rows=rows, more={"long_range": choice}))
 
 
+def loaded(which) -> training.Trial:
+    trial = training.Trial(which, "cpu")
+    trial.load()
+    return trial
+
+
 class TestCells:
     def test_the_test_is_looked_at_once_after_training(self, monkeypatch):
         looked, real = [], training.measure
@@ -78,7 +84,7 @@ class TestCells:
             return real(model, examples, rows)
 
         monkeypatch.setattr(training, "measure", measure)
-        record = training.run_cell(cell(eval_steps=2), quiet=True)
+        record = cell(eval_steps=2).run(quiet=True)
         # Three steps an epoch: after the second, fourth and each epoch's end (the sixth is both).
         assert looked == [6, 6, 6, 6, 10]
         assert [point["step"] for point in record["history"]] == [2, 3, 4, 6]
@@ -92,23 +98,23 @@ class TestCells:
             return next(values) if len(examples) == 6 else real(model, examples, rows)
 
         monkeypatch.setattr(training, "measure", measure)
-        record = training.run_cell(cell(epochs=3), quiet=True)
+        record = cell(epochs=3).run(quiet=True)
         assert record["validation"] == {"step": 6, "value": 0.9}
         assert torch.equal(weights[-1], weights[1]) and not torch.equal(weights[2], weights[1])
 
     def test_the_rate_falls_where_validation_stands_still(self, monkeypatch):
         rates = []
 
-        def note(model, optimizer, *_):
-            rates.append(optimizer.param_groups[0]["lr"])
+        def note(trial, batch):
+            rates.append(trial.optimizer.param_groups[0]["lr"])
             return torch.tensor(0.0)
 
-        monkeypatch.setattr(training, "train_step", note)
-        training.run_cell(cell(epochs=5, patience=1), quiet=True)
+        monkeypatch.setattr(training.Trial, "update", note)
+        cell(epochs=5, patience=1).run(quiet=True)
         assert rates == pytest.approx([1e-3] * 9 + [2e-4] * 6)
 
     def test_equal_cells_give_equal_results_and_another_seed_others(self):
-        a, b, c = (training.run_cell(cell(seed=seed), quiet=True) for seed in (0, 0, 1))
+        a, b, c = (cell(seed=seed).run(quiet=True) for seed in (0, 0, 1))
         assert a["history"] == b["history"] != c["history"] and a["value"] == b["value"]
 
     def test_r2_and_accuracy(self):
@@ -133,7 +139,7 @@ class TestCells:
 
     def test_a_model_that_diverged_is_not_at_chance(self, tmp_path):
         task = cell(LISTS, train_rows=4, place=Place(cache=tmp_path))
-        trial = training.Trial(task, "cpu")
+        trial = loaded(task)
         assert trial.measure("test")["value"] >= 0
         trial.model.head.weight.data[3] = torch.nan
         assert trial.measure("test")["value"] == -math.inf == trial.measure_exchanged()
@@ -141,7 +147,7 @@ class TestCells:
     def test_other_rows_labels_are_those_of_other_rows(self, tmp_path):
         shuffled = cell(LISTS, is_shuffled=True, place=Place(cache=tmp_path))
         plain = dataclasses.replace(shuffled, is_shuffled=False)
-        there, real = (training.Trial(x, "cpu").examples["train"] for x in (shuffled, plain))
+        there, real = (loaded(x).examples["train"] for x in (shuffled, plain))
         order, every = np.random.default_rng(0).permutation(24), np.arange(24)
         batch, usual = there.batch(order, full=True), real.batch(every, full=True)
         assert (batch.labels == real.labels[order]).all()
@@ -150,12 +156,12 @@ class TestCells:
         assert (batch.inputs != usual.inputs[order]).any(axis=1).sum() > 12
         assert (there.lengths()[order] == batch.lengths).all()
         with pytest.raises(UserError, match="has no classes to exchange"):
-            training.run_cell(cell(is_shuffled=True))
+            cell(is_shuffled=True).run()
 
     def test_answers_that_are_not_of_the_rows_show_on_exchanged_ones(self, tmp_path, monkeypatch):
         """A model that counts rows knows labels without reading; one that reads does not."""
         place = Place(cache=tmp_path)
-        trial = training.Trial(cell(LISTS, train_rows=4, place=place), "cpu")
+        trial = loaded(cell(LISTS, train_rows=4, place=place))
         real, test = type(trial.model).forward, trial.examples["test"]
         seen = {row.tobytes(): label for row, label in zip(*_rows(test), strict=True)}
         assert len(seen) == 8
@@ -175,9 +181,9 @@ class TestCells:
             shares[how] = trial.measure_exchanged()
         assert shares[counting] == 1 > shares[reading]
         monkeypatch.setattr(type(trial.model), "forward", real)
-        record = training.run_cell(cell(LISTS, train_rows=4, place=place), quiet=True)
+        record = cell(LISTS, train_rows=4, place=place).run(quiet=True)
         assert 0 <= record["exchanged"] <= 1
-        assert training.run_cell(cell(train_rows=4), quiet=True)["exchanged"] is None
+        assert cell(train_rows=4).run(quiet=True)["exchanged"] is None
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -190,7 +196,7 @@ class TestCells:
     )
     def test_what_does_not_fit_is_one_line(self, options, message):
         with pytest.raises(UserError) as error:
-            training.run_cell(cell(**options))
+            cell(**options).run()
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -203,7 +209,7 @@ class TestCommand:
         (path,) = (tmp_path / "cells").glob("*.json")
         assert said.startswith("r2 ") and said.endswith(str(path))
         before = path.stat().st_mtime_ns
-        monkeypatch.setattr(training, "train", None)
+        monkeypatch.setattr(training, "Trial", None)
         run(monkeypatch, *command)
         assert path.stat().st_mtime_ns == before and capsys.readouterr().out.endswith(f"{said}\n")
         record = json.loads(path.read_text())
@@ -212,11 +218,11 @@ class TestCommand:
     def test_run_trains_the_papers_models_as_its_figure_does(self, tmp_path, monkeypatch):
         trained = []
 
-        def run_cell(cell, device, quiet):
+        def run_cell(cell, device):
             trained.append(cell)
             raise UserError("this is enough")
 
-        monkeypatch.setattr(training, "run_cell", run_cell)
+        monkeypatch.setattr(training, "Trial", run_cell)
         figured = plan("lra", "paper")
         for task, mixer in (("cifar10", "las"), ("imdb", "l"), ("pathfinder", "s")):
             with pytest.raises(SystemExit):
@@ -371,11 +377,11 @@ class TestFigures:
             assert told.count("0.7830") == 1 and told.count("1.0000") == 1
 
     def test_a_figure_with_a_model_that_diverged(self, tmp_path, monkeypatch):
-        def train_step(model, *_):
-            model.head.weight.data[:] = torch.nan
+        def diverge(trial, batch):
+            trial.model.head.weight.data[:] = torch.nan
             return torch.tensor(torch.nan)
 
-        monkeypatch.setattr(training, "train_step", train_step)
+        monkeypatch.setattr(training.Trial, "update", diverge)
         monkeypatch.setattr(execution, "execute", _here)
         more = {"long_range": Choice(place=Place(cache=tmp_path / "cache"))}
         asked = Asked("smoke", 1, ("nope",), ("cummax",), more=more)

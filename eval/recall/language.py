@@ -1,0 +1,200 @@
+"""A small language model around a mixer: what a mixer's options do on text.
+
+The model of eval/recall/model.py with feed-forward networks, trained on prepared data (see
+data_prep) with AdamW, a linear warm-up over a tenth of the steps, a cosine to a tenth of the
+learning rate, and gradients clipped at 1; its measure is the loss on the starts of many documents
+of the data's validation split. A learning rate is chosen by the split's first documents, which are
+not among these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm.core.errors import UserError
+from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.core.readers import Versioned
+from cat_lm.data.loader import TrainLoader
+from cat_lm.data.opening import open_verified
+from cat_lm.mixers import make_mixer
+from cat_lm.training.schedule import cosine
+from eval.lab import training
+from eval.lab.cell import Step
+from eval.recall.cell import FilterCell, FilterRecord, dropout_of
+from eval.recall.held_out import HeldOut, check_documents, held_out, over_documents
+from eval.recall.model import RecallModel, learned_filters
+
+FLOOR = 0.1  # of the learning rate, where the cosine ends
+_POINTS = 20  # of a run's history, at least
+
+
+@dataclass(frozen=True)
+class LanguageCell(FilterCell):
+    """All that decides a language model's result.
+
+    Attributes:
+        data: folder written by data_prep.prepare.
+        fingerprint: of these data, so that other data make another cell.
+        batch_size: rows of seq_len tokens.
+        documents: of the validation split that are scored.
+        choosing_documents: the first ones of that split, by which a rate is chosen and which are
+            not scored; 0: none, and all of the split may be scored.
+        document_tokens: that are predicted in each at most, from its start.
+    """
+
+    data: str
+    fingerprint: str
+    mixer: str
+    d_model: int
+    seq_len: int
+    layers: int
+    steps: int
+    lr: float
+    seed: int = 0
+    batch_size: int = 16
+    weight_decay: float = 0.1
+    documents: int = 200
+    document_tokens: int = 256
+    task: str = "language"
+    choosing_documents: int = 0
+    shape: ClassVar[type[Versioned]] = FilterRecord
+
+    trainer: ClassVar[str] = __name__
+
+    def plan(self) -> Iterator[Step]:
+        every = max(1, self.steps // _POINTS)
+        for step in range(1, self.steps + 1):
+            yield Step(step, 1, slice(0, self.batch_size), step % every == 0, False)
+
+    @property
+    def tested_rows(self) -> int:
+        """Rows of seq_len tokens that are scored at most."""
+        documents = self.documents + self.choosing_documents
+        return documents * -(-self.document_tokens // self.seq_len)
+
+    def resolved(self) -> dict[str, Any]:
+        """The mixer with all options, defaults too, and the frame's; plain values."""
+        mixer = make_mixer(self.mixer)
+        return {"mixer": mixer.describe(), "embedding_dropout": dropout_of(mixer)}
+
+    def timed(self) -> LanguageCell:
+        few = {"documents": 1, "choosing_documents": 0, "document_tokens": 1}
+        return dataclasses.replace(self, lr=1e-9, seed=0, steps=1, **few)
+
+    def score(self, record: dict[str, Any]) -> float:
+        """Return what a rate is chosen by: the loss on documents that are not reported."""
+        return -record["validation"]["loss"]
+
+
+class Trial(training.Trial):
+    """What trains and scores a language model.
+
+    `accuracy` is that of the next token, `loss` in nats a token; `validation` has the loss on the
+    documents that choose a rate, if there are any.
+    """
+
+    clip = 1.0
+    optimizer_options: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.95)}
+    keeps_best = False
+
+    def __init__(self, cell: LanguageCell, device: str) -> None:
+        self.corpus = open_verified(cell.data, "train")
+        if self.corpus.fingerprint != cell.fingerprint:
+            raise UserError(f"--data {cell.data}: changed since the command began")
+        self.loader = TrainLoader(self.corpus, cell.seq_len, cell.batch_size, cell.seed)
+        super().__init__(cell, device)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: _rate(done + 1, cell.steps)
+        )
+
+    def build(self) -> RecallModel:
+        cell = self.cell
+        return RecallModel(
+            make_mixer(cell.mixer),
+            vocabulary=self.corpus.vocab_size,
+            d_model=cell.d_model,
+            positions=cell.seq_len,
+            layers=cell.layers,
+            feed_forward=True,
+        )
+
+    def load(self) -> None:
+        """Read the text that is scored, and where there is such, that by which a rate is chosen."""
+        cell, corpus = self.cell, open_verified(self.cell.data, "validation")
+        first = cell.choosing_documents
+        check_documents(corpus.name, corpus.num_documents, cell.documents, first)
+        parts = [(cell.documents, range(first, corpus.num_documents)), (first, range(first))]
+        self.texts = [
+            held_out(corpus, count, cell.document_tokens, cell.seq_len, among)
+            for count, among in parts
+            if count
+        ]
+
+    def batch(self, step: Step) -> tuple[Tensor, Tensor]:
+        return self._tensors(self.loader.batch(step.number - 1))
+
+    def imitate(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self._tensors({k: v[:rows] for k, v in self.loader.batch(0).items()})
+
+    def loss(self, batch: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
+        tokens, labels = batch
+        return F.cross_entropy(self._logits(tokens, own), labels)
+
+    def validate(self) -> dict[str, float]:
+        return {}
+
+    def advance(self, step: Step) -> None:
+        self.schedule.step()
+
+    def test(self) -> dict[str, Any]:
+        found, *others = map(self._score, self.texts)
+        validation = {key: of[key] for of in others for key in ("loss", "tokens_scored")}
+        filters = learned_filters(self.model)
+        return found | ({"validation": validation} if others else {}) | {"filters": filters}
+
+    @torch.no_grad()
+    def _score(self, scored: HeldOut) -> dict[str, Any]:
+        self.model.eval()
+        count = int(scored.documents[-1]) + 1
+        nats, tokens, right = torch.zeros(3, count, dtype=torch.float64)
+        for start in range(0, len(scored.inputs), self.cell.batch_size):
+            rows = slice(start, start + self.cell.batch_size)
+            batch = {"input_ids": scored.inputs[rows], "labels": scored.labels[rows]}
+            inputs, labels = self._tensors(batch)
+            logits = self._logits(inputs)
+            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+            owners = torch.from_numpy(scored.documents[rows])
+            for sums, values in (
+                (nats, losses),
+                (tokens, labels != IGNORE_INDEX),
+                (right, logits.argmax(dim=-1) == labels),
+            ):
+                sums.index_add_(0, owners, values.view(len(owners), -1).sum(dim=1).cpu().double())
+        found = over_documents(nats.tolist(), tokens.long().tolist())
+        found["accuracy"] = float(right.sum()) / found["tokens_scored"]
+        by_document = {"nats": [round(value, 4) for value in nats.tolist()]}
+        return {**found, "documents": {**by_document, "tokens": tokens.long().tolist()}}
+
+    def _tensors(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] and labels [B·T]."""
+        tokens, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
+        return tokens.to(self.device), labels.to(self.device).flatten()
+
+    def _logits(self, tokens: Tensor, losses: list[Tensor] | None = None) -> Tensor:
+        """[B·T, vocabulary]."""
+        return self.model(tokens, torch.ones_like(tokens, dtype=torch.bool), losses)
+
+
+def _rate(step: int, steps: int) -> float:
+    """The share of the learning rate at update `step` of `steps`."""
+    warmup = max(1, steps // 10)
+    if step <= warmup:
+        return step / warmup
+    return FLOOR + (1 - FLOOR) * cosine(step - warmup, steps - warmup)
