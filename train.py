@@ -30,7 +30,7 @@ from cat_lm.training.watchdog import StopSignal, Watchdog
 
 if TYPE_CHECKING:
     from cat_lm.data.loader import Batch
-    from cat_lm.training.steps import LaunchedStep, StepResult
+    from cat_lm.training.engine import LaunchedStep, StepResult
 
 
 @command
@@ -151,9 +151,10 @@ class Trainer:
             describe_backend,
             describe_sharing,
             documents_apart,
+            load_initial_weights,
+            vocab_size,
         )
         from cat_lm.training.engine import Engine
-        from cat_lm.training.init_from import load_initial_weights, vocab_size
 
         config, ranks = self.config, self.ranks
         # One rank of a host compares the files of an initial model, for all.

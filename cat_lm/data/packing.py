@@ -132,10 +132,20 @@ def plan_folder(
     Raises:
         UserError: a plan is damaged, or of something else; or it cannot be made.
     """
-    planner = _Planner(corpus, context_length, cache_dir, progress)
+    identity = {
+        "version": VERSION,
+        "fingerprint": corpus.fingerprint,
+        "split": corpus.split,
+        "context_length": context_length,
+        "group": GROUP,
+    }
     name = f"{corpus.split}-{context_length}-v{VERSION}-{corpus.fingerprint[:16]}"
     places = [corpus.folder / PACKING / name, cache_folder(cache_dir) / PACKING / name]
-    if found := next(filter(planner.is_made, places), None):
+
+    def is_made(place: Path) -> bool:
+        return place.is_dir() and _check_plan(place, identity, cache_dir, progress)
+
+    if found := next(filter(is_made, places), None):
         return found
     what = "waiting for a packing plan that another process makes"
     for place in places:
@@ -147,94 +157,76 @@ def plan_folder(
                 raise
             continue  # The data are on a disk that this user may only read.
         with lock:
-            if not planner.is_made(place):
-                planner.make(place)
+            if not is_made(place):
+                corpus.fetch(progress)
+                # A plan is kept: it must not come of a damaged index.
+                verify([corpus], cache_dir, (".idx",), progress)
+                _make_plan(place, corpus, identity, progress)
         return place
     raise AssertionError
 
 
-class _Planner:
-    """The maker of a corpus's plan, which recognises one that is kept."""
+def _check_plan(
+    folder: Path, identity: dict, cache_dir: Path | str | None, progress: Progress
+) -> Literal[True]:
+    """Check that the folder holds the plan, and its files have the recorded SHA-256.
 
-    def __init__(
-        self,
-        corpus: TokenCorpus,
-        context_length: int,
-        cache_dir: Path | str | None,
-        progress: Progress,
-    ) -> None:
-        self._corpus, self._context_length = corpus, context_length
-        self._cache_dir, self._progress = cache_dir, progress
-        self._identity = {
-            "version": VERSION,
-            "fingerprint": corpus.fingerprint,
-            "split": corpus.split,
-            "context_length": context_length,
-            "group": GROUP,
-        }
+    Raises:
+        UserError: it is damaged, or of something else; temporary where it cannot be read now.
+    """
+    try:
+        plan = read_json(folder / "plan.json", Plan)
+        is_it = plan.model_dump(include=set(identity)) == identity and set(plan.sha256) == {*FILES}
+        if is_it and not any(changed_files(folder, plan.sha256, cache_dir, progress)):
+            return True
+    except (OSError, UserError) as error:
+        if is_temporary(error):  # Nobody is to delete it for that.
+            raise
+    raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
 
-    def is_made(self, folder: Path) -> bool:
-        """Return True if the folder holds the plan, and its files have the recorded SHA-256.
 
-        Raises:
-            UserError: it is damaged, or of something else; temporary where it cannot be read now.
-        """
-        if not folder.is_dir():
-            return False
-        try:
-            plan = read_json(folder / "plan.json", Plan)
-            if (
-                plan.model_dump(include=set(self._identity)) == self._identity
-                and set(plan.sha256) == set(FILES)
-                and not any(changed_files(folder, plan.sha256, self._cache_dir, self._progress))
-            ):
-                return True
-        except (OSError, UserError) as error:
-            if is_temporary(error):  # Nobody is to delete it for that.
-                raise
-        raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
+def _make_plan(folder: Path, corpus: TokenCorpus, identity: dict, progress: Progress) -> None:
+    with atomic_folder(folder, lambda _: PLAN_FILES, "packing plan") as made:
+        totals = _write_plan(made, corpus, identity["context_length"], progress)
+        paths = [made / name for name in FILES]
+        sha256 = {path.name: digest for path, digest in checksums(paths, "sha256").items()}
+        note_files(made, sha256)
+        write_json(made / "plan.json", {**identity, **totals, "sha256": sha256})
 
-    def make(self, folder: Path) -> None:
-        self._corpus.fetch(self._progress)
-        # A plan is kept: it must not come of a damaged index.
-        verify([self._corpus], self._cache_dir, (".idx",), self._progress)
-        with atomic_folder(folder, lambda _: PLAN_FILES, "packing plan") as made:
-            totals = self._write(made)
-            paths = [made / name for name in FILES]
-            sha256 = {path.name: digest for path, digest in checksums(paths, "sha256").items()}
-            note_files(made, sha256)
-            write_json(made / "plan.json", {**self._identity, **totals, "sha256": sha256})
 
-    def _write(self, folder: Path) -> dict[str, int]:
-        from tqdm import tqdm
+def _write_plan(
+    folder: Path, corpus: TokenCorpus, context_length: int, progress: Progress
+) -> dict[str, int]:
+    from tqdm import tqdm
 
-        windows = pieces = cut = 0
-        total = self._corpus.num_documents
-        with (
-            open(folder / "windows.bin", "wb") as ends_file,
-            open(folder / "pieces.bin", "wb") as pieces_file,
-            tqdm(total=total, unit="doc", unit_scale=True, desc="packing", file=sys.stderr) as bar,
-        ):
-            for starts, lengths in self._groups():
-                group, counts = pack(starts, lengths, self._context_length)
-                ends_file.write((pieces + np.cumsum(counts)).astype("<i8").tobytes())
-                pieces_file.write(group.tobytes())
-                windows += len(counts)
-                pieces += len(group)
-                cut += int((lengths > self._context_length).sum())
-                bar.update(len(lengths))
-                self._progress(f"packing {bar.n:,} documents")
-        return {"windows": windows, "pieces": pieces, "cut_documents": cut}
+    windows = pieces = cut = 0
+    total = corpus.num_documents
+    with (
+        open(folder / "windows.bin", "wb") as ends_file,
+        open(folder / "pieces.bin", "wb") as pieces_file,
+        tqdm(total=total, unit="doc", unit_scale=True, desc="packing", file=sys.stderr) as bar,
+    ):
+        for starts, lengths in _document_groups(corpus):
+            group, counts = pack(starts, lengths, context_length)
+            ends_file.write((pieces + np.cumsum(counts)).astype("<i8").tobytes())
+            pieces_file.write(group.tobytes())
+            windows += len(counts)
+            pieces += len(group)
+            cut += int((lengths > context_length).sum())
+            bar.update(len(lengths))
+            progress(f"packing {bar.n:,} documents")
+    return {"windows": windows, "pieces": pieces, "cut_documents": cut}
 
-    def _groups(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield starts in the stream and lengths of documents, `GROUP` of a shard at a time."""
-        base = 0
-        for shard in self._corpus.shards:
-            for first in range(0, shard.num_documents, GROUP):
-                starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
-                yield base + starts, stops - starts
-            shard.forget_index()  # Thousands of open files are more than some systems allow.
-            base += shard.num_tokens
+
+def _document_groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield starts in the stream and lengths of documents, `GROUP` of a shard at a time."""
+    base = 0
+    for shard in corpus.shards:
+        for first in range(0, shard.num_documents, GROUP):
+            starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
+            yield base + starts, stops - starts
+        shard.forget_index()  # Thousands of open files are more than some systems allow.
+        base += shard.num_tokens
 
 
 def plan_files(data: Path) -> list[str]:

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import logging
 import re
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,11 +28,9 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, sha256
 from cat_lm.core.folders import hold_patiently
-from cat_lm.core.host import GIB
 from cat_lm.core.retries import reason_of, retrying, status_of
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.manifest import MANIFEST, check_fingerprint, listed_shards, parse_manifest
-from cat_lm.data.shards import index_bytes
+from cat_lm.data.manifest import MANIFEST, check_fingerprint, parse_manifest
 from cat_lm.data.verified import Notes, cache_folder, note_files, shard_digests
 
 COPY_THREADS = 4
@@ -46,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 # About four minutes in all: longer outages are the job script's to requeue after.
 ATTEMPTS = 10
-# Where nothing has answered at the address yet: it is more likely wrong than out of order.
+# Where nothing answers for the manifest, the address is more likely wrong than out of order.
 FIRST_ATTEMPTS = 2
 # Refusals that no second attempt changes, by the names that the libraries give them.
 _REFUSALS = re.compile("Credentials|TokenRetrieval|GatedRepo|RefreshError")
@@ -55,8 +52,8 @@ _REFUSALS = re.compile("Credentials|TokenRetrieval|GatedRepo|RefreshError")
 def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> RemoteCorpus:
     """Open a split of the prepared data at `url`; read the manifest, and once the tokenizer.
 
-    Raises `UserError` where there are no such data, access is refused, or the cache cannot hold
-    them, `ConnectionError` where the storage stays out of reach, and `OSError` of the cache.
+    Raises `UserError` where there are no such data or access is refused, `ConnectionError` where
+    the storage stays out of reach, and `OSError` of the cache.
     """
     storage = Storage(url)
     try:
@@ -66,12 +63,19 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
     check_fingerprint(manifest, storage.url)  # It names the folder of the copies.
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_space(folder, manifest)
-    with atomic_write(folder / MANIFEST, "wb") as stream:
-        stream.write(text)
-    _copy_tokenizer(storage, folder / "tokenizer", manifest["tokenizer"]["sha256"])
+    tokenizer = folder / "tokenizer/tokenizer.json"
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    _write(folder / MANIFEST, text)
+    if not (tokenizer.is_file() and sha256(tokenizer) == manifest["tokenizer"]["sha256"]):
+        for name in TOKENIZER_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                _write(tokenizer.with_name(name), storage.read(f"tokenizer/{name}"))
     return RemoteCorpus(storage, folder, split, manifest)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with atomic_write(path, "wb") as stream:
+        stream.write(content)
 
 
 class RemoteCorpus(TokenCorpus):
@@ -116,14 +120,13 @@ class RemoteCorpus(TokenCorpus):
                 pool.shutdown(cancel_futures=True)
 
     def _copy_shard(self, entry: dict, progress: Progress) -> None:
-        size = entry["tokens"] * np.dtype(self.manifest["dtype"]).itemsize
         for name, digest in shard_digests(entry).items():
             path = self.folder / name
             if path.is_file() and sha256(path) == digest:  # It was moved, or not noted by a kill.
                 continue
             found = hashlib.sha256()
             with atomic_write(path, "wb") as stream:
-                for data in self._chunks(name, size if name.endswith(".bin") else None):
+                for data in self._chunks(entry, name):
                     stream.write(data)
                     found.update(data)
                     progress(f"copying {self.name}/{name}")
@@ -134,42 +137,16 @@ class RemoteCorpus(TokenCorpus):
                     )
         note_files(self.folder, shard_digests(entry))
 
-    def _chunks(self, name: str, size: int | None) -> Iterator[bytes]:
+    def _chunks(self, entry: dict, name: str) -> Iterator[bytes]:
+        size = entry["tokens"] * np.dtype(self.manifest["dtype"]).itemsize
         try:
-            if size is None:  # An index is small, and its size is not in the manifest.
+            if name.endswith(".idx"):  # It is small, and its size is not in the manifest.
                 yield self._storage.read(name)
                 return
             for start in range(0, size, CHUNK):
                 yield self._storage.read(name, start, min(start + CHUNK, size))
         except FileNotFoundError:
             raise UserError(f"{self.name}/{name}: no such file, but the manifest has it") from None
-
-
-def _check_space(folder: Path, manifest: dict) -> None:
-    size, needed = np.dtype(manifest["dtype"]).itemsize, 0
-    for shard in listed_shards(manifest):
-        needed += shard["tokens"] * size + index_bytes(shard["documents"])
-        here = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))
-        needed -= sum(path.stat().st_size for path in here if path.exists())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            f"data.cache_dir: {folder} has {free / GIB:.1f} GiB free, the data need "
-            f"{needed / GIB:.1f} GiB more; name a folder on a larger disk"
-        )
-
-
-def _copy_tokenizer(storage: Storage, folder: Path, digest: str) -> None:
-    """Copy the tokenizer's files, unless they are here; `verify` refuses another's."""
-    main = folder / "tokenizer.json"
-    if main.is_file() and sha256(main) == digest:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        with contextlib.suppress(FileNotFoundError):
-            data = storage.read(f"tokenizer/{name}")
-            with atomic_write(folder / name, "wb") as stream:
-                stream.write(data)
 
 
 class Storage:
@@ -179,7 +156,6 @@ class Storage:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
-        self._has_answered = False
         try:
             self._fs, self._root = url_to_fs(self.url)
         except Exception as error:  # Every library has its own; that of fsspec names a package.
@@ -200,7 +176,6 @@ class Storage:
 
         def fetch() -> bytes:
             data = self._fs.cat_file(f"{self._root}/{name}", start=start, end=stop)
-            self._has_answered = True
             if start is not None and len(data) > stop - start:
                 raise UserError(f"{place}: the server sends whole files only; copy the folder here")
             if start is not None and len(data) < stop - start:
@@ -213,9 +188,7 @@ class Storage:
             if _is_refusal(error):
                 return self._refusal(f"/{name}", error)
             reason = reason_of(error)
-            if not _has_no_server(error):
-                self._has_answered = True
-            elif not self._has_answered and attempt >= FIRST_ATTEMPTS:
+            if name == MANIFEST and attempt == FIRST_ATTEMPTS and _has_no_server(error):
                 return UserError(f"{place}: nothing answers at this address ({reason})")
             if attempt < ATTEMPTS:
                 return None

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from cat_lm.config import RunConfig
 from cat_lm.data.loader import TrainLoader
 from cat_lm.training.distributed import Ranks
+from cat_lm.training.engine import StepResult
 from cat_lm.training.estimate import (
     count_parameters,
     flops_per_token,
@@ -17,7 +18,6 @@ from cat_lm.training.estimate import (
     memory_per_rank,
     peak_flops,
 )
-from cat_lm.training.steps import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cat_lm.core.errors import UserError
 from cat_lm.training.checkpoint import complete_checkpoints
-from cat_lm.training.steps import StepResult
+from cat_lm.training.engine import StepResult
 from tests.checkpoints import flip
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened

@@ -13,7 +13,7 @@ import torch
 
 from cat_lm.core.errors import SharedError
 from cat_lm.training.checkpoint import complete_checkpoints
-from cat_lm.training.steps import LaunchedStep, Moment, StepResult
+from cat_lm.training.engine import LaunchedStep, Moment, StepResult
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, records, run_values

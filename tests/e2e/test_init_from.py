@@ -76,8 +76,7 @@ def test_upcycled_model_goes_on_where_the_plain_one_is(tiny_corpus, pythia, tmp_
 
 def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     from cat_lm.data.opening import open_corpus
-    from cat_lm.training.building import build_model
-    from cat_lm.training.init_from import load_initial_weights, vocab_size
+    from cat_lm.training.building import build_model, load_initial_weights, vocab_size
 
     corpus = open_corpus(tiny_corpus, "train")
 
@@ -140,8 +139,7 @@ def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
     """Options change no other weight's meaning; a filter is one for its blocks alone."""
     import torch
 
-    from cat_lm.training.building import build_model
-    from cat_lm.training.init_from import load_initial_weights
+    from cat_lm.training.building import build_model, load_initial_weights
 
     def built(seed: int, **options):
         changes = {"attention": "landmark", "attention_options": options}
@@ -208,8 +206,7 @@ def test_a_longer_context_begins_as_the_scaled_model_reads_it(tmp_path, method, 
 
     from cat_lm.pretrained.conversion import scaled_config, scaled_fields
     from cat_lm.pretrained.loading import load_model
-    from cat_lm.training.building import build_model
-    from cat_lm.training.init_from import load_initial_weights
+    from cat_lm.training.building import build_model, load_initial_weights
 
     def configured(**changes: str) -> RunConfig:
         shape = {f"model.{key}": value for key, value in SHAPE.items()}

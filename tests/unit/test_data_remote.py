@@ -13,7 +13,6 @@ from fsspec.registry import known_implementations
 
 from cat_lm.core.errors import UserError
 from cat_lm.data import TokenCorpus, TrainLoader, ValidationWindows
-from cat_lm.data import remote as remote_module
 from cat_lm.data.corpus import Mixture
 from cat_lm.data.opening import is_remote, open_corpus, open_verified
 from cat_lm.data.remote import Storage
@@ -232,7 +231,6 @@ def test_a_server_that_is_busy_at_first_is_waited_for(memory, monkeypatch):
     assert storage.read("manifest.json") == b"text"
     absent = RuntimeError("Could not connect to the endpoint")
     absent.__cause__ = socket.gaierror(-2, "Name or service not known")
-    monkeypatch.setattr(storage, "_has_answered", False)
     monkeypatch.setattr(storage._fs, "cat_file", mock.Mock(side_effect=absent))
     with pytest.raises(UserError, match="nothing answers"):
         storage.read("manifest.json")
@@ -240,7 +238,6 @@ def test_a_server_that_is_busy_at_first_is_waited_for(memory, monkeypatch):
 
 def test_a_server_that_has_answered_is_waited_for(memory, monkeypatch):
     storage, asked = Storage(memory), []
-    storage.read("manifest.json")
 
     def refuse(*_, **__):
         asked.append(1)
@@ -248,7 +245,7 @@ def test_a_server_that_has_answered_is_waited_for(memory, monkeypatch):
 
     monkeypatch.setattr(storage._fs, "cat_file", refuse)
     with pytest.raises(ConnectionError, match="10 attempts"):
-        storage.read("manifest.json")
+        storage.read("train-00000.bin")
     assert len(asked) == 10
 
 
@@ -319,16 +316,6 @@ def test_copied_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path):
     with pytest.raises(UserError, match=where) as e:
         batches(corpus, steps=50)
     assert "the vocabulary of 300;" in str(e.value)
-
-
-def test_a_cache_that_is_too_small_is_told_before_anything_is_copied(memory, tmp_path, monkeypatch):
-    full = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(remote_module.shutil, "disk_usage", lambda _: full)
-    with pytest.raises(UserError, match=r"data.cache_dir: .* has 0.0 GiB free"):
-        open_corpus(memory, "train", tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        open_corpus(memory, "train", tmp_path / "file")
 
 
 def test_a_tokenizer_that_is_not_the_manifests(memory, tmp_path):

@@ -22,9 +22,8 @@ from cat_lm.model import CatMamba2Config, CatMambaConfig
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.pretrained.loading import load_model, model_config
-from cat_lm.training.building import build_model, describe_backend
+from cat_lm.training.building import build_model, describe_backend, load_initial_weights
 from cat_lm.training.estimate import num_parameters
-from cat_lm.training.init_from import load_initial_weights
 from tests.unit.test_families import family_of, model_of, relative, tokens
 
 ROOT = Path(__file__).parents[2]

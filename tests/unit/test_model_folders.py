@@ -106,7 +106,7 @@ class TestChecksums:
             load_model(folder)
 
     def test_every_way_to_the_weights_compares_them(self, folder, tmp_path):
-        from cat_lm.training.init_from import load_initial_weights
+        from cat_lm.training.building import load_initial_weights
         from eval.common.filters import read_filters
 
         flip(folder / "model.safetensors")
@@ -184,7 +184,7 @@ class TestChecksums:
 class TestFinite:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_weights_that_are_not_finite_are_named(self, foreign, tmp_path, value):
-        from cat_lm.training.init_from import load_initial_weights
+        from cat_lm.training.building import load_initial_weights
 
         change_weights(foreign, lambda tensors: tensors[FILTER][1].fill_(value))
         for load in (

@@ -18,7 +18,7 @@ from cat_lm.mixers import MixerKind, Setting, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM, attention
 from cat_lm.model.attention import Pattern
 from cat_lm.model.attention.modules.call import AttentionCall
-from cat_lm.training.init_from import load_initial_weights
+from cat_lm.training.building import load_initial_weights
 from eval.recall.model import RecallModel
 from tests.unit.tiny_models import SIZES
 
