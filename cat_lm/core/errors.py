@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and the one place that turns them into an exit code."""
+"""Errors that a user can fix, errors that may pass, and the exit codes of both."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import errno
 import functools
 import io
 import os
+import random
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 # sysexits' EX_TEMPFAIL: the input is right, the same command can go on; launchers requeue on it.
 REQUEUE_EXIT_CODE = 75
@@ -94,17 +98,15 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _run(main: Callable[[], None]) -> None:
-    ended = None
     try:
         _prepare_streams()
         try:
             main()
-        except SystemExit as exit_:
-            ended = exit_
+        except SystemExit:
+            sys.stdout.flush()
+            raise
         # The interpreter's own flush would end a failure with code 120 and words of its own.
         sys.stdout.flush()
-        if ended is not None:
-            raise ended
     except KeyboardInterrupt:
         _end("interrupted", 130)
     except BrokenPipeError:
@@ -176,3 +178,65 @@ def _discard_pending() -> None:
         except (OSError, ValueError):
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+# Trying again what a network or a server made fail, after waits that double
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
+LONGEST_ASKED_WAIT = 3600.0  # more than a server's rate limit window
+
+
+def retrying(
+    action: Callable[[], T],
+    failure: Callable[[Exception, int], Exception | None],
+    note: Callable[[Exception, int, float], object],
+) -> T:
+    """Return the result of `action`, tried again as long as its failures may pass.
+
+    Args:
+        failure: of an error and the number of attempts so far: what to raise, None to try again.
+        note: gets an error that may pass, the number of attempts, and the seconds to wait.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return action()
+        except Exception as error:  # every library has its own
+            final = failure(error, attempt)
+            if final is error:
+                raise
+            if final is not None:
+                raise final from error
+            wait = wait_before_retry(attempt, error)
+            note(error, attempt, wait)
+        time.sleep(wait)
+
+
+def wait_before_retry(attempt: int, error: Exception) -> float:
+    """Return the seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
+
+    A little more by chance, so that many workers do not come back at the same moment.
+    """
+    headers = getattr(getattr(error, "response", error), "headers", None) or {}
+    values = {str(key).lower(): str(value) for key, value in headers.items()}
+    asked = re.match(r"(\d+)$", values.get("retry-after", ""))
+    asked = asked or re.search(r";\s*t\s*=\s*(\d+)", values.get("ratelimit", ""))
+    wait = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
+    wait = min(float(asked[1]), LONGEST_ASKED_WAIT) if asked else wait
+    return wait * random.uniform(1.0, 1.25)
+
+
+def status_of(error: Exception) -> int | None:
+    """Return the HTTP status that an error of one of the HTTP libraries carries."""
+    response = getattr(error, "response", None)
+    for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        if isinstance(value := getattr(owner, name, None), int):
+            return value
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

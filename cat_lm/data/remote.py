@@ -25,10 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 from cat_lm.core.files import atomic_write, sha256
 from cat_lm.core.folders import hold_patiently
-from cat_lm.core.retries import reason_of, retrying, status_of
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, parse_manifest
 from cat_lm.data.verified import Notes, cache_folder, note_files, shard_digests

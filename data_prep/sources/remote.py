@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from cat_lm.core.errors import UserError
-from cat_lm.core.retries import reason_of, retrying, status_of
+from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 
-RETRIES = 8  # with the waits of cat_lm.core.retries: some four minutes without a byte
+RETRIES = 8  # with the waits of cat_lm.core.errors: some four minutes without a byte
 READ_AHEAD = 1 << 24  # bytes of a request; a file of SlimPajama is about as large
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 HTTP_LIBRARIES = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from cat_lm.core import retries
+from cat_lm.core import errors
 from cat_lm.core.errors import UserError
 from data_prep.sources import Part, hub, open_source, remote, slimpajama
 from data_prep.sources.documents import Document, Malformed, Reading
@@ -49,7 +49,7 @@ def slept(monkeypatch):
     """The waits that were asked for, in seconds; none of them happens."""
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.setattr(retries.random, "uniform", lambda low, high: low)
+    monkeypatch.setattr(errors.random, "uniform", lambda low, high: low)
     return waits
 
 
@@ -376,6 +376,6 @@ def test_short_answers_are_asked_for_again_and_wrong_ones_are_refused(slept):
 
 def test_the_wait_doubles_up_to_a_minute_and_is_spread(monkeypatch):
     error = ConnectionError()
-    waits = [retries.wait_before_retry(attempt, error) for attempt in range(1, 10)]
+    waits = [errors.wait_before_retry(attempt, error) for attempt in range(1, 10)]
     for wait, least in zip(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
         assert least <= wait <= 1.25 * least

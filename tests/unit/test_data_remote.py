@@ -39,7 +39,7 @@ def memory(local):
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr("cat_lm.core.retries.FIRST_WAIT", 0.0001)
+    monkeypatch.setattr("cat_lm.core.errors.FIRST_WAIT", 0.0001)
 
 
 def are_here(corpus):

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.folders import make_temporary, own_name
 from cat_lm.export import export_checkpoint, export_model
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from tests.commands import python
@@ -130,20 +129,6 @@ def test_newest_complete_checkpoint_is_taken(tmp_path, tokenizer_folder):
         assert json.loads((out / "export.json").read_text())["step"] == 20
 
 
-def test_earlier_export_is_replaced_anything_else_is_not(tmp_path, tokenizer_folder):
-    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    before = (out / "model.safetensors").read_bytes()
-    export(tiny_model(257, seed=2), tokenizer_folder, out)
-    assert (out / "model.safetensors").read_bytes() != before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    foreign = tmp_path / "thesis"
-    foreign.mkdir()
-    (foreign / "chapter.txt").write_text("mine")
-    with pytest.raises(UserError, match="not empty and no earlier export"):
-        export(tiny_model(257), tokenizer_folder, foreign)
-    assert (foreign / "chapter.txt").read_text() == "mine"
-
-
 def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkeypatch):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
@@ -151,29 +136,6 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkey
     monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
     with pytest.raises(UserError, match="read back is not the one written"):
         export(other, tokenizer_folder, out)
-    assert (out / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_what_a_killed_export_left_is_cleared(tmp_path, tokenizer_folder):
-    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    half = own_name(out, "tmp") / "new"
-    make_temporary(half.parent)
-    half.mkdir()
-    (half / "model.safetensors.part").write_bytes(b"half")
-    export(tiny_model(257, seed=2), tokenizer_folder, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not (out / "model.safetensors.part").exists()
-
-
-def test_a_kill_between_the_renames_loses_no_export(tmp_path, tokenizer_folder, monkeypatch):
-    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
-    before = (out / "model.safetensors").read_bytes()
-    make_temporary(left := own_name(out, "tmp"))
-    out.rename(left / "old")
-    monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
-    with pytest.raises(UserError, match="read back is not the one written"):
-        export(tiny_model(257, seed=2), tokenizer_folder, out)
     assert (out / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -100,20 +100,7 @@ class CausalBody:
             raise ValueError("document_borders: no layer reads them; say document_ids")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        if past_key_values is not None:
-            attach_layer_state(past_key_values, self.config)
-        elif use_cache and getattr(self.config, "keeps_state", True):
-            past_key_values = CatCache(self.config)
-        computes_again = self.training and any(x.gradient_checkpointing for x in self.layers)
-        if past_key_values is not None and computes_again:
-            # A layer that is computed again would add its tokens twice.
-            if past_key_values.get_seq_length() > 0:
-                raise ValueError(
-                    "past_key_values: gradient checkpointing cannot train after cached tokens; "
-                    "give all tokens, or disable it"
-                )
-            logger.warning_once("no cache is kept: gradient checkpointing computes layers again")
-            past_key_values = None
+        past_key_values = self._usable_cache(past_key_values, use_cache)
         group = self.sequence_group
         check_divided(group, attention_mask, padding_mask, past_key_values)
         context = context_of(
@@ -141,6 +128,23 @@ class CausalBody:
             past_key_values=past_key_values,
         )
 
+    def _usable_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        if cache is not None:
+            attach_layer_state(cache, self.config)
+        elif use_cache and getattr(self.config, "keeps_state", True):
+            cache = CatCache(self.config)
+        computes_again = self.training and any(x.gradient_checkpointing for x in self.layers)
+        if cache is None or not computes_again:
+            return cache
+        # A layer that is computed again would add its tokens twice.
+        if cache.get_seq_length() > 0:
+            raise ValueError(
+                "past_key_values: gradient checkpointing cannot train after cached tokens; "
+                "give all tokens, or disable it"
+            )
+        logger.warning_once("no cache is kept: gradient checkpointing computes layers again")
+        return None
+
 
 @dataclass
 class CausalOutput(CausalLMOutputWithPast):
@@ -155,6 +159,27 @@ class CausalLanguageModel:
     The body is `base_model`, the head `lm_head`, a `LanguageModelHead`. A body whose forward has no
     argument `past_key_values` keeps no state; generation then computes the text anew each time.
     With `collects_losses` the mean of layers' own losses in training is `auxiliary_loss`.
+
+    Args of `forward`:
+        input_ids: [B, T].
+        attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too, of
+            which it says what it said before. Padding stands at a row's beginning or end.
+        position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
+        inputs_embeds: [B, T, C] instead of `input_ids`.
+        past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
+        document_ids: [B, T] integers; attention, convolution and positions start anew where
+            the id changes. Not with a cache.
+        padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
+            prepared for the attention function.
+        labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
+            −100 is not scored.
+        num_items_in_batch: the loss is the sum divided by this; by default by the number of
+            scored positions.
+        skip_logits: return no logits.
+        use_cache: by default the configuration's; off with labels, documents and in training.
+        logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
+        shift_labels: [B, T], scored against the logits at t, in the place of `labels`. Not in
+            the signature, off which `Trainer` reads which inputs every batch of labels has.
     """
 
     collects_losses = False
@@ -311,42 +336,16 @@ class CausalLanguageModel:
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalOutput:
-        """Compute logits, and the next-token loss if labels are given.
-
-        Args:
-            input_ids: [B, T].
-            attention_mask: [B, S], 1 at real tokens, 0 at padding; S counts cached tokens too, of
-                which it says what it said before. Padding stands at a row's beginning or end.
-            position_ids: [B, T]; by default real tokens are counted, from 0 in every document.
-            inputs_embeds: [B, T, C] instead of `input_ids`.
-            past_key_values: an empty or earlier cache; see `cat_lm.model.cache`.
-            document_ids: [B, T] integers; attention, convolution and positions start anew where
-                the id changes. Not with a cache.
-            padding_mask: [B, T], 0 at padding; needed only beside an attention mask that was
-                prepared for the attention function.
-            labels: [B, T], as in transformers: labels[:, t] is scored against the logits at t−1.
-                −100 is not scored.
-            num_items_in_batch: the loss is the sum divided by this; by default by the number of
-                scored positions.
-            skip_logits: return no logits.
-            use_cache: by default the configuration's; off with labels, documents and in training.
-            logits_to_keep: logits of the last so many positions, or of these positions; 0 for all.
-            shift_labels: [B, T], scored against the logits at t, in the place of `labels`. Not in
-                the signature, off which `Trainer` reads which inputs every batch of labels has.
-        """
+        """Compute logits, and the next-token loss if labels are given; see the class."""
         if past_key_values is not None and not self.keeps_state:
             raise ValueError("past_key_values: the model keeps no state; give all tokens each time")
-        given_shifted = shift_labels = kwargs.pop("shift_labels", None)
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        has_loss = shift_labels is not None
+        shift_labels = kwargs.pop("shift_labels", None)
+        has_loss = labels is not None or shift_labels is not None
         if use_cache is None and past_key_values is None:
             # A cache nobody asked for would cost memory, and packed rows cannot be continued.
-            is_unasked = has_loss or self.training
-            is_unasked = is_unasked or document_ids is not None or kwargs.get("seq_idx") is not None
-            if is_unasked or positions_restart(position_ids, attention_mask):
-                use_cache = False
-
+            is_packed = document_ids is not None or kwargs.get("seq_idx") is not None
+            is_packed = is_packed or positions_restart(position_ids, attention_mask)
+            use_cache = False if is_packed or has_loss or self.training else None
         losses: list[Tensor] = []
         if self.collects_losses and self.training:
             kwargs["auxiliary_losses"] = losses
@@ -362,22 +361,12 @@ class CausalLanguageModel:
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        loss, logits = None, None
-        if has_loss and hasattr(self, "_loss_function"):
-            # Set from outside, as by DeepSpeed's tensor parallelism: called as transformers does.
-            how = {"num_items_in_batch": num_items_in_batch, "shift_labels": given_shifted}
-            loss = self.loss_function(
-                logits=self.lm_head(hidden_states),
-                labels=labels,
-                vocab_size=self.config.vocab_size,
-                **{name: value for name, value in how.items() if value is not None},
-            )
-        elif has_loss:
-            loss = self._loss(hidden_states, shift_labels, num_items_in_batch)
+        loss = logits = None
+        if has_loss:
+            loss = self._loss(hidden_states, labels, shift_labels, num_items_in_batch)
         if not skip_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
+            kept = logits_to_keep
+            kept = slice(-kept, None) if isinstance(kept, int) else kept
             logits = self.lm_head(hidden_states[:, kept])
         return CausalOutput(
             # Now, as layers that are computed again add theirs again.
@@ -390,13 +379,26 @@ class CausalLanguageModel:
         )
 
     def _loss(
-        self, hidden_states: Tensor, labels: Tensor, num_items: Tensor | int | None
+        self,
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items: Tensor | int | None,
     ) -> Tensor:
-        if labels.shape != hidden_states.shape[:2]:
-            raise ValueError(
-                f"labels are {list(labels.shape)} for inputs of {list(hidden_states.shape[:2])}"
+        if hasattr(self, "_loss_function"):
+            # Set from outside, as by DeepSpeed's tensor parallelism: called as transformers does.
+            how = {"num_items_in_batch": num_items, "shift_labels": shift_labels}
+            return self.loss_function(
+                logits=self.lm_head(hidden_states),
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                **{name: value for name, value in how.items() if value is not None},
             )
-        labels = labels.to(hidden_states.device)
+        if shift_labels is None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        labels, inputs = shift_labels.to(hidden_states.device), hidden_states.shape[:2]
+        if labels.shape != inputs:
+            raise ValueError(f"labels are {list(labels.shape)} for inputs of {list(inputs)}")
         if num_items is None:
             num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
         elif isinstance(num_items, Tensor):

@@ -44,10 +44,8 @@ class CatModel(CausalBody, CatPreTrainedModel, neox.GPTNeoXModel):
             CatLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        if config.position_embedding == "rope":
-            self.rotary_emb = CatRotaryEmbedding(config)
-        else:
-            self.rotary_emb = None
+        rotates = config.position_embedding == "rope"
+        self.rotary_emb = CatRotaryEmbedding(config) if rotates else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -94,10 +92,8 @@ class CatLlamaModel(CausalBody, CatLlamaPreTrainedModel, llama.LlamaModel):
             CatLlamaLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.position_embedding == "rope":
-            self.rotary_emb = CatLlamaRotaryEmbedding(config)
-        else:
-            self.rotary_emb = None
+        rotates = config.position_embedding == "rope"
+        self.rotary_emb = CatLlamaRotaryEmbedding(config) if rotates else None
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cat_lm.core.errors import UserError
-from cat_lm.core.retries import reason_of
+from cat_lm.core.errors import UserError, reason_of
 
 T = TypeVar("T")
 

@@ -11,12 +11,11 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from cat_lm import mixers
 from cat_lm.core import numbers
-from cat_lm.core.fields import number, whole
-from cat_lm.mixers import mixer_of, mixer_problems
+from cat_lm.core.fields import entry_of, number, whole
+from cat_lm.mixers import MIXERS, mixer_of, mixer_problems
 from cat_lm.model.hf.sections.base import GatedWidth, ModelSection
 
 # flash-linear-attention's
@@ -213,11 +212,9 @@ class StateSpaceSection(ModelSection):
 
     def shape_problems(self) -> list[str]:
         low, high = self.time_step_min, self.time_step_max
-        return (
-            []
-            if low <= high
-            else [f"time_step_min={low:g}: must be at most time_step_max={high:g}"]
-        )
+        if low <= high:
+            return []
+        return [f"time_step_min={low:g}: must be at most time_step_max={high:g}"]
 
     @property
     def windows(self) -> dict[str, int]:
@@ -318,18 +315,11 @@ class Mamba2Section(StateSpaceSection):
 # Of any mixer
 
 
-def _known_mixer(name: str) -> str:
-    if name not in mixers.names():
-        where = "; its options are mixer_options" if ":" in name else ""
-        raise ValueError(f"must be one of {', '.join(mixers.names())}{where}")
-    return name
-
-
 class MixerSection(GatedWidth, ModelSection):
     """Shape of the model and its mixer, in the names of CatMixerConfig."""
 
     architecture: Literal["mixer"] = "mixer"
-    mixer: Annotated[str, AfterValidator(_known_mixer)] = Field(
+    mixer: Annotated[str, entry_of(MIXERS)] = Field(
         description="what mixes tokens, by its name in cat_lm/mixers"
     )
     mixer_options: dict[str, Any] = Field(
