@@ -32,7 +32,7 @@ _SHOWN = 64  # taps of a filter without an end
 def make_block(mixer: Mixer, setting: Setting, feed_forward: bool) -> Block:
     """Make a layer. Raises ValueError: Mamba's block with a feed-forward network."""
     width, layer = setting.d_model, mixer.build(setting)
-    if mixer.block == "rms":
+    if mixer.kind.block == "rms":
         if feed_forward:
             raise ValueError("Mamba's block has no feed-forward network beside it")
         return Block(nn.RMSNorm(width, eps=1e-5), layer)

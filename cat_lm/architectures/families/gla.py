@@ -81,10 +81,11 @@ class LinearArchitecture(Architecture):
         shape = config.section
         if not shape.window:
             return super().describe_backend(key, config, *how)
-        from cat_lm.model.streams import short_convolution
+        from cat_lm.model.hf.inspection import describe_convolutions
 
-        channels = (shape.key_channels, shape.value_channels)
-        return short_convolution.describe_backend(shape.window, channels, *how)
+        widths = shape.key_channels, shape.value_channels
+        parts = [("depthwise", "short", shape.window, 1, width) for width in widths]
+        return "; ".join(describe_convolutions(parts, *how))
 
 
 ENTRY = LinearArchitecture("gla", "GLA", "Gla", "GLA", GlaSection)

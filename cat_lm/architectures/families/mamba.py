@@ -37,10 +37,11 @@ class StateSpace(Architecture):
             from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, describe_backend
 
             return describe_backend(SELECTIVE_SCAN, *how)
-        from cat_lm.model.streams import short_convolution
+        from cat_lm.model.hf.inspection import describe_convolutions
 
-        channels = [config.section.convolved_channels]
-        return short_convolution.describe_backend(config.conv_kernel, channels, *how)
+        channels = config.section.convolved_channels
+        part = "depthwise", "short", config.conv_kernel, 1, channels
+        return "; ".join(describe_convolutions([part], *how))
 
 
 class Mamba(StateSpace):

@@ -110,10 +110,6 @@ class Mixer:
         return self.kind.layers
 
     @property
-    def block(self) -> str:
-        return self.kind.block
-
-    @property
     def learned_positions(self) -> bool:
         return self.kind.learned_positions(self.options)
 

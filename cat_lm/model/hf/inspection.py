@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,6 @@ def describe_backend(
         backend: what `set_conv_backend` of the model was given; ValueError where it cannot serve.
         is_packed: whether one projection makes all three streams.
     """
-    # The kind of each convolution, what it is, W, heads, and channels of a head.
     parts, window, width = [], config.conv_window, config.head_width
     lines = [_long_filters(config, device, dtype, backend)] if config.has_long_filters else []
     if (streams := config.embedding_streams) and not lines:
@@ -51,16 +51,34 @@ def describe_backend(
     if places := canon_places(config):
         what = f"Canon layers {', '.join(places)}"
         parts.append(("depthwise", what, config.canon_window, 1, config.hidden_size))
-    for kind, what, taps, heads, channels in parts:
-        how = {"device": device, "dtype": dtype, "backend": backend}
-        choice = choose_backend(kind, window=taps, heads=heads, head_dim=channels, **how)
-        runs = BACKENDS.get(choice.name).describe(kind, dtype, taps)
-        lines.append(f"{what} (W={taps}): {choice.name}, {choice.reason}; {runs}")
+    lines += describe_convolutions(parts, device, dtype, backend)
     if config.convolved_streams:
         with torch.device("meta"):
             found = fused(StreamPipeline(config, {"bias": None} if is_packed else {}))
         lines.append(f"fused: {found or 'nothing'}")
     return "; ".join(lines) or "no convolutions"
+
+
+def describe_convolutions(
+    parts: Iterable[tuple[str, str, int, int, int]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    backend: str,
+) -> list[str]:
+    """Return what will compute convolutions, and why, each line once.
+
+    Args:
+        parts: of each its kind, what it is, W, heads, and channels of a head.
+
+    Raises:
+        ValueError: the backend asked for cannot serve.
+    """
+    lines, how = [], {"device": device, "dtype": dtype, "backend": backend}
+    for kind, what, taps, heads, channels in parts:
+        choice = choose_backend(kind, window=taps, heads=heads, head_dim=channels, **how)
+        runs = BACKENDS.get(choice.name).describe(kind, dtype, taps)
+        lines.append(f"{what} (W={taps}): {choice.name}, {choice.reason}; {runs}")
+    return list(dict.fromkeys(lines))
 
 
 def _long_filters(

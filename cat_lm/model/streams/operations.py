@@ -1,14 +1,16 @@
-"""The operations on one stream of queries, keys or values, [B, T, heads, D].
+"""A layer's streams as projections make them, and the operations on one, [B, T, heads, D].
 
-Filters of W taps and filters as long as the text, further ranks of filters, norms, SiLU, rotation:
-`pipeline` lists a layer's. Those with parameters have a `name`, by which, after the stream's, they
-are the pipeline's, and say how these change nothing (`initial`) and start (`drawn`).
+Projections are packed, as GPT-NeoX's, or one for each stream. Operations are filters of W taps and
+filters as long as the text, further ranks of filters, norms, SiLU, rotation: `pipeline` lists a
+layer's. Those with parameters have a `name`, by which, after the stream's, they are the pipeline's,
+and say how these change nothing (`initial`) and start (`drawn`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +20,12 @@ from torch.nn import functional as F
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
-from cat_lm.model.streams.layouts import Normalize, PackedStreams, SeparateStreams
-from cat_lm.ops import convolve, rotate
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution.api import convolve
+from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.kinds.reference import check_kind
+from cat_lm.ops.convolution.qkv import STREAM_SLICES
+from cat_lm.ops.convolution.rotation import rotate
 from cat_lm.ops.long_filter import filters as long_filters
 from cat_lm.ops.long_filter.api import continued, long_conv
 
@@ -32,6 +36,88 @@ RANK_START = 2.0**-6  # exact in half precision too
 _EPSILON = 1e-6  # of the mean square
 
 
+# A norm of queries or keys x [B, T, heads, D] of a stream, of all heads or those of a group's rank.
+Normalize = Callable[[Tensor, str, SequenceGroup | None], Tensor]
+
+
+class SeparateStreams:
+    """Streams [B, T, heads, D] of a projection each; keys and values may have fewer heads."""
+
+    def __init__(self, parts: dict[str, Tensor], biases: dict[str, Tensor | None]) -> None:
+        self._parts, self._biases = parts, biases
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the streams by their letters."""
+        return self._parts
+
+    def biases(self) -> dict[str, Tensor | None]:
+        """Return their biases [heads, D]."""
+        return self._biases
+
+    def normalized(self, norm: Normalize, group: SequenceGroup | None) -> SeparateStreams:
+        """Normalise queries and keys with their biases, which are then 0."""
+        made = {
+            s: norm(x if self._biases[s] is None else x + self._biases[s].to(x.dtype), s, group)
+            for s, x in self._parts.items()
+            if s in "qk"
+        }
+        return SeparateStreams(self._parts | made, {"q": None, "k": None, "v": self._biases["v"]})
+
+    def without_padding(self, context: Context, streams: str) -> SeparateStreams:
+        """Put zeros at padding into what filters read."""
+        real = {s: context.without_padding(self._parts[s]) for s in streams}
+        return SeparateStreams(self._parts | real, self._biases)
+
+    def contiguous(self) -> SeparateStreams:
+        """Return the same without gaps in memory."""
+        return SeparateStreams({s: x.contiguous() for s, x in self._parts.items()}, self._biases)
+
+    def stored(self, streams: str) -> dict[str, Tensor]:
+        """Return what a decoding state keeps of the streams, by its names there."""
+        return {stream: self._parts[stream] for stream in streams}
+
+    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+        """Return each stream's part of what a decoding state keeps."""
+        return stored
+
+
+class PackedStreams(SeparateStreams):
+    """Streams packed as GPT-NeoX packs them, [B, T, H, 3, D], with biases [H, 3, D].
+
+    Taken apart they are not indexed: the backward pass would fill a whole gradient with zeros for
+    each.
+    """
+
+    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
+        self.packed, self.bias = packed, bias
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(zip(STREAMS, self.packed.unbind(3), strict=True))
+
+    def biases(self) -> dict[str, Tensor | None]:
+        if self.bias is None:
+            return dict.fromkeys(STREAMS)
+        return dict(zip(STREAMS, self.bias.unbind(1), strict=True))
+
+    def normalized(self, norm: Normalize, group: SequenceGroup | None) -> PackedStreams:
+        found = SeparateStreams(self.parts(), self.biases()).normalized(norm, group)
+        bias = None if self.bias is None else F.pad(self.bias[:, 2:], (0, 0, 2, 0))
+        return PackedStreams(torch.stack(list(found.parts().values()), dim=3), bias)
+
+    def without_padding(self, context: Context, streams: str) -> PackedStreams:
+        return PackedStreams(context.without_padding(self.packed), self.bias)
+
+    def contiguous(self) -> PackedStreams:
+        return PackedStreams(self.packed.contiguous(), self.bias)
+
+    def stored(self, streams: str) -> dict[str, Tensor]:
+        return {"qkv": self.packed[:, :, :, STREAM_SLICES[streams]]}
+
+    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+        return {s: stored["qkv"][:, :, :, number] for number, s in enumerate(streams)}
+
+
+@dataclass
 class LayerPass:
     """One pass of a layer's streams, and what operations read beside the stream that they change.
 
@@ -40,24 +126,19 @@ class LayerPass:
         streams: as filters read them.
         norm: of queries and keys, if the model has one.
         context: of the layer.
-        inputs: the streams by their letters, [B, T, heads, D].
+        inputs: the streams by their letters, [B, T, heads, D], once they are taken apart.
         biases: of the projections, [heads, D], which come after the filters; None for none.
         earlier: the inputs before `inputs`, [B, W−1, heads, D], of streams that have some.
     """
 
-    inputs: dict[str, Tensor]
-    biases: dict[str, Tensor | None]
-    earlier: dict[str, Tensor]
-
-    def __init__(
-        self,
-        weights: nn.Module,
-        streams: SeparateStreams | PackedStreams,
-        norm: Normalize | None,
-        context: Context,
-    ) -> None:
-        self.weights, self.streams, self.norm, self.context = weights, streams, norm, context
-        self.stored_before: dict[str, Tensor] | None = None
+    weights: nn.Module
+    streams: SeparateStreams
+    norm: Normalize | None
+    context: Context
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, Tensor | None] = field(default_factory=dict)
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    stored_before: dict[str, Tensor] | None = None
 
     def exchange(self) -> dict[str, Tensor]:
         """Return the W−1 inputs before these, by their names in the state, which gets these."""

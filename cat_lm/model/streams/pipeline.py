@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup, own_heads
-from cat_lm.model.streams.layouts import PackedStreams, SeparateStreams
 from cat_lm.model.streams.operations import (
     Convolution,
     LayerPass,
     LongFilter,
+    PackedStreams,
     QueryKeyNorm,
     Ranks,
     Rotation,
+    SeparateStreams,
     StreamOp,
     activate,
     add_bias,
     normalize,
     silu,
 )
-from cat_lm.ops import head_conv_qkv
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mixed_values
-from cat_lm.ops.convolution.qkv import STREAM_SLICES
+from cat_lm.ops.convolution.qkv import STREAM_SLICES, head_conv_qkv
 from cat_lm.ops.convolution.step import can_step, convolve_step
 
 if TYPE_CHECKING:

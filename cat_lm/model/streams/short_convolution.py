@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 from cat_lm.model.context import Context
 from cat_lm.model.rules import canon_places
-from cat_lm.ops import BACKENDS, choose_backend, convolve
+from cat_lm.ops.convolution.api import convolve
 
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
@@ -147,24 +146,3 @@ class CanonBlock:
         if self.canon is None or place not in self.canon:
             return hidden_states
         return self.canon[place](hidden_states, context)
-
-
-def describe_backend(
-    window: int,
-    channels: Iterable[int],
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-) -> str:
-    """Describe in one line what computes short convolutions of so many channels, and why.
-
-    Raises:
-        ValueError: the backend asked for cannot serve.
-    """
-    lines = []
-    for count in channels:
-        shape = {"window": window, "heads": 1, "head_dim": count}
-        choice = choose_backend("depthwise", device=device, dtype=dtype, backend=backend, **shape)
-        what = BACKENDS.get(choice.name).describe("depthwise", dtype, window)
-        lines.append(f"short (W={window}): {choice.name}, {choice.reason}; {what}")
-    return "; ".join(dict.fromkeys(lines))
