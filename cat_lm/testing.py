@@ -19,7 +19,7 @@ from cat_lm.mixers import CAPABILITIES
 from cat_lm.mixers.parts.base import Mixer, MixerKind, Setting
 from cat_lm.model import CatModel, attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
-from cat_lm.model.attention.causality import layer_of
+from cat_lm.model.attention.core import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
 from cat_lm.model.hf.configuration import CatConfig

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cat_lm.model.attention.base import Objective
+from cat_lm.model.attention import Objective
 from cat_lm.model.attention.settings import renamed
 from cat_lm.model.hf.sections.base import ModelSection
 from cat_lm.model.rules import tap_problems

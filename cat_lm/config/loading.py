@@ -187,7 +187,6 @@ def _inconsistencies(config: RunConfig) -> list[str]:
     errors += _schedule(config)
     if not errors:
         errors += _sequences(config)
-        errors += [problem for pattern in patterns for problem in pattern.row_problems(config)]
         errors += _length(config)
     return errors
 

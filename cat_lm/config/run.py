@@ -24,7 +24,7 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.fields import Section, entry_of
 from cat_lm.core.files import write_text
 from cat_lm.core.readers import parse_yaml, read_text
-from cat_lm.model.attention.base import Objective
+from cat_lm.model.attention import Objective
 
 # Gradients that are reduced together. DeepSpeed's own 5e8 are all that a model of 370M has: their
 # reduction would begin when the backward pass ends, beside which it should be.

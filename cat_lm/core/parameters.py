@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from cat_lm.core.errors import UserError
+
 # Of these the weight decays and the bias does not.
 _MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -56,6 +58,30 @@ def takes_decay(module: nn.Module) -> dict[str, bool]:
     else:
         exempt = tuple(own)
     return {name: name not in exempt for name in own}
+
+
+def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Split a model's parameters, each once, into those that take weight decay and the others.
+
+    A module with parameters of its own that is no linear layer, embedding or norm names those that
+    take none in its class's `no_decay`, a tuple of parameter names.
+
+    Raises:
+        UserError: a module does not say it, or names what it has not; naming its place.
+    """
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for place, module in model.named_modules():
+        try:
+            decays = takes_decay(module)
+        except ValueError as error:
+            raise UserError(f"model: {place or 'itself'}: {error}") from None
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                (decayed if decays[name] else exempt).append(parameter)
+    return decayed, exempt
 
 
 def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:

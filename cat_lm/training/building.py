@@ -13,11 +13,11 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import parameters_by_decay
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.model import attention
 from cat_lm.model.attention.core import entry_weights
 from cat_lm.model.attention.masks import DocumentAttention, document_attention
-from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.loading import load_model, load_tokenizer, model_folder
 from cat_lm.pretrained.loading import model_config as read_config
 from cat_lm.training.distributed import Ranks

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cat_lm.model.attention.base import OWN_WEIGHT
+from cat_lm.model.attention import OWN_WEIGHT
 from eval.lab.cell import Cell, Step
 
 

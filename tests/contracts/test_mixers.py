@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from cat_lm import mixers
 from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import parameters_by_decay
 from cat_lm.mixers import CAPABILITIES, Mixer, Setting, make
 from cat_lm.model.cache import LayerStateMixin
 from cat_lm.model.context import Context
-from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
 from cat_lm.testing import check_entry

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm import architectures
-from cat_lm.model.weight_decay import parameters_by_decay
+from cat_lm.core.parameters import parameters_by_decay
 from tests.contracts.models import (
     CASES,
     CONTEXT,

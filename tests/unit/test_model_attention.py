@@ -10,9 +10,9 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import parameters_by_decay
 from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
-from cat_lm.model.weight_decay import parameters_by_decay
 from cat_lm.pretrained.loading import load_model
 from tests.conftest import REPOSITORY
 from tests.readme import blocks
@@ -272,7 +272,7 @@ def test_the_example_of_the_readme():
         ids = random_ids(1, 12)
         logits = cat_model(score_transform="learned_decay")(ids).logits
     finally:
-        attention.SCORE_TRANSFORMS._entries.pop("learned_decay", None)
+        attention.REGISTRIES[ScoreTransform]._entries.pop("learned_decay", None)
     assert not torch.allclose(logits, cat_model()(ids).logits, atol=1e-3)
 
 

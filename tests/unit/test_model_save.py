@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 import cat_lm  # noqa: F401
 from cat_lm.core.errors import UserError
+from cat_lm.core.parameters import parameters_by_decay
 from cat_lm.model import CatConfig, CatForCausalLM
-from cat_lm.model.weight_decay import parameters_by_decay
 from tests.unit.tiny_models import (
     SIZES,
     VARIANTS,

@@ -271,7 +271,7 @@ def test_a_family_without_state_generates_from_the_whole_text(ideas):
     ("registry", "example", "name"),
     [
         (mixers.MIXERS, "mixer", "leaky"),
-        (attention.SCORE_TRANSFORMS, "scores", "log_distance"),
+        (attention.REGISTRIES[attention.ScoreTransform], "scores", "log_distance"),
         (attention.PATTERNS, "pattern", "forgetting"),
         (architectures.ARCHITECTURES, "family", "ngram"),
     ],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
 from cat_lm.model import attention, rules
-from cat_lm.model.attention.base import Objective
+from cat_lm.model.attention import Objective
 from cat_lm.model.hf.sections.transformer import GPTNeoXSection
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import mixers
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
 from cat_lm.mixers import mixer_of
-from cat_lm.model.attention.base import Objective
+from cat_lm.model.attention import Objective
 from cat_lm.model.hf.sections.recurrent import MixerSection
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from cat_lm.core.registry import one_of
-from cat_lm.model.attention.causality import check_attention
+from cat_lm.model.attention.core import check_attention
 from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
 from cat_lm.model.cache import (
     CatCache,

@@ -64,10 +64,7 @@ class ChunkCore(nn.Module):
         """Attend in rows whose chunks begin anywhere, so that each lies in at most two blocks."""
         batch, time, size = query.shape[0], query.shape[2], min(self.size, query.shape[2])
         where = (call.query_positions % self.size).expand(batch, time)
-        starts = where == 0  # padding that rows begin with has one chunk a token
-        if call.documents is not None:
-            starts[:, 1:] |= call.documents.diff(dim=1) != 0
-        runs = starts.cumsum(dim=1)
+        runs = chunk_numbers(where, call.documents)
         slots = torch.arange(size, device=query.device)
         their_runs = _pairs(runs[:, None, :, None], size, fill=-1)[:, 0, :, 0]
         own_runs = their_runs[:, size:]
@@ -79,6 +76,14 @@ class ChunkCore(nn.Module):
             _blocks(query, size), *pairs, mask[:, None], their_places[:, size:], their_places
         )
         return _joined(output, batch, time)
+
+
+def chunk_numbers(where: Tensor, documents: Tensor | None) -> Tensor:
+    """Return the numbers [B, T] of chunks in their rows, of tokens' places in them [B, T]."""
+    starts = where == 0  # Padding that rows begin with has one chunk a token.
+    if documents is not None:
+        starts[:, 1:] |= documents.diff(dim=1) != 0
+    return starts.cumsum(dim=1)
 
 
 def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:

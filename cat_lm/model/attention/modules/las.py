@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cat_lm.model.attention.modules.chunk import chunk_numbers
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
 from cat_lm.ops import head_conv
@@ -104,7 +105,9 @@ class SmoothedValues(nn.Module):
             return centred_conv(value, taps, **how)
         before = context.inputs_before("value", value, self.width)
         if self.run is not None:
-            documents = self._runs(value, context.positions, documents)
+            where = (context.positions % self.run).expand(value.shape[:2])
+            runs = chunk_numbers(where, documents)
+            documents = (runs - runs[:, :1]).int()
         if self.run is None or before is None:
             return head_conv(value, taps, document_ids=documents, initial_state=before, **how)
         # Of the values before, those that the first new token's chunk holds.
@@ -114,11 +117,3 @@ class SmoothedValues(nn.Module):
         runs = torch.cat([(is_same.int() - 1).expand(len(value), -1), documents], dim=1)
         whole = torch.cat([before, value], dim=1)
         return head_conv(whole, taps, document_ids=runs, **how)[:, past:]
-
-    def _runs(self, value: Tensor, positions: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Return the numbers of new tokens' chunks, [B, T], from 0."""
-        starts = (positions % self.run == 0).expand(*value.shape[:2]).clone()
-        if document_ids is not None:
-            starts[:, 1:] |= document_ids.diff(dim=1) != 0
-        starts[:, 0] = False
-        return starts.int().cumsum(dim=1).int()

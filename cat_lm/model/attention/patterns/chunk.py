@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cat_lm.core import numbers
-from cat_lm.model.attention.base import Pattern, whole_problems
+from cat_lm.model.attention import Pattern, whole_problems
 from cat_lm.model.rules import CHUNK_SIZE, chunk_size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cat_lm.core.numbers import CONV_STATE
-from cat_lm.model.attention.base import OWN_WEIGHT, Objective, Pattern, whole_problems
+from cat_lm.model.attention import OWN_WEIGHT, Objective, Pattern, whole_problems
 from cat_lm.model.rules import head_width
 from cat_lm.ops.landmark.options import (
     CALIBRATE,
@@ -91,33 +91,19 @@ class Landmark(Pattern):
         if learns and loss not in TAUGHT:
             problem = "gives the landmarks' parameters no gradient; use guided, or filter=box"
             errors.append(f"{way}: {problem}")
-        if loss != CALIBRATE:
-            return errors
-        if not learns:
+        if loss == CALIBRATE and not learns:
             problem = "a fixed filter learns nothing; use attention_options.filter=learned"
             errors.append(f"{way}: {problem}")
-        if train.init_from is None:
+        if loss == CALIBRATE and train.init_from is None:
             problem = "changes nothing but landmarks; give the model as train.init_from"
             errors.append(f"{way}: {problem}")
-        if decay := config.optimizer.weight_decay:
+        decay = config.optimizer.weight_decay
+        if loss == CALIBRATE and decay:
             problem = f"optimizer.weight_decay={decay} would change the other weights; set it to 0"
             errors.append(f"{way}: {problem}")
+        if loss in TAUGHT and not (errors or self.problems(config.model, options)):
+            errors += _row_problems(way, config.data.context_length, **options)
         return errors
-
-    def row_problems(self, config: Any) -> list[str]:
-        way, length = config.train.landmark_loss, config.data.context_length
-        if way not in TAUGHT:
-            return []
-        options = self.resolved(config.model.attention_options)
-        block, local = options["block"], options["local"]
-        least = local + 1  # the loss compares blocks, so a single one has none
-        if least * block < length:
-            return []
-        return [
-            f"train.landmark_loss={way}: no query of data.context_length={length} tokens has two "
-            f"blocks to choose from with model.attention_options.block={block} and local={local}; "
-            f"{least} x block must be below the context"
-        ]
 
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
@@ -175,6 +161,17 @@ class Landmark(Pattern):
         from cat_lm.model.attention.modules.landmark import LandmarkCore
 
         return LandmarkCore(config, self.resolved(config.attention_options))
+
+
+def _row_problems(way: str, length: int, block: int, local: int, **others: Any) -> list[str]:
+    least = local + 1  # The loss compares blocks, so a single one has none.
+    if least * block < length:
+        return []
+    return [
+        f"{way}: no query of data.context_length={length} tokens has two blocks to choose from "
+        f"with model.attention_options.block={block} and local={local}; {least} x block must be "
+        "below the context"
+    ]
 
 
 def _state_problems(name: str, state: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cat_lm.model.attention.base import Pattern
+from cat_lm.model.attention import Pattern
 
 
 class MapMixing(Pattern):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from cat_lm.model.attention.base import Pattern
+from cat_lm.model.attention import Pattern
 from cat_lm.ops.convolution.multi_token_options import DEFAULTS, LONGEST, option_problems
 
 

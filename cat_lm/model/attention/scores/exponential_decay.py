@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cat_lm.core.readers import short
-from cat_lm.model.attention.base import ScoreTransform
+from cat_lm.model.attention import ScoreTransform
 from cat_lm.model.rules import chunk_size
 from cat_lm.ops.decay_rates import REACH, largest_rate
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cat_lm.core.numbers import WINDOW
 from cat_lm.core.readers import short
-from cat_lm.model.attention.base import ValueTransform, whole_problems
+from cat_lm.model.attention import ValueTransform, whole_problems
 from cat_lm.model.rules import chunk_size, tap_problems
 
 
