@@ -216,7 +216,7 @@ class Cell(FilterCell):
 
 def dropout_of(mixer: Mixer, chosen: float | None = None) -> float:
     """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
-    return DROPOUT[mixer.block] if chosen is None else chosen
+    return DROPOUT[mixer.kind.block] if chosen is None else chosen
 
 
 def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
