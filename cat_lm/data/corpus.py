@@ -31,10 +31,9 @@ BLOCK = 10_000
 
 
 class ListedShard:
-    """A shard that a manifest lists; its files are looked at where they are first read.
+    """A `Shard` that a manifest lists; its files are looked at where they are first read.
 
     Ranks of many nodes that each look at thousands of files keep a file system's servers busy.
-    All that a `Shard` has is here too.
     """
 
     def __init__(
@@ -185,7 +184,6 @@ class TokenCorpus:
         return base + int(start), base + int(stop)
 
     def describe(self) -> list[str]:
-        """Describe the data for the log."""
         return [
             f"{self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents, "
             f"fingerprint {self.fingerprint[:12]}"
@@ -240,7 +238,6 @@ class Mixture:
         self.manifest = {"unigram_loss": _unigram_loss(self.parts)}
 
     def describe(self) -> list[str]:
-        """Describe the corpora for the log."""
         return [line for part in self.parts for line in part.describe()]
 
     def describe_draws(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -22,7 +23,6 @@ from cat_lm.data.corpus import Mixture, TokenCorpus
 from cat_lm.data.packing import PackedWindows
 from cat_lm.data.shuffle import EpochOrder, MixtureOrder
 
-PACKINGS = ("stream", "best_fit")
 Batch = dict[str, np.ndarray]
 
 
@@ -114,22 +114,14 @@ class TrainLoader:
         packing: str = "stream",
         cache_dir: str | None = None,
     ) -> None:
-        if context_length < 1 or global_batch_size < 1:
-            raise ValueError("context_length and global_batch_size must be at least 1")
-        if packing not in PACKINGS:
-            raise ValueError(f"packing {packing!r} is none of {', '.join(PACKINGS)}")
         self.corpus = corpus
         self.context_length = context_length
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.mask_documents = mask_documents
+        kinds = {"stream": StreamWindows, "best_fit": partial(PackedWindows, cache_dir=cache_dir)}
         self._windows = JoinedWindows(
-            [
-                PackedWindows(part, context_length, cache_dir)
-                if packing == "best_fit"
-                else StreamWindows(part, context_length)
-                for part in corpus.parts
-            ]
+            [kinds[packing](part, context_length) for part in corpus.parts]
         )
         orders = [
             EpochOrder(source.num_windows, source.corpus.fingerprint, seed)
@@ -143,8 +135,6 @@ class TrainLoader:
     def sample_ids(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """Return the windows that `rank` reads at `step` (from 0), int64 [G / world_size]."""
         rows = rows_of_rank(self.global_batch_size, rank, world_size)
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
         first = step * self.global_batch_size
         return self._order(np.arange(first + rows.start, first + rows.stop))
 

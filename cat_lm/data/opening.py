@@ -32,8 +32,7 @@ def open_corpus(
         look: at each shard now; else where it is first read, as another process has just looked.
 
     Raises:
-        UserError: the folder is unfinished, there is no such split, the manifest is of other
-            shards, or shards have other sizes than it says.
+        UserError: there is no such split, or manifest and shards do not belong together.
     """
     if is_remote(folder):
         from cat_lm.data.remote import open_remote
@@ -50,11 +49,7 @@ def open_corpus(
 def open_verified(
     folder: Path | str, split: str, cache_dir: Path | str | None = None
 ) -> TokenCorpus:
-    """Open a split of prepared data, copied to this machine, and verify its shards.
-
-    Raises:
-        UserError: as `open_corpus`, or a shard or the tokenizer is not what the manifest says.
-    """
+    """Open a split as `open_corpus` does, copied to this machine, and `verify` it."""
     corpus = open_corpus(folder, split, cache_dir)
     corpus.fetch()
     verify([corpus], cache_dir)
@@ -66,10 +61,7 @@ def open_splits(
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
     """Open the training and the validation split as `open_corpus` does, without any order.
 
-    Either split of a mixture is a `Mixture`, which has a `TokenCorpus`'s attributes.
-
-    Raises:
-        UserError: there is no such data, or the model has too small a vocabulary.
+    Raises UserError also for a model of too small a vocabulary.
     """
     data, asked, splits = config.data, config.model.vocab_size, []
     for split in SPLITS:
@@ -91,11 +83,7 @@ def open_data(
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture, TrainLoader]:
     """Open the training and the validation split, and the order of the training samples.
 
-    Args:
-        look: as in `open_corpus`.
-
-    Raises:
-        UserError: there is no such data, or it does not fit the model or the context length.
+    Raises UserError for data that are not there or do not fit the model or the context length.
     """
     data = config.data
     corpus, held_out = open_splits(config, look)
@@ -117,14 +105,11 @@ def open_data(
 def _check_ends(corpus: TokenCorpus | Mixture) -> None:
     """Raise UserError where documents do not end with EOD, by which a stream tells them apart.
 
-    Without it nothing would be masked, and nothing would say so. Looks at the last token of each
-    corpus; data that other tools prepared may lack it.
+    Without it, as in data of other tools, nothing would be masked, and nothing would say so.
     """
     for part in corpus.parts:
-        if not part.num_tokens:
-            continue
-        last = part.gather([part.num_tokens - 1], [part.num_tokens])[0]
-        if last[0] != part.eod_id:
+        end = part.num_tokens
+        if end and part.tokens(end - 1, end)[0] != part.eod_id:
             raise UserError(
                 f"data.mask_documents=true: the {part.split} documents of {part.name} do not end "
                 f"with EOD ({part.eod_id}), so that their borders are not seen; prepare the data "

@@ -97,14 +97,9 @@ def changed_files(
 ) -> Iterator[Path]:
     """Yield the files of a folder that are not what was written there, the largest first.
 
-    What is noted as verified is not read, and what is right is noted.
-
-    Args:
-        digests: the SHA-256 of each file, by its name in `folder`.
-        progress: told of the file that is read, each time that some of it is read.
-
-    Raises:
-        OSError: one is missing, or cannot be read.
+    What is noted as verified is not read, and what is right is noted. `digests` has the SHA-256 of
+    each file by its name; `progress` is told of a file each time that some of it is read. Raises
+    OSError for one that is missing, or cannot be read.
     """
     notes = Notes(folder, cache_dir)
     todo = [name for name, digest in digests.items() if not notes.hold({name: digest})]
@@ -128,11 +123,7 @@ def verify(
 ) -> None:
     """Check the tokenizers of prepared data, and read whatever shard was not verified yet.
 
-    Args:
-        progress: as in `changed_files`.
-
-    Raises:
-        UserError: a shard or a tokenizer is not what the manifest says.
+    Raises UserError for a shard or a tokenizer that is not what the manifest says.
     """
     for part in (part for corpus in corpora for part in corpus.parts):
         check_tokenizer(part.folder, part.manifest)
@@ -147,12 +138,9 @@ def verify(
 
 
 def check_tokenizer(folder: Path, manifest: dict) -> None:
-    """Check that the tokenizer in a prepared folder is the one that made the data.
+    """Check that the tokenizer in a prepared folder, which goes into checkpoints, made the data.
 
-    Its folder goes into every checkpoint. It is small, so that it is read each time.
-
-    Raises:
-        UserError: it is another one, or cannot be read.
+    It is small, so that it is read each time. Raises UserError for another one.
     """
     path, expected = folder / "tokenizer" / "tokenizer.json", manifest["tokenizer"]
     again = "copy it again from where it is whole, or prepare the data again"

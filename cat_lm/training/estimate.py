@@ -34,11 +34,7 @@ _LAST_RESORT = "take a smaller model or a larger device"
 
 
 def num_parameters(config: RunConfig, vocab_size: int) -> int:
-    """Count a run's parameters without its model; `model.vocab_size` comes before the tokenizer's.
-
-    Raises:
-        UserError: the model cannot be built.
-    """
+    """Count a run's parameters without its model; raises as `meta_model`."""
     return count_parameters(meta_model(config, vocab_size))
 
 
@@ -91,9 +87,9 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
 
 
 def building_bytes(config: RunConfig, parameters: int) -> int:
-    """Return the bytes of host memory for the whole model in fp32, which the first rank builds.
+    """Return the bytes of the whole model in fp32, which the first rank builds, and of a copy.
 
-    And for a copy, where the run `begins_again_in_fp32`.
+    There is one where the run `begins_again_in_fp32`.
     """
     return (8 if begins_again_in_fp32(config) else 4) * parameters
 

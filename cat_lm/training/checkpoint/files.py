@@ -43,13 +43,10 @@ _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 
 def describe_lasting(path: Path, error: OSError) -> str:
-    """Describe an error that will be the same at the next attempt.
+    """Describe an error that will be the same at the next attempt; raise TemporaryError for others.
 
     A checkpoint is not passed over, let alone renamed, for what a network file system or its rights
     do to one machine for a while.
-
-    Raises:
-        TemporaryError: it may be another one then; that is no damage.
     """
     if error.errno not in _LASTING:
         raise TemporaryError(
@@ -87,8 +84,7 @@ def read_marker(folder: Path) -> dict[str, StoredFile]:
     except OSError as error:
         describe_lasting(path, error)
     files = read_json(path, Marker).files
-    missing = [name for name in _REQUIRED if name not in files]
-    if missing:
+    if missing := [name for name in _REQUIRED if name not in files]:
         raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
     return dict(sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])))
 
@@ -134,11 +130,7 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def read_run_config(folder: Path) -> RunConfig:
-    """Read the configuration that a step folder was trained with.
-
-    Raises:
-        UserError: it cannot be read, or is no configuration; with the file and the first key.
-    """
+    """Read a step folder's configuration. Raises UserError with the file and the first key."""
     path = folder / RUN_CONFIG
     return check_shape(read_yaml(path), RunConfig, str(path))
 
@@ -205,24 +197,14 @@ def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
     """Find the newest whole checkpoint at `path`: a run, a `checkpoints` or a step folder.
 
     Every file of the folder that is returned is there and has the size and the checksum of its
-    marker, so it holds what training wrote, and that was finite. Newer ones that were passed over
-    have a line each.
-
-    Args:
-        say: takes these lines.
-
-    Raises:
-        UserError: there is none; weights are never made up.
+    marker, so it holds what training wrote, and that was finite. `say` gets a line for each newer
+    one that was passed over. Raises UserError where there is none.
     """
     return newest_whole(candidates(path), damage, say)
 
 
 def candidates(path: Path | str) -> list[Path]:
-    """List the step folders at `path`, whole or not, newest first.
-
-    Raises:
-        UserError: there is none.
-    """
+    """List the step folders at `path`, whole or not, newest first. Raises UserError for none."""
     if not str(path):
         raise UserError("'': is no path; give a run folder or a step folder")
     path = Path(path)
@@ -239,8 +221,7 @@ def candidates(path: Path | str) -> list[Path]:
 def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say: Say) -> Path:
     """Take the first of `found` that `damage_of` finds nothing wrong with.
 
-    Raises:
-        UserError: there is none; the line says what is wrong with the first.
+    Raises UserError where there is none, with what is wrong with the first.
     """
     problems = []
     for folder in found:
@@ -362,11 +343,8 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
 
 
 def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[Path]:
-    """List the complete checkpoints that go, oldest first.
-
-    Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
-    files, and all ranks wait.
-    """
+    # Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
+    # files, and all ranks wait.
     superfluous, newest = [], 0
     for path in reversed(step_folders(folder)):
         if newest < rule.keep_last:

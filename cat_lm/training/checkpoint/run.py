@@ -110,7 +110,6 @@ class Checkpoints:
         return lock
 
     def close(self) -> None:
-        """Let another process train in the folder."""
         if self._lock:
             self._lock.close()
 
@@ -129,7 +128,6 @@ class Checkpoints:
         return step_of(self._current) if is_own else 0
 
     def describe_left(self) -> str:
-        """Return which complete checkpoint a run can go on from."""
         return files.describe_left(self.folder)
 
     def to_resume(self) -> Path | None:
@@ -266,7 +264,6 @@ class Checkpoints:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if a step folder is a checkpoint. Raises TemporaryError where it may be one."""
     try:
         read_marker(folder)
     except TemporaryError:
@@ -277,7 +274,6 @@ def _is_ours(folder: Path) -> bool:
 
 
 def random_file(rank: int) -> str:
-    """Name the file of a rank's generator states."""
     return f"random-{rank:05d}.pt"
 
 
@@ -444,11 +440,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
-    """Fill model, optimizer and generators (a collective).
-
-    Raises:
-        UserError: as `read_compatible`, or a file is damaged; on every rank.
-    """
+    """Fill model, optimizer and generators (a collective); raises as `Checkpoints.load`."""
     ranks, config = engine.ranks, engine.config
 
     def look() -> tuple[Restored, optimizer_state.StateIndex]:

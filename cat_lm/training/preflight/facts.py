@@ -45,29 +45,19 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a rank gathers; `data` and `free_disk` on one rank of each host.
-
-    Attributes:
-        versions: name to version of what must be equal on all ranks.
-        free_memory: bytes that are free on its device; on a CPU, those that its host's ranks share.
-        gpu_memory: all bytes of its GPU; 0 on a CPU.
-        host_memory: bytes that are free on its host, whatever the device.
-        free_disk: bytes that are free in the run's folder.
-        checkpoints: complete ones in it, no more than the run keeps; counted on the first rank.
-        problems: with the data, the folder and the kernels.
-    """
+    """The facts that a rank gathers; `data` and `free_disk` on one rank of each host."""
 
     rank: int
     config: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str]  # of what must be equal on all ranks
     on_gpu: bool
-    free_memory: int
-    gpu_memory: int
-    host_memory: int
+    free_memory: int  # bytes of its device; on a CPU, those that its host's ranks share
+    gpu_memory: int  # all bytes of its GPU; 0 on a CPU
+    host_memory: int  # free bytes of its host, whatever the device
     data: DataFacts | None = None
-    free_disk: int | None = None
-    checkpoints: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    free_disk: int | None = None  # bytes in the run's folder
+    checkpoints: int = 0  # complete ones in it, up to those that the run keeps; on the first rank
+    problems: list[Problem] = field(default_factory=list)  # with data, folder and kernels
 
 
 @dataclass(frozen=True)
@@ -103,42 +93,32 @@ class Probe:
         Raises:
             UserError: this host cannot write to the folder, or it is not rank 0's folder.
         """
-        is_seen = self._is_seen(patience)
-        try:
-            self._try_to_write()
-        except OSError as error:
-            where = error.filename or self.folder
-            text = f"cannot be written to: {where}: {describe_os_error(error)}"
-            raise file_error(text, error) from None
-        if not is_seen:
-            raise UserError(
-                f"is not the folder that rank 0 writes to on {self.host}; "
-                "choose one on a file system that all nodes share"
-            )
-        return shutil.disk_usage(self.folder).free
-
-    def _try_to_write(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True)  # Its error names what stands in the way.
-            os.rmdir(self.folder)
-            return
-        own = self.file.with_name(f"{self.file.name}-{host_name()}-{os.getpid()}")
-        try:
-            own.write_text(self.token, encoding="ascii")
-        finally:
-            own.unlink(missing_ok=True)
-
-    def _is_seen(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
-        while not self.file.exists():
-            if time.monotonic() > deadline:
-                return False
+        while not (is_seen := self.file.exists()) and time.monotonic() <= deadline:
             time.sleep(0.2)
             # Reading the folder makes a network file system ask the server again.
             for folder in (self.folder.parent, self.folder):
                 if folder.is_dir():
                     os.listdir(folder)
-        return True
+        own = self.file.with_name(f"{self.file.name}-{host_name()}-{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # Its error names what is in the way.
+            try:
+                own.write_text(self.token, encoding="ascii")
+            finally:
+                own.unlink(missing_ok=True)
+        except OSError as error:
+            where = error.filename or self.folder
+            text = f"cannot be written to: {where}: {describe_os_error(error)}"
+            raise file_error(text, error) from None
+        if not is_seen:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.folder)  # It may be this host's own, and empty.
+            raise UserError(
+                f"is not the folder that rank 0 writes to on {self.host}; "
+                "choose one on a file system that all nodes share"
+            )
+        return shutil.disk_usage(self.folder).free
 
 
 def collect(
