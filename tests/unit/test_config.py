@@ -78,6 +78,7 @@ def test_all_errors_at_once():
         ("model.conv_streams=qx", "q, k and v"),
         ("model.conv_streams=qq", "q, k and v"),
         ("model.conv_mixing=maps", "needs conv_type=multihead"),
+        ("model.canon=ABCD", "must be none or some of A, C and D, each once, as in ACD; B is"),
         ("train.conv_backend=cuda", "train.conv_backend='cuda'"),
         ("optimizer.min_lr=1", "above optimizer.lr"),
         ("optimizer.betas=[0.9,1.0]", "betas"),

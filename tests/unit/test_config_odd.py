@@ -109,7 +109,6 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
         (["model.attention_temperature=1.0e-320"], "must be from 0.001 to 1,000"),
         (["model.layer_norm_eps=.inf"], "model.layer_norm_eps=inf"),
         (["model.num_hidden_layers=1e30"], "must be from 1 to 1,024"),
-        (["model.num_hidden_layers=100000"], "must be from 1 to 1,024"),
         (["train.seed=1e30"], "train.seed='1e30': must be from 0"),
         (["train.max_steps=1e999999999"], "must be from 1 to"),
         (["train.hang_minutes=1e30"], "must be from 0.001 to"),
@@ -119,11 +118,9 @@ def test_sections_that_are_none_are_refused(section, tmp_path):
             ["model.rope_parameters={rope_type: linear, factor: .inf}"],
             "model.rope_parameters.factor=inf: must be from 1 to 4,096",
         ),
-        (["model.rope_parameters={rope_theta: 1.0e-320}"], "must be from 1 to"),
         (["train.output_dir="], "is no path"),
         (["train.output_dir=s3://bucket/run"], "is an address"),
         (["data.cache_dir=hf://datasets/x"], "is an address"),
-        (["data.path= "], "is no path"),
         (["data.path="], "data.path='': is no path"),
         (["data.path=''"], "data.path=\"''\": is no path"),
         (["train.init_from=a\nb"], "has control characters"),
@@ -163,10 +160,6 @@ YARN = "rope_type: yarn, factor: 2, original_max_position_embeddings: 32"
     [
         (
             ["position_embedding=none", "rope_parameters={rope_type: linear, factor: 2}"],
-            "rope_parameters.rope_type='linear' with position_embedding='none': there are no posit",
-        ),
-        (
-            ["position_embedding=none", "rope_parameters={type: linear, factor: 2}"],
             "rope_parameters.rope_type='linear' with position_embedding='none': there are no posit",
         ),
         (
@@ -265,10 +258,3 @@ def test_a_file_that_may_not_be_read(tmp_path):
     (tmp_path / "run.yaml").chmod(0)
     with pytest.raises(UserError, match="no permission"):
         load_config(tmp_path / "run.yaml")
-
-
-def test_a_chain_of_bases_ends(tmp_path):
-    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
-    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
-    with pytest.raises(UserError, match="leads back"):
-        load_config(tmp_path / "a.yaml")

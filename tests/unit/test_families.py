@@ -11,7 +11,6 @@ definition, its errors, its operators) is tested in a file of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -523,14 +522,3 @@ def test_keys_of_other_programs_mean_the_same_or_are_refused():
     ):
         with pytest.raises(ValueError, match=said):
             kind.from_dict(values)
-
-
-@every_case
-def test_keys_of_other_families_are_refused_and_own_ones_known(case):
-    from cat_lm.config.loading import _unknown_keys
-
-    keys = {"architecture": family_of(case).name, **SHARED, **CASES[case]}
-    assert _unknown_keys({"model": keys}) == []
-    (said,) = _unknown_keys({"model": keys | {"no_such_key": 1}})
-    assert said.startswith("model.no_such_key: unknown key")
-    assert dataclasses.is_dataclass(family_of(case).config_class())

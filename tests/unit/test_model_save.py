@@ -50,27 +50,16 @@ def test_parameter_counts():
     ("fields", "message"),
     [
         ({"conv_type": "heads"}, "conv_type='heads': must be one of none, head"),
-        ({"conv_streams": "qx"}, 'conv_streams="qx": must name some of q, k and v'),
-        ({"conv_streams": ""}, "must name some of q, k and v"),
-        ({"conv_streams": "qq"}, "each once"),
+        ({"conv_streams": ""}, 'conv_streams="": must name some of q, k and v'),
         ({"conv_window": 0}, "conv_window=0"),
         ({"conv_init": "zero"}, "must be 'identity', 'uniform' or 'residual'"),
-        ({"conv_mixing": "map"}, "conv_mixing='map': must be 'embeddings'"),
-        ({"conv_mixing": "maps"}, "needs conv_type=multihead and the stream v"),
         (
             {"conv_type": "multihead", "conv_mixing": "maps", "conv_streams": "qk"},
             "conv_mixing=maps: needs conv_type=multihead and the stream v",
         ),
         ({"conv_type": "none", "conv_activation": "silu"}, "conv_activation=silu: no stream is"),
-        ({"conv_activation": "relu"}, "must be 'none' or 'silu'"),
-        ({"position_embedding": "alibi"}, "must be 'rope' or 'none'"),
         ({"rotary_pct": 0.0}, "rotary_pct=0.0: must be greater than 0"),
         ({"rotary_pct": 0.4}, "rotates 3 of a head's 8 channels"),
-        ({"rotary_pct": 1.5}, "rotary_pct=1.5"),
-        (
-            {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
-            "partial_rotary_factor=0.25: give it as rotary_pct, which is 0.5",
-        ),
     ],
     ids=str,
 )

@@ -365,20 +365,14 @@ class _Packaged:
 
 
 class GLAConfig(_Packaged, CatGlaConfig):
-    """The configuration as flash-linear-attention reads it."""
-
     model_type = "gla"
 
 
 class DeltaNetConfig(_Packaged, CatDeltaNetConfig):
-    """The configuration as flash-linear-attention reads it."""
-
     model_type = "delta_net"
 
 
 class GatedDeltaNetConfig(_Packaged, CatGatedDeltaNetConfig):
-    """The configuration as flash-linear-attention reads it."""
-
     model_type = "gated_deltanet"
 
 

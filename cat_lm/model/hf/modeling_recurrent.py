@@ -55,6 +55,7 @@ class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
     from 1, all else as `initial_values()` say, see `cat_lm.core.parameters`.
     """
 
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True  # no drafted token can be taken back
     _input_embed_layer = "embeddings"
@@ -106,6 +107,7 @@ class RecurrentForCausalLM(CausalLanguageModel, RecurrentPreTrainedModel, Genera
     """A language model; a family names the class of its body."""
 
     body: ClassVar[type[RecurrentModel]]
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: RecurrentSettings) -> None:
         super().__init__(config)
@@ -120,7 +122,6 @@ class RecurrentForCausalLM(CausalLanguageModel, RecurrentPreTrainedModel, Genera
 class LinearModel(RecurrentModel):
     """The model without its head; a family names its mixer."""
 
-    base_model_prefix = "model"
     mixer: ClassVar[type[LinearMixer]]
 
     def _make_layer(self, index: int) -> Block:
@@ -142,51 +143,32 @@ class LinearModel(RecurrentModel):
         )
 
 
-class LinearForCausalLM(RecurrentForCausalLM):
-    """The language model; a family names the class of its body."""
-
-    base_model_prefix = "model"
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-
-
 class CatGlaModel(LinearModel):
-    """GLA without its head."""
-
     config_class = CatGlaConfig
     mixer = GatedLinearAttention
 
 
-class CatGlaForCausalLM(LinearForCausalLM):
-    """GLA."""
-
+class CatGlaForCausalLM(RecurrentForCausalLM):
     config_class = CatGlaConfig
     body = CatGlaModel
 
 
 class CatDeltaNetModel(LinearModel):
-    """DeltaNet without its head."""
-
     config_class = CatDeltaNetConfig
     mixer = DeltaRule
 
 
-class CatDeltaNetForCausalLM(LinearForCausalLM):
-    """DeltaNet."""
-
+class CatDeltaNetForCausalLM(RecurrentForCausalLM):
     config_class = CatDeltaNetConfig
     body = CatDeltaNetModel
 
 
 class CatGatedDeltaNetModel(LinearModel):
-    """Gated DeltaNet without its head."""
-
     config_class = CatGatedDeltaNetConfig
     mixer = GatedDeltaRule
 
 
-class CatGatedDeltaNetForCausalLM(LinearForCausalLM):
-    """Gated DeltaNet."""
-
+class CatGatedDeltaNetForCausalLM(RecurrentForCausalLM):
     config_class = CatGatedDeltaNetConfig
     body = CatGatedDeltaNetModel
 
@@ -195,20 +177,14 @@ class CatGatedDeltaNetForCausalLM(LinearForCausalLM):
 
 
 class GLAForCausalLM(CatGlaForCausalLM):
-    """GLA, for flash-linear-attention."""
-
     config_class = GLAConfig
 
 
 class DeltaNetForCausalLM(CatDeltaNetForCausalLM):
-    """DeltaNet, for flash-linear-attention."""
-
     config_class = DeltaNetConfig
 
 
 class GatedDeltaNetForCausalLM(CatGatedDeltaNetForCausalLM):
-    """Gated DeltaNet, for flash-linear-attention."""
-
     config_class = GatedDeltaNetConfig
 
 
@@ -222,8 +198,6 @@ class MambaBlock(Block):
 
 
 class CatMambaModel(RecurrentModel):
-    """Mamba without its head."""
-
     config_class = CatMambaConfig
     base_model_prefix = "backbone"
     _no_split_modules = ("MambaBlock",)
@@ -267,8 +241,6 @@ class CatMambaForCausalLM(RecurrentForCausalLM):
 
 
 class CatMamba2Model(CatMambaModel):
-    """Mamba-2 without its head."""
-
     config_class = CatMamba2Config
 
     def _make_mixer(self) -> Mamba2Mixer:
@@ -308,7 +280,6 @@ class MixerPreTrainedModel(RecurrentPreTrainedModel):
     """Share with the classes below how mixers start that keep what they drew."""
 
     config_class = CatMixerConfig
-    base_model_prefix = "model"
     _input_embed_layer = "embed_tokens"
     _no_split_modules = ("MixerBlock",)
 
@@ -329,8 +300,6 @@ class MixerPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
-    """The model without its head."""
-
     epsilon_name = "rms_norm_eps"
 
     def _add_tables(self) -> None:
@@ -394,8 +363,6 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
 
 
 class CatMixerForCausalLM(RecurrentForCausalLM, MixerPreTrainedModel):
-    """The language model."""
-
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     body = CatMixerModel
 
