@@ -2,8 +2,8 @@
 
 `CausalLanguageModel` is the contract with the training engine, generation and evaluation: loss,
 labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
-transformers. `PreTrainedMixin` wants a configuration that extends
-`cat_lm.model.attention.settings.AttentionSettings`, `CausalBody` that or
+transformers. `CausalBody` wants a configuration that extends
+`cat_lm.model.attention.settings.AttentionSettings` or
 `cat_lm.model.hf.configuration.RecurrentSettings`; `CausalLanguageModel` takes any.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +24,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from cat_lm.core.parameters import start
 from cat_lm.core.registry import one_of
 from cat_lm.model.attention.core import check_attention
 from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
@@ -39,6 +41,33 @@ from cat_lm.ops.loss.linear_cross_entropy import IGNORE_INDEX, LanguageModelHead
 from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 
 logger = logging.get_logger(__name__)
+
+
+class AsksForStarts:
+    """Asks a module for its `initial_values` after its parts; before a `PreTrainedModel`."""
+
+    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
+    # accelerate would pass copies of these arguments, but layers write into them.
+    _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what `from_pretrained` has left over, which no model takes, as unknown keys."""
+        takes = inspect.signature(cls.__init__).parameters
+        if all(taken.kind is not taken.VAR_KEYWORD for taken in takes.values()):
+            cls.config_class.refuse_keys(key for key in kwargs if key not in takes)
+        return super().__new__(cls)
+
+    def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Initialise a module's own parameters, and then those that it names.
+
+        Here and not in `_init_weights`: transformers passes over a module without parameters of its
+        own, or whose own were loaded, where it calls that. What was loaded is left alone.
+        """
+        has_started = getattr(module, "_is_hf_initialized", False)
+        super()._initialize_weights(module, *args, **kwargs)
+        is_loaded = all(getattr(p, "_is_hf_initialized", False) for p in module.parameters())
+        if not (has_started or is_loaded):
+            start(module, init.copy_)
 
 
 class CausalBody:
@@ -343,9 +372,11 @@ class CausalLanguageModel:
         has_loss = labels is not None or shift_labels is not None
         if use_cache is None and past_key_values is None:
             # A cache nobody asked for would cost memory, and packed rows cannot be continued.
-            is_packed = document_ids is not None or kwargs.get("seq_idx") is not None
-            is_packed = is_packed or positions_restart(position_ids, attention_mask)
-            use_cache = False if is_packed or has_loss or self.training else None
+            is_unasked = has_loss or self.training or document_ids is not None
+            is_unasked = is_unasked or kwargs.get("seq_idx") is not None
+            # Positions are looked at last, as that waits for a GPU.
+            if is_unasked or positions_restart(position_ids, attention_mask):
+                use_cache = False
         losses: list[Tensor] = []
         if self.collects_losses and self.training:
             kwargs["auxiliary_losses"] = losses

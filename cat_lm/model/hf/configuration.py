@@ -79,7 +79,7 @@ class CatConfig(_CatSettings, GPTNeoXConfig):
         `"linear"` (position interpolation) or `"yarn"`; an unknown key is an error. YaRN without
         `attention_factor` has transformers' own temperature, on the rotated channels.
 
-    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.hf.pretrained`.
+    `initializer_range` of GPT-NeoX has no effect: see `cat_lm.model.hf.modeling`.
     """
 
     model_type = "cat_neox"
@@ -131,7 +131,7 @@ class CatLlamaConfig(_CatSettings, LlamaConfig):
     rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
         channels of a head are rotated.
 
-    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.pretrained`.
+    `initializer_range` of Llama has no effect: see `cat_lm.model.hf.modeling`.
     """
 
     model_type = "cat_llama"

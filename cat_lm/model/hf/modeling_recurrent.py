@@ -30,7 +30,7 @@ from cat_lm.mixers.kinds.mamba import Mamba2Mixer, MambaMixer, Starts
 from cat_lm.mixers.parts.linear import LinearMixer
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
-from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel
+from cat_lm.model.hf.causal_lm import AsksForStarts, CausalBody, CausalLanguageModel
 from cat_lm.model.hf.configuration import (
     CatDeltaNetConfig,
     CatGatedDeltaNetConfig,
@@ -43,7 +43,6 @@ from cat_lm.model.hf.configuration import (
     GLAConfig,
     RecurrentSettings,
 )
-from cat_lm.model.hf.pretrained import AsksForStarts
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 from cat_lm.ops.runtime.fake import is_fake
 
