@@ -50,11 +50,10 @@ class LayerStateMixin:
     def exchange_inputs(
         self, name: str, inputs: Tensor, window: int, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Store `inputs` [B, T, ...] and return the W−1 inputs [B, W−1, ...] before them.
+        """Store `inputs` [B, T, ...] and return the W−1 inputs before them, zeros before the start.
 
-        These are zeros before the start of the sequence. Where a row ends in padding
-        (`padding_mask` [B, T] bool), its newest inputs are those of its last real tokens, so that a
-        right-padded prompt continues like one without padding.
+        Where a row ends in padding (`padding_mask` [B, T] bool), its newest inputs are those of its
+        last real tokens, so that a right-padded prompt continues like one without padding.
         """
         raise NotImplementedError
 
@@ -105,7 +104,6 @@ class LayerStateMixin:
 
 
 def _skip_trailing_padding(history: Tensor, padding_mask: Tensor) -> Tensor:
-    """Shift rows of `history` that end in padding, so that they end in a real token's inputs."""
     trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)  # [B]
     source = torch.arange(history.shape[1], device=history.device) - trailing[:, None]
     rows = torch.arange(history.shape[0], device=history.device)[:, None]
@@ -164,7 +162,6 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative")
         removed = -tokens_to_remove
@@ -202,10 +199,6 @@ class RecurrentLayer(StateDynamicLayer):
         super().__init__(*args, **kwargs)
         self.length = 0
 
-    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values: no module of the model has any to store."""
-        raise RuntimeError("this cache holds the states of mixers, not keys and values")
-
     def _may_end_in_padding(self, padding_mask: Tensor) -> bool:
         return True  # To look would make the host wait for a GPU.
 
@@ -217,7 +210,6 @@ class RecurrentLayer(StateDynamicLayer):
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: a state cannot go back."""
         if tokens_to_remove:
             raise RuntimeError(
                 f"cannot remove {abs(tokens_to_remove)} tokens: a mixer's state cannot go back"
@@ -277,11 +269,16 @@ class CatCache(DynamicCache):
         attach_layer_state(self, config)
 
 
+_CANNOT_HOLD = (
+    "past_key_values: a cache of {} cannot hold states; use CatCache(config), or use_cache=False"
+)
+
+
 def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     """Make the layers of `cache`, in place, able to hold named states, if the model has any.
 
-    Raises `ValueError` for a cache that holds tokens already (the states after them are unknown)
-    and for kinds of cache layers that have no counterpart with states.
+    Raises:
+        ValueError: it holds tokens, the states after which are unknown, or other kinds of layers.
     """
     if not getattr(config, "keeps_state", True):
         raise ValueError(
@@ -290,10 +287,7 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
     if not getattr(config, "needs_layer_state", False):
         return
     if not hasattr(cache, "layers"):
-        raise ValueError(
-            f"past_key_values: a {type(cache).__name__} has no layers that could hold states; use "
-            "CatCache, DynamicCache or StaticCache, or use_cache=False"
-        )
+        raise ValueError(_CANNOT_HOLD.format(type(cache).__name__))
     own = getattr(config, "cache_layers", None)  # of the pattern of attention, if it has any
     dynamic, static = own or (StateDynamicLayer, StateStaticLayer)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
@@ -311,10 +305,7 @@ def _with_states(
         return layer
     known = (DynamicLayer, StaticLayer, StateDynamicLayer, StateStaticLayer)
     if type(layer) not in known or (isinstance(layer, StaticLayer) and static is dynamic):
-        raise ValueError(
-            f"a cache of {type(layer).__name__} cannot hold states; use CatCache(config), or "
-            "use_cache=False"
-        )
+        raise ValueError(_CANNOT_HOLD.format(type(layer).__name__))
     if layer.is_initialized and layer.get_seq_length() > 0:
         raise ValueError(
             "this cache holds keys and values without the states before them; start from an empty "

@@ -102,7 +102,7 @@ WRONG = {
     "filter_state=-1: must be from 0 to 1,024": {"filter": "ssm", "filter_state": -1},
     "filter_state=4: says nothing with filter=box": {"filter_state": 4},
     "filter_state=4: says nothing with filter=learned": {"filter": "learned", "filter_state": 4},
-    "filter=ssm: needs filter_state": {"filter": "ssm"},
+    "filter=ssm: needs attention_options.filter_state": {"filter": "ssm"},
     "filter_state=3: must be even": {"filter": "ssm", "filter_state": 3},
 }
 

@@ -10,7 +10,6 @@ from torch import nn
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
-from cat_lm.core.parameters import parameters_by_decay
 from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
 from cat_lm.pretrained.loading import load_model
@@ -137,15 +136,6 @@ def test_gradients_reach_the_parameters_and_agree(case, family):
 
 
 @each_family
-@pytest.mark.parametrize("case", [DECAY, FADING | BOX, SIGMOID], ids=["decay", "both", "sigmoid"])
-def test_what_a_transform_says_has_no_weight_decay(case, family):
-    model = model_with(case, family)
-    _, exempt = parameters_by_decay(model)
-    names = {name for name, p in model.named_parameters() if any(p is other for other in exempt)}
-    assert {name for name, _ in model.named_parameters() if "score_transform" in name} <= names
-
-
-@each_family
 def test_models_are_saved_loaded_and_described(family, tmp_path):
     model, ids = model_with(DECAY | BOX, family), random_ids(2, 12)
     with torch.no_grad():
@@ -175,20 +165,12 @@ def test_missing_parameters_start_as_they_should(family, tmp_path):
     assert torch.equal(zero(random_ids(1, 9)).logits, stock(random_ids(1, 9)).logits)
 
 
-@pytest.mark.parametrize(
-    ("case", "family"),
-    [
-        pytest.param(DECAY | BOX, "gpt_neox", id="decay+box-gpt_neox"),
-        pytest.param(FADING, "llama", id="fading-llama"),
-        pytest.param(DECAY | BOX, "llama", id="decay+box-llama", marks=pytest.mark.long),
-        pytest.param(FADING, "gpt_neox", id="fading-gpt_neox", marks=pytest.mark.long),
-    ],
-)
-def test_a_training_step_compiles_without_a_graph_break(case, family):
+def test_a_training_step_compiles_without_a_graph_break():
+    """Of an additive transform, which this project has none of."""
     torch._dynamo.reset()
     ids, found = random_ids(2, 24), []
     documents = (torch.arange(24) // 10).expand(2, 24)
-    model = model_with(case, family, num_hidden_layers=1).train()
+    model = model_with(DECAY | BOX, "gpt_neox", num_hidden_layers=1).train()
     for compiled in (False, True):
         if compiled:
             model.compile(backend="aot_eager", fullgraph=True)

@@ -337,9 +337,7 @@ def build(kind: type[Entry], config: Any) -> Any:
 def problems(model: Any, implementation: str | None = None) -> list[str]:
     """Return what does not go together in a model's attention, in lines that begin with the key.
 
-    Args:
-        model: its names are known.
-        implementation: `attn_implementation`; None where it is not decided.
+    `implementation` is `attn_implementation`, None where it is not decided.
     """
     if mixes_maps(model) and model.attention not in ("softmax", "map_mixing"):
         return [f"attention={model.attention}: not with conv_mixing=maps, which mixes softmax"]
@@ -404,10 +402,7 @@ def length_problems(model: Any, length: int) -> list[str]:
 def compared(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of both models that must be the same, options with their defaults.
-
-    Not compared are `free_options`, and entries that their model lacks if they `takes_any_weights`.
-    """
+    """Return the keys of both models that must be the same, options with their defaults."""
     theirs, ours = dict(theirs), dict(ours)
     for kind, registry in REGISTRIES.items():
         name, plain = ours[kind.key], "softmax" if kind is Pattern else "none"

@@ -28,11 +28,14 @@ from cat_lm.ops.runtime.documents import document_borders, document_positions, d
 
 # What a body's forward takes beside its named arguments and plain values.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
-_FURTHER = (*_LENGTHS, "seq_idx")  # documents
-_FURTHER += ("auxiliary_losses", "cache_position", "token_type_ids")  # nothing about neighbours
-_FURTHER += ("key_positions",)  # [B, S] beside a prepared mask, see `counted`
-# Further outputs of tokenizers.
-_FURTHER += ("special_tokens_mask", "length", "offset_mapping", "overflow_to_sample_mapping")
+_FURTHER = (
+    *(*_LENGTHS, "seq_idx"),  # documents
+    "key_positions",  # [B, S] beside a prepared mask, see `counted`
+    *("auxiliary_losses", "cache_position"),
+    # outputs of tokenizers
+    *("token_type_ids", "special_tokens_mask", "length", "offset_mapping"),
+    "overflow_to_sample_mapping",
+)
 _GAP = (
     "attention_mask: the model takes no padding between the tokens of a row; pad rows at their "
     "beginning or their end"
@@ -329,12 +332,7 @@ def _check_width(name: str, mask: Any, past: Any, time: int) -> None:
 
 
 def check_gaps(real: Tensor, documents: Tensor | None) -> None:
-    """Check that no padding stands between a row's tokens; waits for a GPU. Raises ValueError.
-
-    Args:
-        real: [B, T] bool, False at padding.
-        documents: [B, T]; None where rows are not packed.
-    """
+    """Raise ValueError for padding between a row's tokens, `real` [B, T] bool; waits for a GPU."""
     if interior_padding(real, documents).any():
         raise ValueError(_GAP)
 
@@ -377,8 +375,9 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
 class DocumentAttention(NamedTuple):
     """What keeps documents apart, and why it does.
 
-    name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's place
-    is taken by `attend_by_rows`; or `mask`.
+    Attributes:
+        name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's
+            place is taken by `attend_by_rows`; or `mask`.
     """
 
     name: str
@@ -388,11 +387,7 @@ class DocumentAttention(NamedTuple):
 def document_attention(
     config: AttentionSettings, device: torch.device, dtype: torch.dtype
 ) -> DocumentAttention:
-    """Choose by `attn_implementation` and, for sdpa, by what the kernel can do.
-
-    Args:
-        device, dtype: where and in what queries, keys and values are.
-    """
+    """Choose by `attn_implementation` and, for sdpa, by what the kernel can do."""
     implementation = config._attn_implementation
     if "flash" in implementation:
         return DocumentAttention("flash", f"attn_implementation={implementation}")

@@ -19,8 +19,7 @@ from cat_lm.model.rules import DEFAULT_WINDOW, STREAMS, canon_places, key_heads
 class AttentionSettings:
     """Hold what convolution-augmented attention adds to a configuration of transformers.
 
-    A family's configuration extends this and its own of the library, and says the meaning of the
-    fields in its docstring.
+    A family's configuration extends this and its own of the library.
 
     Attributes:
         attends: whether layers have attention, which takes masks.
@@ -78,10 +77,7 @@ class AttentionSettings:
         return self.head_width
 
     def stream_heads(self, stream: str) -> int:
-        """Return the heads of a stream's filters, which for keys and values may be fewer.
-
-        Filters of values that mix attention maps are of all maps.
-        """
+        """Return the heads of a stream's filters; for keys and values, unless maps, maybe fewer."""
         of_maps = stream == "v" and self.mixes_maps
         return self.num_attention_heads if stream == "q" or of_maps else key_heads(self)
 
@@ -139,7 +135,7 @@ class AttentionSettings:
         return self.needs_layer_state
 
     def shape_problems(self) -> list[str]:
-        """Return which combinations of the fields mean nothing, in lines that begin with one."""
+        """Return which combinations of the fields mean nothing."""
         return [*rules.problems(self), *attention.problems(self)]
 
 

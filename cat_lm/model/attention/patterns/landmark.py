@@ -115,7 +115,16 @@ class Landmark(Pattern):
         found = value_problems(options, filter_names(), "attention_options.")
         state = options["filter_state"]
         found = found or whole_problems("attention_options.filter_state", state, CONV_STATE)
-        if found := found or _state_problems(options["filter"], state):
+        name, keys = (
+            options["filter"],
+            ("attention_options.filter", "attention_options.filter_state"),
+        )
+        if not found and state and name not in filters.names():
+            choices = " or ".join(filters.names())
+            found = [f"{keys[1]}={state}: says nothing with filter={name}; choose {choices}"]
+        elif not found and (state or name not in FILTERS):
+            found = filters.problems(name, state, "head", keys)
+        if found:
             return found
         if options["top_k"] == 0:
             for key, usual in (("filter", "box"), ("share", "head")):
@@ -172,18 +181,6 @@ def _row_problems(way: str, length: int, block: int, local: int, **others: Any) 
         f"with model.attention_options.block={block} and local={local}; {least} x block must be "
         "below the context"
     ]
-
-
-def _state_problems(name: str, state: int) -> list[str]:
-    said = f"attention_options.filter_state={state}"
-    if name not in filters.names():
-        known = " or ".join(f"filter={known}" for known in filters.names())
-        return [f"{said}: says nothing with filter={name}; choose {known}"] if state else []
-    if state == 0:
-        needs = f"attention_options.filter={name}: needs filter_state, as in filter_state=16"
-        return [] if name == "exponential" else [needs]
-    problem = filters.get(name).problem(state)
-    return [f"{said}: {problem} (filter={name})"] if problem else []
 
 
 ENTRY = Landmark()
