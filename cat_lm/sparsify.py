@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What filters are learned from: a prepared folder, and how many of its tokens."""
+    """The prepared folder that filters are learned from, and how many of its tokens."""
 
     data: Path | str
     tokens: int

@@ -32,7 +32,7 @@ _SIZES |= {"num_hidden_layers": 1, "conv_type": "none", "position_embedding": "n
 
 
 class _Wrong(AssertionError):
-    """What is wrong with an entry, after its name."""
+    """An entry is wrong; the text stands after its name."""
 
 
 def check_entry(

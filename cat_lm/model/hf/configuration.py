@@ -256,7 +256,7 @@ _PACKAGE: dict[str, tuple[Any, ...]] = {
 
 @strict
 class LinearConfig(OwnConfig):
-    r"""What the configurations of flash-linear-attention's families have in common.
+    r"""The fields that configurations of flash-linear-attention's families share.
 
     Every layer is RMSNorm, mixer, RMSNorm, SwiGLU, each pair on the residual stream.
 

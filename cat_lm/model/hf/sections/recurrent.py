@@ -27,7 +27,7 @@ def exact(factor: float) -> Fraction:
 
 
 class LinearSection(GatedWidth, ModelSection):
-    """What all three have; with `gated_output` SiLU of a projection multiplies a mixer's output."""
+    """The keys of all three; with `gated_output` SiLU of a projection multiplies the output."""
 
     gated_output: ClassVar[bool] = True
 
@@ -175,7 +175,7 @@ _Start = Annotated[float, number(numbers.TIME_STEP)]
 
 
 class StateSpaceSection(ModelSection):
-    """What both Mambas have, in the names of `transformers`' configurations."""
+    """The keys of both Mambas, in the names of `transformers`' configurations."""
 
     state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
         16, description="numbers of the state a channel"
