@@ -141,7 +141,7 @@ class Trainer:
         self.reads_late = ranks.device.type == "cuda"
         self.launched: list[tuple[int, float, float, LaunchedStep | None, LaunchedStep]] = []
         self.votes = (0.0, 0.0)
-        self.log.line(self.report.plan(self.loader, self.step))
+        self.log.line(self.report.plan(self.loader))
 
     def _begin(self, start_from: Path | None) -> None:
         """Make model and optimizer, as initialised or as the checkpoint left them."""

@@ -240,21 +240,18 @@ class Mixture:
     def describe(self) -> list[str]:
         return [line for part in self.parts for line in part.describe()]
 
-    def describe_draws(
-        self, sizes: Sequence[int], done: Sequence[int], planned: Sequence[int]
-    ) -> list[str]:
+    def describe_draws(self, sizes: Sequence[int], planned: Sequence[int]) -> list[str]:
         """Describe the proportions for the log.
 
-        Arguments, in the order of `parts`: windows in an epoch, drawn so far, drawn by the end.
+        Arguments, in the order of `parts`: windows in an epoch, and in the whole run.
         """
-        lines = []
-        for i, part in enumerate(self.parts):
-            line = f"{part.name}: {self.counts[i] / BLOCK:.2%} of the windows, {planned[i]:,} in "
-            line += f"the run ({planned[i] / sizes[i]:.2f} epochs)"
-            if sum(done):
-                line += f", {done[i]:,} so far ({done[i] / sum(done):.2%})"
-            lines.append(line)
-        return lines
+        return [
+            f"{part.name}: {count / BLOCK:.2%} of the windows, {drawn:,} in the run "
+            f"({drawn / size:.2f} epochs)"
+            for part, count, size, drawn in zip(
+                self.parts, self.counts, sizes, planned, strict=True
+            )
+        ]
 
 
 def joint_fingerprint(fingerprints: Sequence[str], counts: Sequence[int]) -> str:

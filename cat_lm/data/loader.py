@@ -148,15 +148,15 @@ class TrainLoader:
         numbers = self.sample_ids(step, rank, world_size)
         return self._windows.read(numbers, self.mask_documents)
 
-    def describe(self, step: int, last_step: int) -> list[str]:
-        """Describe the data for the log, and the mixture of a run after so many of its steps."""
+    def describe(self, steps: int) -> list[str]:
+        """Describe the data for the log, and the mixture of a run of so many steps."""
         lines = self.corpus.describe()
         for source in self._windows.sources:
             if isinstance(source, PackedWindows):
                 lines += source.describe()
         if isinstance(self.corpus, Mixture):
-            drawn = [self._order.drawn(s * self.global_batch_size) for s in (step, last_step)]
-            lines += self.corpus.describe_draws(self._windows.sizes, *drawn)
+            planned = self._order.drawn(steps * self.global_batch_size)
+            lines += self.corpus.describe_draws(self._windows.sizes, planned)
         return lines
 
     def prefetch(

@@ -36,8 +36,8 @@ class Report:
         self.own_loss = config.objective.name
         self._mean_seconds: float | None = None
 
-    def plan(self, loader: TrainLoader, step: int) -> str:
-        """Return what the run is about to do after `step` steps."""
+    def plan(self, loader: TrainLoader) -> str:
+        """Return what the run is about to do."""
         config, train = self.config, self.config.train
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step
@@ -50,7 +50,7 @@ class Report:
                 f"model: {self.parameters:,} parameters "
                 f"({self.computing:,} without what is only looked up), "
                 f"{config.model.architecture}, {config.architecture.summary(config.model).words}",
-                *loader.describe(step, steps),
+                *loader.describe(steps),
                 f"the run sees {tokens:,} tokens, {epochs:.2f} epochs",
                 f"steps: {steps:,} of {config.tokens_per_step:,} tokens: {train.global_batch_size} "
                 f"sequences of {config.data.context_length}, {train.micro_batch_size} at once on "

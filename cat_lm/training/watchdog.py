@@ -141,16 +141,11 @@ class Watchdog:
             # Bad input has no other cause; ranks that did not meet may have lost the launcher.
             if isinstance(error, UserError) and not isinstance(error, TemporaryError):
                 raise
-            launcher = self._launcher
-            for _ in range(20):  # Its connections are closed a moment before it counts as ended.
-                if launcher is None or launcher.is_gone():
-                    break
-                time.sleep(0.1)
-            else:
-                raise
-            if launcher is None:
-                raise
-            _end_orphaned(launcher, f" ({type(error).__name__} after {self._what})")
+            for _ in range(20 if self._launcher is not None else 0):
+                if self._launcher.is_gone():
+                    _end_orphaned(self._launcher, f" ({type(error).__name__} after {self._what})")
+                time.sleep(0.1)  # Its connections are closed a moment before it counts as ended.
+            raise
 
     def close(self) -> None:
         self._closed.set()

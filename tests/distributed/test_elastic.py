@@ -287,7 +287,6 @@ DAMAGES = {
     "missing": (Path.unlink, "rank-00001.safetensors is missing"),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-4]), "is damaged"),
     "header": (lambda p: p.write_bytes(b"\xff" * 64 + p.read_bytes()[64:]), "is damaged"),
-    "copied": (lambda p: shutil.copy(p.with_name("rank-00000.safetensors"), p), "by rank 0 of 2"),
     "extra": (lambda p: shutil.copy(p, p.with_name("rank-00002.safetensors")), "not of this save"),
     "doubled": (doubled, "are stored twice"),
     "gap": (lambda p: rewrite(p, cut), "are in no file"),

@@ -59,4 +59,4 @@ def test_a_run_resumes_exactly_in_the_middle_of_a_mixture_epoch(tmp_path, folder
         for name in ("straight", "resumed")
     )
     assert resumed == straight and len(straight) == 12
-    assert re.search(r"c0: 60.00% .*, \d+ so far \(\d\d\.\d\d%\)", output), output
+    assert re.search(r"c0: 60.00% of the windows, \d+ in the run", output), output
