@@ -225,7 +225,6 @@ class _Kept:
         self.running = None
 
     def pack(self, x: Tensor) -> Tensor:
-        """Take note of a tensor that is saved."""
         storage = x.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)

@@ -60,7 +60,6 @@ class LinearArchitecture(Architecture):
         ]
 
     def summary(self, section: Any) -> Summary:
-        """Name the heads and the short convolutions."""
         keys = section.key_channels // section.num_heads
         values = section.value_channels // section.num_heads
         short = f"W={section.window}" if section.window else "no short convolution"
@@ -73,7 +72,6 @@ class LinearArchitecture(Architecture):
         return {"num_heads": heads} if self.Section.model_fields["num_heads"].is_required() else {}
 
     def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
-        """Describe what computes the short convolutions or the recurrence, as in the base."""
         if key == "mixer_backend":
             from cat_lm.ops.recurrence.backends import describe_backend
 

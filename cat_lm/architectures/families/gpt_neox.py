@@ -45,7 +45,6 @@ class Transformer(Architecture):
     }
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
-        """Return what of a model, its convolutions aside, the library's class does not have."""
         return [
             f"has {key}={value!r}; plain {self.title} has {plain!r}"
             for key, plain in self._PLAIN.items()
@@ -83,7 +82,6 @@ class Transformer(Architecture):
         return found
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Return what does not go together, of attention too."""
         return [
             *super().problems(section, context_length),
             *attention.problems(section, section.attn_implementation),
@@ -91,13 +89,11 @@ class Transformer(Architecture):
         ]
 
     def objective(self, section: Any, train: Any) -> Objective:
-        """Return that of the pattern of attention."""
         return attention.pattern(section).objective(train)
 
     # Words
 
     def summary(self, section: Any) -> Summary:
-        """Name the convolutions, the positions and the heads."""
         kind, streams = section.conv_type, _streams(section)
         is_long, shared = rules.has_long_filters(section), rules.key_heads(section)
         facts = {key: getattr(section, key) for key in ("conv_filter", "conv_state") if is_long} | {
@@ -144,7 +140,6 @@ class Transformer(Architecture):
         dtype: torch.dtype,
         backend: str,
     ) -> str:
-        """Describe what computes convolutions and attention, as in the base."""
         if key != "conv_backend":
             return super().describe_backend(key, config, device, dtype, backend)
         from cat_lm.model.hf.inspection import describe_backend
@@ -183,7 +178,6 @@ class GPTNeoX(Transformer):
 
 
 def _streams(section: Any) -> str:
-    """Return the streams that have filters; "" without convolutions."""
     return "" if section.conv_type == "none" else section.conv_streams
 
 

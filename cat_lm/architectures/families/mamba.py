@@ -26,13 +26,11 @@ class StateSpace(Architecture):
     )
 
     def summary(self, section: Any) -> Summary:
-        """Name the state's size and the short convolution."""
         words = f"{section.state_size} numbers of state a channel, W={section.conv_kernel}"
         facts = {"state_size": section.state_size}
         return Summary(self.title, words, facts, sizes_of(section))
 
     def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
-        """Describe what computes the short convolutions or the scan, as in the base."""
         if key == "mixer_backend":
             from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, describe_backend
 

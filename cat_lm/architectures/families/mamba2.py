@@ -34,7 +34,6 @@ class Mamba2(StateSpace):
         }
 
     def summary(self, section: Mamba2Section) -> Summary:
-        """Name also the heads and groups."""
         said, heads = super().summary(section), section.heads
         groups = f" in {section.n_groups} groups" if section.n_groups > 1 else ""
         words = f"{heads} heads{groups}, {said.words}"

@@ -40,7 +40,6 @@ class MixerArchitecture(Architecture):
         return super().differences(*kept)
 
     def problems(self, section: MixerSection, context_length: int) -> list[str]:
-        """Return what of mixer and sizes does not go together."""
         found, rows = super().problems(section, context_length), section.learned_positions
         if not found and rows is not None and rows < context_length:
             found = [
@@ -49,16 +48,13 @@ class MixerArchitecture(Architecture):
         return found
 
     def objective(self, section: MixerSection, train: Any) -> Objective:
-        """Return the tokens' loss and the mixer's own."""
         return Objective(mixer_of(section).kind.own_loss)
 
     def summary(self, section: MixerSection) -> Summary:
-        """Name the mixer and what of its options is not the default."""
         words = mixer_of(section).label
         return Summary(self.title, words, {"mixer": words}, sizes_of(section), section.mixer)
 
     def variants(self) -> dict[str, str]:
-        """Return every mixer."""
         return {name: name for name in mixers.names()}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
@@ -72,7 +68,6 @@ class MixerArchitecture(Architecture):
         return keys
 
     def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
-        """Name the mixer, which chooses its operators by itself."""
         if how[-1] != "auto":
             raise ValueError("a mixer chooses what computes it by itself; use auto")
         if key == "mixer_backend":

@@ -48,7 +48,6 @@ class GatedShortConvolution(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         moved = convolve_channels(x, self.filters, self.bias, context, name="inputs")
         return moved * self.projection(x) + x
 
@@ -65,7 +64,6 @@ class TaylorAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         q, k = (self._map(part) for part in self.qk_proj(x).chunk(2, dim=-1))
         v = self.v_proj(x)[:, :, None]
         y = linear_attention(q[:, :, None], k[:, :, None], v, context)

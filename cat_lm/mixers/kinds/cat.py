@@ -144,11 +144,9 @@ class AttentionMixer(MixerKind):
             raise ValueError(problems[0])
 
     def pattern_options(self, options: Any) -> dict[str, Any]:
-        """Return those of the pattern, by its names."""
         return {name: getattr(options, name) for name in self.pattern.options}
 
     def settings(self, options: Any, width: int) -> StreamSettings:
-        """Make the settings that options stand for, in a layer of `width` channels."""
         known, able = plain(options), self.pattern.implementations
         return stream_settings(
             known,

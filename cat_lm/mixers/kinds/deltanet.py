@@ -49,7 +49,6 @@ class DeltaRule(LinearMixer):
         self.o_norm = (GatedNorm if is_gated else nn.RMSNorm)(values // heads, norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         q, k, v = to_heads(context.group, *self.streams(x, context))
         # Without β and a decay a step leaves the state as it was.
         rates = [context.without_padding(rate) for rate in self.rates(x)]
@@ -98,7 +97,6 @@ class DeltaNet(MixerKind):
     rule: ClassVar[type[DeltaRule]] = DeltaRule
 
     def values(self, options: Any, width: int) -> int:
-        """Count the channels of all values."""
         return width
 
     def check(self, options: Any, setting: Setting) -> None:

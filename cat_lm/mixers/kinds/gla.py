@@ -41,7 +41,6 @@ class GatedLinearAttention(LinearMixer):
         self.g_norm_swish_gate = GatedNorm(values // heads, norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         gates = self.of_heads(self.gk_proj(x))
         q, k, v, gates = to_heads(context.group, *self.streams(x, context), gates)
         decay = F.logsigmoid(at_least_fp32(gates)) / TEMPERATURE
@@ -89,7 +88,6 @@ class Options:
         check_positive(self, "expand_k", "expand_v")
 
     def sizes(self, width: int) -> tuple[int, int]:
-        """Return the channels of all keys and of all values."""
         return int(width * self.expand_k), int(width * self.expand_v)
 
 

@@ -121,7 +121,6 @@ class MambaMixer(nn.Module):
                     self.get_parameter(name).copy_(values)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return what the parameters start from, by name; the other projections' start is usual."""
         return self._first_values() if self.starts.by == "family" else {}
 
     def _first_values(self) -> dict[str, Tensor]:
@@ -136,7 +135,6 @@ class MambaMixer(nn.Module):
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         x, gate = self.in_proj(x).chunk(2, dim=-1)
         x = self.conv1d(x, context)
         low_rank, b, c = self.x_proj(x).split(self.sizes, dim=-1)
@@ -211,7 +209,6 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(inner, width, bias=bias)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return what the parameters start from, by name; the first projection's start is usual."""
         return {
             "A_log": torch.arange(1.0, self.heads + 1).log(),
             "D": torch.ones(self.heads),
@@ -220,7 +217,6 @@ class Mamba2Mixer(nn.Module):
         }
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         sizes = [self.parts[0], sum(self.parts), self.heads]
         gate, x, steps = self.in_proj(x).split(sizes, dim=-1)
         x, b, c = self.conv1d(x, context).split(self.parts, dim=-1)

@@ -14,7 +14,6 @@ class LinearLayer(nn.Linear):
     """y = W x + b; positions, documents and padding are nothing to it."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Compute [B, T, C]."""
         return super().forward(x)
 
 

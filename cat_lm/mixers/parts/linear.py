@@ -57,7 +57,6 @@ class LinearAttention(nn.Module):
         self.out_proj = nn.Linear(width, width, bias=options.bias)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]."""
         q, k, v = self.streams(x, context)
         return self.out_proj(linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, context).flatten(2))
 

@@ -60,11 +60,9 @@ class Block(GradientCheckpointingLayer):
 
     @property
     def token_mixer(self) -> nn.Module:
-        """The mixer, whatever its name."""
         return self._modules[self.names[2]]
 
     def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute [B, T, C]."""
         norm, mlp_norm, mixer, mlp = [self._modules[name] for name in self.names]
         if not self.norm_first:
             hidden_states = norm(hidden_states + mixer(hidden_states, context))

@@ -77,7 +77,6 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         self._add_canon(config, config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute the layer, [B, T, C]."""
         read = self._with_canon("A", self.input_layernorm(hidden_states), context)
         attended = self.post_attention_dropout(self.attention(read, context)[0])
         base = hidden_states if self.use_parallel_residual else attended + hidden_states
@@ -90,7 +89,6 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         return attended + hidden_states + made
 
     def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute the MLP, and the Canon layer of what its activation reads."""
         mlp = self.mlp
         if self.canon is None or "D" not in self.canon:
             return mlp(hidden_states)
@@ -156,7 +154,6 @@ class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
         self._add_canon(config, 2 * config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute the layer, [B, T, C]."""
         read = self._with_canon("A", self.input_layernorm(hidden_states), context)
         stream = hidden_states + self.self_attn(read, context)[0]
         read = self._with_canon("C", self.post_attention_layernorm(stream), context)

@@ -69,7 +69,6 @@ class SeparateStreams:
         return SeparateStreams(self._parts | real, self._biases)
 
     def contiguous(self) -> SeparateStreams:
-        """Return the same without gaps in memory."""
         return SeparateStreams({s: x.contiguous() for s, x in self._parts.items()}, self._biases)
 
     def stored(self, streams: str) -> dict[str, Tensor]:
@@ -161,7 +160,6 @@ StreamOp = Callable[[Tensor, str, LayerPass], Tensor]
 
 
 def add_bias(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-    """Add its projection's bias to a stream without filters."""
     bias = layer.biases[stream]
     return x if bias is None else x + bias.to(x.dtype)
 
@@ -172,7 +170,6 @@ def normalize(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
 
 
 def silu(x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-    """Pass a stream through SiLU."""
     return F.silu(x)
 
 
@@ -211,7 +208,6 @@ class Convolution:
         return self.kind.identity(*shape)
 
     def drawn(self, stream: str) -> Tensor:
-        """Draw filters as they start, by `conv_init`."""
         start, way = self.initial(stream), self.settings.conv_init
         if way == "identity":
             return start
@@ -220,7 +216,6 @@ class Convolution:
         return drawn if way == "uniform" else start + drawn
 
     def used(self, filters: Tensor) -> Tensor:
-        """Return filters as they are used."""
         return self.kind.normalized(filters) if self.settings.conv_norm == "l1" else filters
 
     def __call__(
@@ -272,20 +267,16 @@ class LongFilter:
         self.kind = long_filters.get(config.conv_filter)
 
     def initial(self, stream: str) -> Tensor:
-        """Make the numbers of filters that change nothing."""
         return self.kind.identity(self.settings.stream_heads(stream), self.size)
 
     def drawn(self, stream: str) -> Tensor:
-        """Draw the numbers as they start, by `conv_init`."""
         heads = self.settings.stream_heads(stream)
         return self.kind.start_as(self.settings.conv_init, heads, self.size)
 
     def used(self, numbers: Tensor) -> Tensor:
-        """Return the numbers, which are used as they are."""
         return numbers
 
     def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        """Convolve x [B, T, heads, D]."""
         numbers = layer.weights.taps(stream, layer.context.group)
         return self.by(numbers, x, layer.biases[stream], stream, layer.context)
 
@@ -370,7 +361,6 @@ class QueryKeyNorm(NothingDecays):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return the parameters as they start."""
         if self.scales:
             return {"logit_scale": torch.full((self.heads,), math.sqrt(self.width))}
         return {"q_weight": torch.ones(self.width), "k_weight": torch.ones(self.width)}

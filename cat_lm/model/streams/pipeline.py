@@ -40,7 +40,6 @@ Made = tuple[dict[str, Tensor], dict[str, int]]
 
 
 def filter_of(config: AttentionSettings) -> Convolution | LongFilter:
-    """Make the operation that a configuration's filters are."""
     return LongFilter(config) if config.has_long_filters else Convolution(config)
 
 
@@ -192,7 +191,6 @@ class StreamPipeline(NothingDecays):
     def _finish(
         self, layer: LayerPass, made: dict[str, Tensor], done: dict[str, int]
     ) -> dict[str, Tensor]:
-        """Compute the operations after those that are done, one by one."""
         layer.take_apart()
         finished = layer.inputs | made
         for s in STREAMS:

@@ -74,7 +74,6 @@ class ShortConvolution(nn.Conv1d):
         self.std, self.starts_as_torch = std, starts_as_torch
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return what the parameters start from, by name."""
         if self.starts_as_torch:
             return {}
         weight, bound = torch.empty_like(self.weight), 1 / math.sqrt(self.kernel_size[0])
@@ -142,7 +141,6 @@ class CanonBlock:
             )
 
     def _with_canon(self, place: str, hidden_states: Tensor, context: Context) -> Tensor:
-        """Pass the place's layer, if there is one."""
         if self.canon is None or place not in self.canon:
             return hidden_states
         return self.canon[place](hidden_states, context)
