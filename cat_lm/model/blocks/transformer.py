@@ -21,7 +21,42 @@ from cat_lm.model.streams.short_convolution import CanonBlock
 from cat_lm.ops.convolution.kinds import STREAMS
 
 
-class CatAttention(AttentionMixin, GPTNeoXAttention):
+class ConvolvedAttention(AttentionMixin):
+    """Attention of transformers whose streams a `StreamPipeline` makes where it has filters."""
+
+    def _add_convolution(self, config: AttentionSettings, biased: dict[str, nn.Linear]) -> None:
+        """Add filters, which take over the biases of projections, and the parts of attention.
+
+        Args:
+            biased: the projections, by the names of their biases in the pipeline.
+        """
+        self.convolution = None
+        output = self._modules[self.output_name]
+        if config.convolved_streams:
+            # In the order of the computation, which is that of the optimizer's flat buffers.
+            del self._modules[self.output_name]
+            biases = {name: projection.bias for name, projection in biased.items()}
+            self.convolution = StreamPipeline(config, biases)
+            for projection in biased.values():
+                projection.register_parameter("bias", None)
+            self.add_module(self.output_name, output)
+            self._take_library_names()
+        output.writes_residual = True
+        self._add_parts(config)
+
+    def _streams(self, *projected: Tensor | Context) -> tuple[Tensor, ...]:
+        """Return rotated queries and keys, and values, [B, T, its heads, D].
+
+        Args:
+            projected: [B, T, channels] each; the context comes last.
+        """
+        *projected, context = projected
+        if self.convolution is not None:
+            return self.convolution(context, *projected, norm=self.qk_norm)
+        return self._unconvolved(*self._split(*projected), context)
+
+
+class CatAttention(ConvolvedAttention, GPTNeoXAttention):
     """softmax(Q Kᵀ / sqrt(D)) V with Q = (F_q * X) W_q, K = (F_k * X) W_k, V = (F_v * X) W_v.
 
     The convolution comes before the rotary positions. With `conv_mixing: maps` the values' filters
@@ -35,36 +70,19 @@ class CatAttention(AttentionMixin, GPTNeoXAttention):
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.convolution = None
         if config.convolved_streams:
             # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
             # gives the weights that it always gave.
             width = config.hidden_size
             self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
-            # In the order of the computation, which is that of the optimizer's flat buffers.
-            dense = self._modules.pop("dense")
-            self.convolution = StreamPipeline(config, {"bias": self.query_key_value.bias})
-            self.query_key_value.register_parameter("bias", None)
-            self.dense = dense
-            self._take_library_names()
-        self.dense.writes_residual = True
-        self._add_parts(config)
+        self._add_convolution(config, {"bias": self.query_key_value})
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.query_key_value(x),)
 
-    def _streams(self, projected: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return rotated queries and keys, and values, each [B, T, H, D]; see `StreamPipeline`.
-
-        Args:
-            projected: [B, T, H·3·D].
-        """
-        if self.convolution is not None:
-            return self.convolution(context, projected, norm=self.qk_norm)
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         # Before heads and time change places: the backward pass joins the three as they lie.
-        width = self.config.head_width
-        streams = projected.view(*projected.shape[:2], -1, 3, width).unbind(dim=3)
-        return self._unconvolved(*streams, context)
+        return projected.view(*projected.shape[:2], -1, 3, self.config.head_width).unbind(dim=3)
 
 
 class CatLayer(CanonBlock, GPTNeoXLayer):
@@ -102,7 +120,7 @@ class CatLlamaRMSNorm(LlamaRMSNorm):
     no_decay = ("weight",)
 
 
-class CatLlamaAttention(AttentionMixin, LlamaAttention):
+class CatLlamaAttention(ConvolvedAttention, LlamaAttention):
     """As `CatAttention`, with projections of Llama's; filters and biases are `convolution`'s."""
 
     eager_attention = staticmethod(modeling_llama.eager_attention_forward)
@@ -111,35 +129,13 @@ class CatLlamaAttention(AttentionMixin, LlamaAttention):
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.convolution = None
-        if config.convolved_streams:
-            # In the order of the computation, which is that of the optimizer's flat buffers.
-            output = self._modules.pop("o_proj")
-            projections = {stream: getattr(self, f"{stream}_proj") for stream in STREAMS}
-            biases = {f"{stream}_bias": layer.bias for stream, layer in projections.items()}
-            self.convolution = StreamPipeline(config, biases)
-            for projection in projections.values():
-                projection.register_parameter("bias", None)
-            self.o_proj = output
-            self._take_library_names()
-        self.o_proj.writes_residual = True
-        self._add_parts(config)
+        self._add_convolution(config, {f"{s}_bias": getattr(self, f"{s}_proj") for s in STREAMS})
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f"{stream}_proj")(x) for stream in STREAMS)
 
-    def _streams(
-        self, query: Tensor, key: Tensor, value: Tensor, context: Context
-    ) -> tuple[Tensor, ...]:
-        """Return rotated queries and keys, and values, [B, T, its heads, D].
-
-        Args:
-            query, key, value: [B, T, heads · D].
-        """
-        if self.convolution is not None:
-            return self.convolution(context, query, key, value, norm=self.qk_norm)
-        streams = (x.unflatten(2, (-1, self.head_dim)) for x in (query, key, value))
-        return self._unconvolved(*streams, context)
+    def _split(self, *projected: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.unflatten(2, (-1, self.head_dim)) for x in projected)
 
 
 class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
