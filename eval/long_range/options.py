@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from cat_lm.core import numbers
-from cat_lm.mixers.parts.options import check_choice, check_counts
+from cat_lm.mixers.parts.base import check_choice, check_counts
 from cat_lm.model.attention.scores.exponential_decay import LEAST, SPACINGS
 
 POSITIONS = ("none", "sinusoidal", "rope", "alibi", "alibi-scaled")

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting, check_counts
 from cat_lm.mixers.parts.linear import linear_attention
-from cat_lm.mixers.parts.options import check_counts
 from cat_lm.model.context import Context
 from cat_lm.model.streams.short_convolution import convolve_channels
 

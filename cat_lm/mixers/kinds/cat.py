@@ -16,9 +16,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.options import (
+from cat_lm.mixers.parts.base import (
+    ALL,
     ConvolutionOptions,
+    MixerKind,
+    Setting,
     StreamSettings,
     check_choice,
     check_counts,

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.base import ALL, FilterOptions, MixerKind, Setting, check_heads
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
-from cat_lm.mixers.parts.options import FilterOptions, check_heads
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
 from cat_lm.ops.recurrence import backends, fla

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.mixers.kinds import deltanet
-from cat_lm.mixers.parts.options import check_positive
+from cat_lm.mixers.parts.base import check_positive
 from cat_lm.model.context import at_least_fp32
 from cat_lm.ops.recurrence import backends
 

@@ -15,9 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
+from cat_lm.mixers.parts.base import (
+    ALL,
+    MixerKind,
+    Setting,
+    check_counts,
+    check_heads,
+    check_positive,
+)
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
-from cat_lm.mixers.parts.options import check_counts, check_heads, check_positive
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
 from cat_lm.ops.recurrence import GLA_LOW_RANK, backends, fla

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.parts.base import ALL, MixerKind, Setting
-from cat_lm.mixers.parts.options import check_choice, check_counts
+from cat_lm.mixers.parts.base import ALL, MixerKind, Setting, check_choice, check_counts
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import SequenceGroup, own_heads, to_heads, to_sequence, to_tokens
 from cat_lm.model.streams.short_convolution import ShortConvolution

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from cat_lm.core.parameters import start
-from cat_lm.mixers.parts.options import ConvolutionOptions, StreamSettings
+from cat_lm.mixers.parts.base import ConvolutionOptions, StreamSettings
 from cat_lm.model import attention
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.masks import check_gaps, context_of

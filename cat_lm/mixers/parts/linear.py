@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.mixers.parts.attention import Streams, make_convolution
-from cat_lm.mixers.parts.options import ConvolutionOptions, FilterOptions, stream_settings
+from cat_lm.mixers.parts.base import ConvolutionOptions, FilterOptions, stream_settings
 from cat_lm.model.context import Context
 from cat_lm.model.streams.short_convolution import ShortConvolution
 from cat_lm.ops.convolution.kinds import STREAMS
