@@ -115,10 +115,9 @@ def _skip_trailing_padding(history: Tensor, padding_mask: Tensor) -> Tensor:
 class StateDynamicLayer(LayerStateMixin, DynamicLayer):
     """A cache layer that grows with the sequence, with named states.
 
-    Cropping needs inputs older than the last W−1. They are kept after `activate_past_recording()`,
-    as in transformers' own convolution caches (assisted decoding calls it); a crop that would need
-    inputs that are gone raises `RuntimeError`, and so does one of a recurrent state, which cannot
-    go back.
+    Cropping needs inputs older than the last W−1, which are kept after `activate_past_recording()`
+    (assisted decoding calls it). A crop that needs inputs that are gone, or a recurrent state to go
+    back, raises `RuntimeError`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -259,8 +258,7 @@ def _at_fixed_address(state: Tensor) -> Tensor:
 class CatCache(DynamicCache):
     """transformers' `DynamicCache` for a CAT model of any family.
 
-    A plain `DynamicCache` or `StaticCache` that is still empty serves as well: the model gives its
-    layers room for their states when it first sees it.
+    A plain `DynamicCache` or `StaticCache` that is still empty serves as well.
     """
 
     def __init__(self, config: AttentionSettings):
@@ -319,8 +317,7 @@ def _with_states(
 def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
     """Keep cuDNN's attention out of a pass over x with a cache on a GPU.
 
-    It makes a plan for each shape that it meets, which takes longer than a token does; with a cache
-    every token's number of keys is a new one.
+    It plans for each number of keys anew, which takes longer than a token does.
     """
     if cache is None or x.device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()

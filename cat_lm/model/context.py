@@ -26,22 +26,18 @@ class Context:
         documents: [B, T] numbers; where the number changes a document starts, which reads no other.
             None where rows are not packed.
         padding: [B, T] bool, False at padding, which no real token reads; None where there is none.
-        state: the layer's decoding state, which it updates, see `cat_lm.model.cache`; None outside
-            decoding.
+        state: the layer's decoding state, see `cat_lm.model.cache`; None outside decoding.
         losses: takes losses of the layers' own, numbers; None where nobody asks for them.
-        group: the ranks that share sequences, whose layers get whole sequences of a part of the
-            heads; None for one alone.
+        group: the ranks that share sequences; None for one alone.
         conv_backend: what computes convolutions, `auto` or one of `cat_lm.ops.BACKENDS`.
-        mixer_backend: what computes recurrences, `auto` or one of
-            `cat_lm.ops.recurrence.backends`.
+        mixer_backend: the same of recurrences, see `cat_lm.ops.recurrence.backends`.
         cache: keys and values of all layers; None outside decoding.
         layer: the layer's number, by which it finds its own in the cache.
         continues: whether attention reads keys that are not among the new ones.
         document_positions: [B, T] int32, the position of each token in its document, if known.
         document_borders: those of all documents, see `cat_lm.ops.runtime.documents`, if known.
         positions: [B or 1, T], of the tokens in their documents, padding left out.
-        key_positions: [B or 1, S], of all keys, where something reads positions; None where every
-            slot counts.
+        key_positions: [B or 1, S], of all keys, if something reads them; None for all slots.
         rotary: cosines and sines, [B or 1, T, rotated channels]; None for no rotation.
         mask: what the pattern of attention takes as a mask.
         by_rows: whether logits are computed for some queries at a time, and no mask is made.

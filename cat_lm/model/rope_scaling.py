@@ -114,8 +114,7 @@ def check_rope_parameters(
         )
     if missing := sorted(required - rope.keys()):
         raise ValueError(f"rope_parameters.{missing[0]}: missing; rope_type {rope_type} needs it")
-    for name in (key for key in _RANGES if key in rope):
-        _check_range(name, rope[name])
+    check_rope_numbers(rope, tuple(_RANGES))
     if not isinstance(rope.get("truncate", True), bool):
         raise ValueError(
             f"rope_parameters.truncate={clipped(repr(rope['truncate']))}: must be true or false"
@@ -124,24 +123,22 @@ def check_rope_parameters(
         raise ValueError("rope_parameters.beta_fast must be greater than beta_slow")
 
 
-def check_rope_numbers(rope: Mapping[str, Any]) -> None:
-    """Check the base and the part of `rope_parameters`. Raises ValueError."""
+def check_rope_numbers(
+    rope: Mapping[str, Any], names: tuple[str, ...] = ("rope_theta", "partial_rotary_factor")
+) -> None:
+    """Raise ValueError for a number of `rope_parameters` that is none, or is out of its range."""
     _check_mapping(rope)
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            _check_range(name, rope[name])
+    for name in (name for name in names if name in rope):
+        value = rope[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        problem = _RANGES[name].problem(value) if is_number else "must be a number"
+        if problem:
+            raise ValueError(f"rope_parameters.{name}={clipped(repr(value))}: {problem}")
 
 
 def _check_mapping(rope: Any) -> None:
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters={rope!r}: must be an object with rope_type and others")
-
-
-def _check_range(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    problem = _RANGES[name].problem(value) if is_number else "must be a number"
-    if problem:
-        raise ValueError(f"rope_parameters.{name}={clipped(repr(value))}: {problem}")
 
 
 def rope_type_of(rope: Mapping[str, Any] | None) -> str:

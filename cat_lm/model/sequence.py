@@ -3,9 +3,8 @@
 P ranks hold parts of T/P tokens, in their order. What mixes tokens is reached in one of two ways:
 
 - `to_heads`: an all-to-all after which a rank has whole sequences of 1/P of the heads, and
-  `to_tokens`, the one back (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509). Here it comes
-  before the convolution, so that filters, rotation, documents and recurrences are those of whole
-  sequences.
+  `to_tokens`, the one back (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509); here before the
+  convolution, so that filters, rotation, documents and recurrences read whole sequences.
 - `with_halo`: the last n tokens of the part before, where a short convolution mixes heads or
   belongs to none.
 

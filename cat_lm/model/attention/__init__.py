@@ -7,8 +7,7 @@ project's are files with an ENTRY in `patterns`, `scores` and `values`; plugins
 (`cat_lm.core.plugins`) and scripts give theirs to `register`. This module imports no torch: entries
 import it when they build their modules.
 
-Functions that take a `model` take a section of the YAML or a configuration, whose keys are the
-same.
+A `model` is a section of the YAML or a configuration, whose keys are the same.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ class Entry:
         words: for descriptions of a model; "" where there is nothing to say.
         implementations: the values of `attn_implementation` that can compute it; None for all.
         options: the options' names with their defaults.
-        divides: whether its module computes some of the heads as it computes them among all, for
-            `train.sequence_parallel`. A module with something for each head finds the ranks in
-            `call.group`, a transform of scores in `sequence_group`.
+        divides: whether its module computes some of the heads as among all, for
+            `train.sequence_parallel`; the ranks are in `call.group`, or `sequence_group` of scores.
         takes_any_weights: whether a model that was trained without it can be trained on with it.
         computes_on_cpu: whether eager or sdpa computes its module on a CPU; one of a plugin is then
             checked for causality when it is first built.

@@ -10,18 +10,14 @@ maps to the values:
 
     Y_i = sum_h A_h (F_{i,h} * V_i),     (F_{i,h} * V_i)[m] = sum_j F[j,i,h] V_i[m−j],
 
-so that any attention function serves, which need not hold maps of T × T: head h attends to the H D
-channels of all F_{i,h} * V_i side by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and
-its outputs are summed over h (`sum_over_maps`). With the values of earlier tokens in a cache, few
-queries meet many keys, and it is the maps that are small: then they are mixed as the first line
-reads.
+so that any attention function serves: head h attends to the H D channels of all F_{i,h} * V_i side
+by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and its outputs are summed over h
+(`sum_over_maps`). With a cache few queries meet many keys, and the maps, then small, are mixed.
 
-V_i includes its bias. With one head this is therefore the convolution of the values
-(`conv_mixing: embeddings`), except that the filter meets the bias too: with a bias b, outputs
-differ by b (sum_j F_j − 1), and within W−1 tokens of the start by what the filter reads there.
+V_i includes its bias. With one head this is the convolution of the values, except that the filter
+meets the bias b too: outputs differ by b (sum_j F_j − 1), and more within W−1 tokens of the start.
 
 The paper (CAT, section 3.1) says that Table 2 also examines convolving maps, without an equation.
-This is the reading under which maps of one head are what one head's embeddings are.
 """
 
 from __future__ import annotations
