@@ -54,6 +54,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--data-dir", type=path_name, metavar="DIR", help="rows from DIR/TASK.jsonl, no network"
     )
     parser.add_argument(
+        "--include-path", type=path_name, metavar="DIR", help="custom tasks, as YAML of the harness"
+    )
+    parser.add_argument(
         "--prefetch", type=output_path, metavar="DIR", help="write such a folder from the Hub"
     )
     parser.add_argument(
@@ -127,10 +130,11 @@ def _main(arguments: argparse.Namespace) -> None:
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     quiet_transformers()
+    include = _include_path(arguments.include_path)
     if arguments.prefetch is not None:
         from eval.zero_shot.tasks.prefetch import prefetch
 
-        prefetch(names, arguments.prefetch)
+        prefetch(names, arguments.prefetch, include)
         if arguments.model is None:
             return
     from eval.zero_shot.results import table
@@ -139,6 +143,7 @@ def _main(arguments: argparse.Namespace) -> None:
     data_dir = arguments.data_dir or arguments.prefetch
     settings = Settings(
         data_dir=None if data_dir is None else Path(data_dir),
+        include_path=include,
         limit=arguments.limit,
         batch_size=arguments.batch_size,
         dtype=arguments.dtype,
@@ -150,6 +155,12 @@ def _main(arguments: argparse.Namespace) -> None:
     result = run(arguments.model, names, out, settings)
     if first:
         print(table(result))
+
+
+def _include_path(folder: str | None) -> Path | None:
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--include-path {folder}: no such folder")
+    return None if folder is None else Path(folder).absolute()
 
 
 def _out(arguments: argparse.Namespace, first: bool) -> Path:

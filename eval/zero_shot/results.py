@@ -13,7 +13,7 @@ from lm_eval.utils import handle_non_serializable
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, write_json
-from cat_lm.core.readers import Record, Versioned, check_shape, parse_value, read_bytes
+from cat_lm.core.readers import Record, Versioned, check_shape, read_object
 from eval.common.text_table import aligned
 from eval.lab.store import CellStore, key_hash
 from eval.zero_shot.tasks.sources import needed_splits
@@ -56,6 +56,12 @@ class _Values(Record):
 
 class _Cell(_Values, Versioned):
     """The file of a finished task."""
+
+
+class _Result(Versioned):
+    """The file of all tasks."""
+
+    tasks: dict[str, _Values]
 
 
 def cell_name(name: str, key: Mapping[str, Any]) -> str:
@@ -116,25 +122,19 @@ def counted(values: Mapping[str, Any]) -> str:
 
 
 def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The tasks that OUT's result file has already, which a call adds to.
+    """Return the tasks that OUT's result file has already, which a call adds to.
 
     Args:
         shared: the values of `SHARED` in this call.
 
     Raises UserError where they were computed with others: one file holds one model's numbers.
     """
-    path = out / RESULT
+    path, advice = out / RESULT, "move it away, or give another --out"
     if not path.is_file():
         return {}
-    result = _read(path)
-    tasks = result.get("tasks") if isinstance(result, dict) else None
-    if not isinstance(tasks, dict):
-        raise UserError(f"{path}: is damaged; move it away, or give another --out")
-    check_shape(result, Versioned, str(path), "use another --out")
-    for name in [name for name, values in tasks.items() if not _is_whole(values)]:
-        print(f"{path}: task {name}: damaged, is left out", file=sys.stderr)
-        del tasks[name]
-    for values in tasks.values():
+    result = read_object(path, advice)
+    check_shape(result, _Result, str(path), advice)
+    for values in result["tasks"].values():
         for key, label in SHARED.items():
             before, now = values["key"].get(key), shared.get(key)
             if before != now:
@@ -142,30 +142,13 @@ def earlier_tasks(out: Path, shared: Mapping[str, Any]) -> dict[str, dict[str, A
                     f"{path}: has results with {label} {_short(before)}, this call has "
                     f"{_short(now)}; use another --out"
                 )
-    return tasks
+    return result["tasks"]
 
 
 def _short(value: Any) -> str:
     """A setting for people; of a hash its beginning."""
     text = "none" if value is None else str(value)
     return f"{text[:12]}…" if len(text) == 64 else text
-
-
-def _is_whole(values: Any) -> bool:
-    try:
-        check_shape(values, _Values, "")
-    except UserError:
-        return False
-    return True
-
-
-def _read(path: Path) -> Any:
-    """The file's JSON; None where it is none. Raises UserError where it may not be read."""
-    text = read_bytes(path)
-    try:
-        return parse_value(text, str(path))
-    except UserError:
-        return None
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:

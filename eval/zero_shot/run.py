@@ -81,6 +81,7 @@ class Settings:
     """Hold what a run is asked for besides the model and the tasks; defaults as in the command."""
 
     data_dir: Path | None = None
+    include_path: Path | None = None
     limit: int | None = None
     batch_size: int | None = None
     dtype: str = "auto"
@@ -103,7 +104,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
         accelerator = launched_accelerator(settings.device)
         with agreed(accelerator):
             folder = model_folder(model)
-            catalog = Catalog(names)
+            catalog = Catalog(names, settings.include_path)
             source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
             tasks = {name: catalog.load(name, source) for name in catalog.specs}
             for task in tasks.values():

@@ -15,6 +15,7 @@ from cat_lm.core.errors import UserError
 from eval.zero_shot.tasks import catalog, sources, table2
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.prefetch import prefetch
+from eval.zero_shot.tasks.rows import check_answers
 from eval.zero_shot.tasks.sources import Hub, LocalFolder
 from tests.zero_shot_rows import ROWS, write_rows
 
@@ -177,7 +178,7 @@ class TestLocalRows:
             (b'{"goal": "x"}\n{"goal": \n', r"piqa\.jsonl, line 2: is not JSON"),
             (b'{"goal": "\xff"}\n', r"piqa\.jsonl: is not UTF-8 text"),
             (b"[1]\n", r"line 1: holds \[1\], must be an object"),
-            (b'{"goal": "x"}\n', r"task piqa: .*piqa\.jsonl, line 1: has no sol1"),
+            (b'{"goal": "x"}\n', r"task piqa: .*piqa\.jsonl, line 1: .*definition cannot read it"),
             (b'{"goal": "x"}\n{"goal": [1]}\n', r"piqa\.jsonl: rows differ in their columns"),
             (
                 b'{"goal": "x"}\n\n{"sol1": "x"}\n',
@@ -196,28 +197,21 @@ class TestLocalRows:
 # A row of a task of the table, what is wrong with it, and what is said about it.
 _HIDDEN = "the answer is hidden"
 BAD_ROWS = [
-    ("piqa", {"label": -1}, f"label is -1: {_HIDDEN}"),
-    ("piqa", {"label": 7}, "label is 7: should be 0 or 1"),
-    ("piqa", {"label": 1.0}, "label is 1.0: must be a whole number"),
-    ("piqa", {"label": True}, "label is true: must be a whole number"),
-    ("hellaswag", {"label": 3.0}, "label is 3.0: must be a whole number"),
-    ("piqa", {"label": None}, f"label is null: {_HIDDEN}"),
-    ("piqa", {"sol2": " "}, 'sol2 is " ": must not be blank'),
-    ("hellaswag", {"label": ""}, f'label is "": {_HIDDEN}'),
-    ("hellaswag", {"label": "4"}, 'label is "4": should be'),
-    ("hellaswag", {"endings": ["a", "b", "c"]}, "endings is"),
-    ("hellaswag", {"endings": ["a", "b", "c", "d", "e"]}, "endings is"),
-    ("hellaswag", {"endings": ["a", "b", "c", "[x]"]}, 'endings.3 is "[x]": must not be blank'),
-    ("winogrande", {"answer": ""}, f'answer is "": {_HIDDEN}'),
-    ("winogrande", {"answer": "3"}, "answer is \"3\": should be '1' or '2'"),
-    ("winogrande", {"sentence": "no gap"}, 'sentence is "no gap": must have a gap'),
-    ("arc_easy", {"answerKey": ""}, f'answerKey is "": {_HIDDEN}'),
-    ("arc_easy", {"answerKey": "E"}, 'answerKey "E" is not in'),
-    ("arc_challenge", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "2 choices have the"),
-    ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}}, "choices.text is"),
-    ("lambada_openai", {"text": "it ends "}, "must end with the word"),
-    ("lambada_standard", {"text": None}, "text is null: should be a valid string"),
-    ("wikitext", {"page": "\n"}, "page is"),
+    ("piqa", {"label": -1}, f"answer -1: {_HIDDEN}"),
+    ("piqa", {"label": 7}, "answer 7: must be one of its 2 choices"),
+    ("piqa", {"label": None}, f"answer null: {_HIDDEN}"),
+    ("piqa", {"sol2": " "}, "each must be a text that is not blank"),
+    ("hellaswag", {"label": "4"}, "answer 4: must be one of its 4 choices"),
+    ("hellaswag", {"endings": ["a", "b", "c", "[x]"]}, "each must be a text that is not blank"),
+    ("winogrande", {"answer": ""}, "definition cannot read it (KeyError"),
+    ("winogrande", {"answer": "3"}, "definition cannot read it (KeyError"),
+    ("winogrande", {"sentence": "no gap"}, "definition cannot read it (ValueError"),
+    ("arc_easy", {"answerKey": ""}, "definition cannot read it (ValueError"),
+    ("arc_easy", {"answerKey": "E"}, "'E' is not in list"),
+    ("arc_challenge", {"choices": {"text": ["a"], "label": ["C"]}}, "at least two"),
+    ("lambada_openai", {"text": "it ends "}, 'its answer is " "'),
+    ("lambada_standard", {"text": None}, "definition cannot read it"),
+    ("wikitext", {"page": "\n"}, 'its answer is "'),
 ]
 
 
@@ -232,8 +226,6 @@ class TestRowsThatCannotBeScored:
 
     @staticmethod
     def check(name, source):
-        from eval.zero_shot.tasks.rows import check_answers
-
         task = Catalog([name]).load(name, source)
         check_answers(task, source, sources.needed_splits(task.config), None)
 
@@ -249,7 +241,7 @@ class TestRowsThatCannotBeScored:
         FakeHub(monkeypatch)
         monkeypatch.setitem(ROWS, "piqa", self.changed("piqa", {"label": -1}))
         with pytest.raises(
-            UserError, match=r"the Hub's baber/piqa, split validation, row 2: label"
+            UserError, match=r"the Hub's baber/piqa, split validation, row 2: answer"
         ):
             self.check("piqa", Hub())
 
@@ -263,7 +255,7 @@ class TestRowsThatCannotBeScored:
             ({"doc_to_target": "{{'no' if label < 2 else ''}}"}, {"label": 5}, 'answer "": the'),
             ({"doc_to_target": "{{[0, label]}}"}, {"label": 2}, r"answer \[0, 2\]: must be one"),
             ({"doc_to_choice": "{{[label]}}"}, {}, "must have at least two"),
-            ({"doc_to_choice": "options"}, {"options": ["a", ""]}, "a text that is not empty"),
+            ({"doc_to_choice": "options"}, {"options": ["a", ""]}, "a text that is not blank"),
             ({"doc_to_choice": "{{question.nothing.at_all}}"}, {}, "definition cannot read it"),
             (
                 {"output_type": "loglikelihood", "doc_to_choice": None, "metric_list": None}
@@ -275,8 +267,6 @@ class TestRowsThatCannotBeScored:
     )
     @pytest.mark.parametrize("number", [0, 2])
     def test_tasks_without_columns_of_their_own(self, tmp_path, changes, row, message, number):
-        from eval.zero_shot.tasks.rows import check_answers
-
         rows = [
             {"question": f"{n}?", "label": n % 2, "weight": n * 0.5, "options": ["a", "b"]}
             for n in range(4)
@@ -303,8 +293,10 @@ class TestRowsThatCannotBeScored:
         (folder / "piqa.train.jsonl").write_bytes((rows / "piqa.jsonl").read_bytes())
         catalog = Catalog(["piqa"])
         catalog.specs["piqa"]["num_fewshot"] = 2
-        with pytest.raises(UserError, match=r"piqa\.train\.jsonl, line 3: label is -1"):
-            catalog.load("piqa", LocalFolder(folder))
+        source = LocalFolder(folder)
+        task = catalog.load("piqa", source)
+        with pytest.raises(UserError, match=r"piqa\.train\.jsonl, line 3: answer -1"):
+            check_answers(task, source, sources.needed_splits(task.config), None)
 
     @pytest.mark.parametrize("name", table2.TASKS)
     def test_real_rows_can(self, name, shared_data):
@@ -321,7 +313,7 @@ class TestCatalog:
     def test_only_tasks_of_the_table_s_folders_are_found_without_reading_all(self, monkeypatch):
         """A tag or a group in them may have tasks elsewhere too."""
 
-        def whole():
+        def whole(include):
             raise LookupError("all of the harness's tasks")
 
         monkeypatch.setattr(catalog, "_whole_manager", whole)
@@ -333,6 +325,29 @@ class TestCatalog:
     def test_unknown_names_get_suggestions(self):
         with pytest.raises(UserError, match=r"--tasks helaswag: unknown; did you mean .*hellaswag"):
             Catalog(["piqa", "helaswag"])
+
+    def test_custom_definitions(self, tmp_path):
+        """A task of the harness's form with files of its own, read without the Hub."""
+        rows = write_rows(tmp_path, {"mine": [{"q": f"{n}?", "a": n % 2} for n in range(4)]})
+        definition = [
+            "task: mine",
+            "dataset_path: json",
+            f"dataset_kwargs: {{data_files: {{test: {rows / 'mine.jsonl'}}}}}",
+            "test_split: test",
+            "output_type: multiple_choice",
+            "doc_to_text: '{{q}}'",
+            "doc_to_target: a",
+            "doc_to_choice: ['no', 'yes']",
+            "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
+        ]
+        (tmp_path / "definitions").mkdir()
+        (tmp_path / "definitions/mine.yaml").write_text("\n".join(definition))
+        catalog = Catalog(["mine", "piqa"], tmp_path / "definitions")
+        source = Hub()
+        requests, targets = prompts(catalog.load("mine", source))
+        assert targets == [0, 1, 0, 1] and len(requests) == 8
+        assert source.records["mine"]["revision"] is None
+        assert "mine" in Catalog(["mine", "ai2_arc"], tmp_path / "definitions").specs
 
 
 class FakeHub:

@@ -32,17 +32,20 @@ class Catalog:
     `table2` stands for the tasks of the paper's table, the name of a harness group or tag for the
     tasks in it.
 
+    Args:
+        include: a folder of definitions in the harness's YAML form, besides its own.
+
     Attributes:
         specs: task name -> the definition's name and what its group changes in it.
 
     Raises UserError for unknown names, with the nearest known ones.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], include: Path | None = None) -> None:
         wanted = [
             task for name in names for task in (table2.TASKS if name == "table2" else (name,))
         ]
-        self._manager = _manager(wanted)
+        self._manager = _manager(wanted, include)
         self.specs: dict[str, dict[str, Any]] = {}
         for name in wanted:
             for spec in self._leaves(name, {}):
@@ -91,19 +94,20 @@ class Catalog:
         return [spec for child in children for spec in self._leaves(child, changes)]
 
 
-def _manager(wanted: Sequence[str]) -> TaskManager:
+def _manager(wanted: Sequence[str], include: Path | None) -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
-    folders = [root / name for name in _TABLE2_FOLDERS]
+    own = [] if include is None else [include]
+    folders = [*(root / name for name in _TABLE2_FOLDERS), *own]
     few = TaskManager(include_defaults=False, include_path=folders)
     entries = [few.task_index.get(name) for name in wanted]
     # A group or tag may have tasks in other folders too.
     known = all(entry is not None and entry.kind.name == "TASK" for entry in entries)
-    return few if known else _whole_manager()
+    return few if known else _whole_manager(include)
 
 
 @functools.cache
-def _whole_manager() -> TaskManager:
-    return TaskManager()
+def _whole_manager(include: Path | None) -> TaskManager:
+    return TaskManager(include_path=include)
 
 
 def _suggestion(name: str, manager: TaskManager) -> str:

@@ -17,7 +17,7 @@ from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits, read_manifest
 
 
-def prefetch(names: Sequence[str], folder: Path | str) -> list[Path]:
+def prefetch(names: Sequence[str], folder: Path | str, include: Path | None = None) -> list[Path]:
     """Fills `folder` with the files of the tasks `names`, and returns those files.
 
     A folder that has a manifest already fixes the revisions: files that are there and whole are
@@ -27,7 +27,7 @@ def prefetch(names: Sequence[str], folder: Path | str) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(folder)
-    catalog, hub = Catalog(names), Hub(manifest["revisions"])
+    catalog, hub = Catalog(names, include), Hub(manifest["revisions"])
     paths = []
     for name in catalog.specs:
         files = _whole_files(folder, name, manifest["files"])
