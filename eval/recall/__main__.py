@@ -103,7 +103,7 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         "theory",
         help="compute the theorems and propositions",
         description="Computes each claim of the paper and puts something wrong to the same check, "
-        "prints both, and writes theory.json, theory.md, theory.html and the pictures. Exit "
+        "prints both, and writes theory.json, theory.md and the pictures. Exit "
         "status 1 if a claim does not hold or a wrong one passes.",
     )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")

@@ -47,15 +47,10 @@ def render_report(folder: Path, name: str) -> dict[str, str]:
 
 def render_theory(folder: Path, name: str) -> dict[str, str]:
     """Return the page of the theory's claims."""
-    from eval.recall.theory.claims import Claim, Control
     from eval.recall.theory.report import markdown
 
     record = read_record(name)
-    claims = [
-        Claim(**claim | {"controls": [Control(**control) for control in claim["controls"]]})
-        for claim in record["claims"]
-    ]
-    return {"markdown": markdown(claims, record["provenance"]["command"])}
+    return {"markdown": markdown(record["claims"], record["provenance"]["command"])}
 
 
 def render_small_study(folder: Path, name: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cat_lm.ops import head_conv
 from eval.recall.tasks import generate, make_task
@@ -86,15 +87,10 @@ class Construction:
         """ε: the least distance between two embeddings."""
         return float(torch.pdist(self.embeddings).min())
 
-    @cached_property
-    def _grams(self) -> tuple[Tensor, Tensor]:
-        """All N-grams [V^N, N], oldest token first, and their signatures [V^N, d]."""
-        return self._windows(len(self.filters))
-
-    def _windows(self, length: int) -> tuple[Tensor, Tensor]:
-        """All windows of so many tokens after zeros, and their signatures."""
-        tokens = torch.cartesian_prod(*[torch.arange(len(self.embeddings))] * length)
-        tokens = tokens.reshape(-1, length)
+    def windows(self, length: int) -> tuple[Tensor, Tensor]:
+        """All windows of so many tokens after zeros, oldest first, and their signatures."""
+        count = len(self.embeddings)
+        tokens = torch.tensor(list(itertools.product(range(count), repeat=length)))
         taps = self.filters[:length]
         parts = [f * self.embeddings[tokens[:, -1 - i]] for i, f in enumerate(taps)]
         return tokens, _unit(torch.stack(parts).sum(dim=0))
@@ -102,7 +98,7 @@ class Construction:
     @cached_property
     def separation_of_grams(self) -> float:
         """The least 1 − cosine of two N-grams' signatures."""
-        _, signatures = self._grams
+        _, signatures = self.windows(len(self.filters))
         cosine = signatures @ signatures.T
         cosine.fill_diagonal_(-1)
         return float(1 - cosine.max())
@@ -113,16 +109,15 @@ class Construction:
 
         The windows of the first N − 1 positions; not one that begins with a beside (a, …, a).
         """
-        grams, signatures = self._grams
-        best = (2.0, grams[0], grams[0])
+        grams, signatures = self.windows(len(self.filters))
+        found = [(2.0, grams[0], grams[0])]
         for length in range(1, len(self.filters)):
-            windows, padded = self._windows(length)
+            windows, padded = self.windows(length)
             cosine = padded @ signatures.T
             cosine[(grams[None] == windows[:, :1, None]).all(dim=2)] = -1
             window, gram = divmod(int(cosine.argmax()), len(grams))
-            found = (float(1 - cosine.max()), windows[window], grams[gram])
-            best = min(best, found, key=itemgetter(0))
-        return best
+            found.append((float(1 - cosine.max()), windows[window], grams[gram]))
+        return min(found, key=itemgetter(0))
 
     @property
     def separation(self) -> float:
@@ -246,21 +241,16 @@ def theorem_1(rows: int, seed: int = 0, seeds: int = 3) -> list[Claim]:
         seed, seeds: the first of the seeds that filters, embeddings and sequences are drawn by, and
             how many there are.
     """
-    drawn = range(seed, seed + seeds)
-
-    def check(recipe: Recipe) -> Verdict:
-        return _recalls(recipe, rows, drawn)
-
     sizes = "; ".join(f"{s.vocabulary} tokens, d = {s.width}, N ≤ {max(s.ngrams)}" for s in SIZES)
     claims = [
-        Claim.judged(
+        Claim(
             f"Theorem 1, {delay} delay",
             "with c = c₀ log(4L/ε), c₀ = 1/δ, one layer's output is within ε/2 of the answer to "
             "every N-gram query up to length L, so that the nearest embedding is the answer",
             f"{sizes}; L = {', '.join(map(str, LENGTHS))}; {seeds} random filters and embeddings, "
             f"{rows} sequences each, and one that begins with the padded window nearest to its "
             "query; one more filter, to which such a window is near; fp64",
-            check,
+            lambda recipe: _recalls(recipe, rows, range(seed, seed + seeds)),
             Recipe(delay),
             {
                 "δ of N-grams alone": Recipe(delay, padded=False),
@@ -300,13 +290,10 @@ def _cases(seeds: range) -> Iterator[tuple[Size, int, int, int]]:
     """Size, N, length, seed; large N first, where wrong constructions show soonest."""
     widest = SIZES[0], max(SIZES[0].ngrams)
     near = seed_with_near_window(*widest, seeds.start)
-    for length in LENGTHS:
-        yield *widest, length, near
+    yield from ((*widest, length, near) for length in LENGTHS)
     for size in SIZES:
-        for ngram in sorted(size.ngrams, reverse=True):
-            for length in LENGTHS:
-                for seed in seeds:
-                    yield size, ngram, length, seed
+        for case in itertools.product(sorted(size.ngrams, reverse=True), LENGTHS, seeds):
+            yield size, *case
 
 
 def seed_with_near_window(size: Size, ngram: int, first: int) -> int:
@@ -332,7 +319,7 @@ def causality(rows: int, seed: int = 0, ngram: int = 2, length: int = 32) -> Cla
             changed.append(float((~(moved.amax(dim=1) <= 1e-9)).double().mean()))  # NaN is none
         return Verdict(f"{100 * max(changed):.0f}% change", max(changed) == 0)
 
-    return Claim.judged(
+    return Claim(
         "Theorem 1, causality",
         "with the key delay no output depends on later tokens (the value delay's does: it reads "
         "x_{i+1}, and so the answer to its own query)",
@@ -350,22 +337,21 @@ def corollary_1(rows: int, seed: int = 0, lengths: tuple[int, ...] = (16, 64, 25
     """F_k = D_1 alone, without norm: recall at every length."""
 
     def check(recipe: Recipe) -> Verdict:
-        wrong = [
-            measure(recipe, size, 1, length, rows, seed + length).wrong
-            for size in SIZES
-            for length in lengths
-        ]
-        return Verdict(f"wrong answers {100 * max(wrong):.2f}% at worst", max(wrong) == 0)
+        cases = itertools.product(SIZES, lengths)
+        wrong = max(measure(recipe, size, 1, n, rows, seed + n).wrong for size, n in cases)
+        return Verdict(f"wrong answers {100 * wrong:.2f}% at worst", wrong == 0)
 
-    right = Recipe("key", norm=False)
-    return Claim.judged(
+    return Claim(
         "Corollary 1",
         "F_k = D₁, F_q = F_v = D₀ solves associative recall",
         f"(tokens, d) = {', '.join(f'({s.vocabulary}, {s.width})' for s in SIZES)}; "
         f"L = {', '.join(map(str, lengths))}; {rows} sequences each, fp64",
         check,
-        right,
-        {"F_k = D₀": replace(right, lag=0), "F_k = D₂": replace(right, lag=2)},
+        Recipe("key", norm=False),
+        {
+            f"F_k = D{word}": Recipe("key", lag=lag, norm=False)
+            for lag, word in ((0, "₀"), (2, "₂"))
+        },
     )
 
 
@@ -375,7 +361,5 @@ def _unit(x: Tensor) -> Tensor:
 
 def _shift(x: Tensor, steps: int) -> Tensor:
     """x [B, L, d] delayed by `steps`, or advanced where it is negative; zeros enter."""
-    if not steps:
-        return x
-    zeros = torch.zeros_like(x[:, : abs(steps)])
-    return torch.cat([zeros, x[:, :-steps]] if steps > 0 else [x[:, -steps:], zeros], dim=1)
+    length = x.shape[1]
+    return F.pad(x, (0, 0, max(steps, 0), max(-steps, 0)))[:, max(-steps, 0) :][:, :length]

@@ -1,16 +1,13 @@
-"""A claim beside its measurement, and beside something wrong that its check refuses."""
+"""Claims: what is measured of each, and of something wrong that its check refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
-
-Subject = TypeVar("Subject")
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a check found: the number or numbers, with units, and whether they pass."""
 
     measured: str
@@ -18,77 +15,63 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Control:
-    """A wrong model, construction or law, put to its claim's own check, which must refuse it."""
-
-    what: str
-    measured: str
-    fails: bool
-
-
-@dataclass(frozen=True)
 class Claim:
-    """One row of the theory page.
+    """A row of the theory's page.
 
     Attributes:
         source: where it stands, such as `Theorem 1`.
         statement: what is claimed, as it is checked.
-        setting: what was computed.
-        measured: the number or numbers, with units.
-        holds: whether the measurement agrees with the statement.
-        controls: at least one.
+        setting: what is computed.
+        check: judges a model, a construction or a law.
+        right: the one that the claim speaks of.
+        wrong: by their names, those that the check must refuse; at least one.
         correction: what had to be read differently from the paper's words, and why; may be empty.
     """
 
     source: str
     statement: str
     setting: str
-    measured: str
-    holds: bool
-    controls: tuple[Control, ...]
+    check: Callable[[Any], Verdict]
+    right: Any
+    wrong: Mapping[str, Any]
     correction: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.controls:
+    def judge(self) -> dict[str, Any]:
+        """Put what is right, and all that is wrong, to the check; plain values."""
+        if not self.wrong:
             raise ValueError(f"{self.source}: a claim needs a negative control")
+        measured, holds = self.check(self.right)
+        refused = {what: self.check(subject) for what, subject in self.wrong.items()}
+        return {
+            "source": self.source,
+            "statement": self.statement,
+            "setting": self.setting,
+            "measured": measured,
+            "holds": holds,
+            "controls": [
+                {"what": what, "measured": found.measured, "fails": not found.passes}
+                for what, found in refused.items()
+            ],
+            "correction": self.correction,
+        }
 
-    @classmethod
-    def judged(
-        cls,
-        source: str,
-        statement: str,
-        setting: str,
-        check: Callable[[Subject], Verdict],
-        right: Subject,
-        wrong: Mapping[str, Subject],
-        correction: str = "",
-    ) -> Claim:
-        """Puts what is right, and all that is wrong, to one check."""
-        found = check(right)
-        refused = {what: check(subject) for what, subject in wrong.items()}
-        controls = (Control(what, v.measured, not v.passes) for what, v in refused.items())
-        return cls(
-            source, statement, setting, found.measured, found.passes, tuple(controls), correction
-        )
 
-    @property
-    def stands(self) -> bool:
-        """Return True if the claim holds and its check refuses every control."""
-        return self.holds and all(control.fails for control in self.controls)
+def stands(found: Mapping[str, Any]) -> bool:
+    """Return True if a judged claim holds and its check refused every control."""
+    return found["holds"] and all(control["fails"] for control in found["controls"])
 
-    def text(self) -> str:
-        """The claim as lines for a terminal."""
-        lines = [
-            f"{self.source}: {self.statement}",
-            f"  computed: {self.setting}",
-            f"  measured: {self.measured}",
-            f"  claim holds: {'yes' if self.holds else 'NO'}",
-        ]
-        lines += [
-            f"  control fails: {'yes' if control.fails else 'NO'} ({control.what}: "
-            f"{control.measured})"
-            for control in self.controls
-        ]
-        if self.correction:
-            lines.append(f"  correction: {self.correction}")
-        return "\n".join(lines)
+
+def describe(found: Mapping[str, Any]) -> str:
+    """Describe a judged claim on a terminal."""
+    words = {True: "yes", False: "NO"}
+    lines = [
+        f"{found['source']}: {found['statement']}",
+        f"  computed: {found['setting']}",
+        f"  measured: {found['measured']}",
+        f"  claim holds: {words[found['holds']]}",
+    ]
+    lines += [
+        f"  control fails: {words[control['fails']]} ({control['what']}: {control['measured']})"
+        for control in found["controls"]
+    ]
+    return "\n".join(lines + [f"  correction: {found['correction']}"] * bool(found["correction"]))

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.common.style import INK, MARKERS, MUTED, RUN_COLOURS, STYLE
 from eval.recall.theory.generalization import Trained, filter_bound
+from eval.recall.theory.two_sided import Measured
 
 
 def landmark_figure(
@@ -25,8 +25,10 @@ def landmark_figure(
         figure = Figure(figsize=(7.4, 4.6), layout="constrained")
         axes = figure.add_subplot()
         for i, (label, points) in enumerate(bands.items()):
-            colour, blocks = RUN_COLOURS[i % len(RUN_COLOURS)], [p["block"] for p in points]
-            low, half = ([p[name] for p in points] for name in ("d10", "d50"))
+            colour = RUN_COLOURS[i % len(RUN_COLOURS)]
+            blocks, low, half = zip(
+                *((p["block"], p["d10"], p["d50"]) for p in points), strict=True
+            )
             axes.fill_between(blocks, low, half, color=colour, alpha=0.25, linewidth=0)
             axes.plot(blocks, half, color=colour, marker=MARKERS[i], label=label, linewidth=1)
             if label in curves:
@@ -34,57 +36,48 @@ def landmark_figure(
         axes.plot([], [], color=MUTED, linestyle="--", label="Proposition 1, t = 0")
         axes.fill_between([], [], [], color=MUTED, alpha=0.25, label="10–50% success")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(blocks, [str(b) for b in blocks])
-        axes.set_xlabel("block size B")
-        axes.set_ylabel("embedding dimension d")
+        axes.set_xticks(blocks, [str(block) for block in blocks])
+        axes.set(yscale="log", xlabel="block size B", ylabel="embedding dimension d")
         axes.set_title("Landmark attention at L = 2²⁰, σ² = 1", color=INK, loc="left")
         axes.legend(fontsize=8)
     return figure
 
 
 def generalization_figure(found: Trained) -> Figure:
-    """Theorem 2: a trained filter, the distance of all filters, the error at other lengths."""
+    """Theorem 2: a trained filter, ‖F − 2D₋₁‖₁ of all over L ε₀, the error at other lengths."""
+    line = {"markersize": 4, "linewidth": 1}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.6, 3.6), layout="constrained")
-        taps, path, error = figure.subplots(1, 3)
+        taps, distance, error = figure.subplots(1, 3)
         filters = found.runs[0].kept[-1].filters.detach().numpy()
         taps.bar(np.arange(len(filters)) - len(filters) // 2, filters, color=RUN_COLOURS[0])
         taps.axhline(2, color=MUTED, linestyle=":", linewidth=1)
         taps.set_xlabel("lag")
         taps.set_title("value filter (2D₋₁: 2 at −1)", loc="left")
-        _distances(path, found)
-        _errors(error, found)
+        for i, case in enumerate(found.cases):
+            unit = [case.problem.length * case.unit * m.error for m in case.admitted]
+            far = [m.filter for m in case.admitted]
+            bound = [filter_bound(case, m) for m in case.admitted]
+            style = {"color": RUN_COLOURS[0], "marker": "o", "label": None if i else "‖·‖₁"}
+            distance.loglog(unit, far, **line, **style)
+            style = {"color": MUTED, "linestyle": "--", "label": None if i else "bound D"}
+            distance.loglog(unit, bound, **line, **style)
+        distance.set_xlabel("L ε₀")
+        distance.set_title(f"‖F_v − 2D₋₁‖₁ of {len(found.cases)} layers", loc="left")
+        first = found.cases[0]
+        for i, m in enumerate(first.measured):
+            style = {"color": RUN_COLOURS[i], "marker": MARKERS[i], "label": f"ε = {m.error:.0e}"}
+            error.loglog(*_by_length(m), **line, **style)
+        for (what, cases), style in zip(found.wrong().items(), ("-", "--", ":"), strict=True):
+            label = what.split(" (")[0].removeprefix("the trained layers with ")
+            error.loglog(*_by_length(cases[0].measured[-1]), color=INK, ls=style, lw=1, label=label)
+        error.axvline(first.problem.length, color=MUTED, linestyle=":", linewidth=1)
+        error.set_xlabel("length L'")
+        error.set_title("largest error", loc="left")
+        distance.legend(fontsize=8)
+        error.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
-def _distances(axes: Axes, found: Trained) -> None:
-    """‖F − 2D₋₁‖₁ and the bound, over L ε₀, where the theorem speaks."""
-    for i, case in enumerate(found.cases):
-        unit = [case.problem.length * case.unit * m.error for m in case.admitted]
-        style = dict(color=RUN_COLOURS[0], marker="o", markersize=4, linewidth=0.8)
-        axes.loglog(unit, [m.filter for m in case.admitted], **style, label=None if i else "‖·‖₁")
-        style = dict(color=MUTED, linestyle="--", linewidth=1)
-        bound = [filter_bound(case, m) for m in case.admitted]
-        axes.loglog(unit, bound, **style, label=None if i else "bound D")
-    axes.set_xlabel("L ε₀")
-    axes.set_title(f"‖F_v − 2D₋₁‖₁ of {len(found.cases)} layers", loc="left")
-    axes.legend(fontsize=8)
-
-
-def _errors(axes: Axes, found: Trained) -> None:
-    """The first layer's error by length, one line for each ε, and the layers that are wrong."""
-    first = found.cases[0]
-    for i, m in enumerate(first.measured):
-        errors = [values[0] for values in m.by_length.values()]
-        style = dict(color=RUN_COLOURS[i], marker=MARKERS[i], markersize=4, linewidth=1)
-        axes.loglog(list(m.by_length), errors, **style, label=f"ε = {m.error:.0e}")
-    for what, style in zip(found.wrong(), ("-", "--", ":"), strict=True):
-        m = found.controls[what][0].measured[-1]
-        errors = [values[0] for values in m.by_length.values()]
-        label = what.split(" (")[0].removeprefix("the trained layers with ")
-        axes.loglog(list(m.by_length), errors, color=INK, linestyle=style, label=label)
-    axes.axvline(first.problem.length, color=MUTED, linestyle=":", linewidth=1)
-    axes.set_xlabel("length L'")
-    axes.set_title("largest error", loc="left")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+def _by_length(m: Measured) -> tuple[list[int], list[float]]:
+    return list(m.by_length), [error for error, _ in m.by_length.values()]

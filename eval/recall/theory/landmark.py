@@ -16,16 +16,24 @@ and the copy must win inside the two blocks: the largest of 2B−2 tokens' produ
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import torch
+from scipy.signal import lfilter
+from scipy.special import betaincc, ndtr, ndtri
+
+from eval.recall.theory.claims import Claim, Verdict
 
 LENGTH = 2**20
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 RANKS = (4, 16, 64)
+NECESSARY = ((20, 0.1, 2.2), (20, 0.5, 2.2), (60, 0.1, 3.0), (60, 0.05, 4.0), (200, 0.1, 5.0))
 _CELLS = 2**22  # numbers drawn at once
+
+Law = Callable[[Any, float], float]  # what was simulated, and t -> d/σ²
 
 
 def largest_normal(
@@ -38,10 +46,8 @@ def largest_normal(
     if rank > count:
         return np.full(trials, -np.inf)
     if rank == 1:
-        tail = -np.expm1(np.log(rng.random(trials)) / count)
-    else:
-        tail = rng.beta(rank, count - rank + 1, trials)
-    return -torch.special.ndtri(torch.from_numpy(tail)).numpy()
+        return -ndtri(-np.expm1(np.log(rng.random(trials)) / count))
+    return -ndtri(rng.beta(rank, count - rank + 1, trials))
 
 
 def fixed_thresholds(
@@ -83,26 +89,12 @@ def retrieval(
         snr_squared: of any shape; SNR is not negative.
         rivals: m, how many other blocks there are to choose from; as the shape of `snr_squared`.
     """
-    snr, rivals = np.broadcast_arrays(
-        np.sqrt(np.asarray(snr_squared, dtype=float)), np.asarray(rivals, dtype=float)
-    )
+    snr, rivals = np.broadcast_arrays(np.sqrt(np.asarray(snr_squared, float)), rivals)
     z = np.linspace(-8, 8, 161)
     weight = np.exp(-(z**2) / 2)
-    x = (snr[..., None] + math.sqrt(block - 1) * z) / math.sqrt(block)
-    tail = torch.from_numpy(x)
-    above = torch.special.log_ndtr(-tail).numpy()[..., None]
-    below = torch.special.log_ndtr(tail).numpy()[..., None]
-    count = rivals[..., None, None]
-    i = np.arange(top_k)
-    choose = _log_factorial(count) - _log_factorial(i) - _log_factorial(np.maximum(count - i, 0))
-    with np.errstate(over="ignore"):
-        chances = np.exp(choose + i * above + np.maximum(count - i, 0) * below)
-    chance = (np.where(i <= count, chances, 0.0).sum(axis=-1) * weight).sum(axis=-1) / weight.sum()
-    return np.where(rivals < top_k, 1.0, np.minimum(chance, 1.0))
-
-
-def _log_factorial(x: np.ndarray) -> np.ndarray:
-    return torch.lgamma(torch.from_numpy(np.asarray(x, dtype=float) + 1)).numpy()
+    above = ndtr(-(snr[..., None] + math.sqrt(block - 1) * z) / math.sqrt(block))
+    fewer = betaincc(top_k, np.maximum(rivals - top_k + 1, 1)[..., None], above)
+    return np.where(rivals < top_k, 1.0, (fewer * weight).sum(axis=-1) / weight.sum())
 
 
 def set_thresholds(
@@ -164,7 +156,7 @@ def exponential_thresholds(
         # The copy stands in place of one of its block's random tokens.
         left = 1 - decay ** (2 * back) / spread**2
         noise[rows, target] *= np.sqrt(np.maximum(left, 0))
-        state = _decaying_sum(noise, rate)
+        state = lfilter([1.0], [1.0, -math.exp(-rate)], noise, axis=1)
         after = np.arange(blocks) - target[:, None]
         means = np.where(
             after >= 0, np.exp(-rate * (back[:, None] / block + np.maximum(after, 0))), 0
@@ -179,16 +171,6 @@ def exponential_thresholds(
     return needed**2
 
 
-def _decaying_sum(noise: np.ndarray, rate: float) -> np.ndarray:
-    """g_i = e^{−rate} g_{i−1} + ε_i along rows, by doubling; 64 blocks back is e^{−64 rate}."""
-    state, step = noise.copy(), 1
-    while step <= 32:
-        shifted = math.exp(-rate * step) * state[:, :-step]
-        state[:, step:] += shifted
-        step *= 2
-    return state
-
-
 def sufficient(block: int, width: float = 0.0, t: float = 0.0) -> float:
     """d/σ² of Propositions 1 and 5: 2B(√log L̄ + ω + t)².
 
@@ -200,15 +182,13 @@ def sufficient(block: int, width: float = 0.0, t: float = 0.0) -> float:
 
 def bands(trials: int, slow_trials: int, seed: int = 0) -> dict[str, list[dict[str, float]]]:
     """d at 10% and 50% success by block size, for the figure: series -> points."""
-    series = {"fixed query": [_band(b, fixed_thresholds(b, trials, seed)) for b in BLOCKS]}
+    series = {"fixed query": lambda block: fixed_thresholds(block, trials, seed)}
     for rank in RANKS:
-        series[f"uniform, dim(S) = {rank}"] = [
-            _band(b, subspace_thresholds(b, rank, slow_trials, seed)) for b in BLOCKS
-        ]
-    series["exponential filter"] = [
-        _band(b, exponential_thresholds(b, slow_trials, seed)) for b in BLOCKS
-    ]
-    return series
+        series[f"uniform, dim(S) = {rank}"] = lambda block, rank=rank: subspace_thresholds(
+            block, rank, slow_trials, seed
+        )
+    series["exponential filter"] = lambda block: exponential_thresholds(block, slow_trials, seed)
+    return {name: [_band(block, draw(block)) for block in BLOCKS] for name, draw in series.items()}
 
 
 def _band(block: int, thresholds: np.ndarray) -> dict[str, float]:
@@ -218,7 +198,159 @@ def _band(block: int, thresholds: np.ndarray) -> dict[str, float]:
 
 def formula_curves(ranks: Sequence[int] = RANKS) -> dict[str, list[tuple[int, float]]]:
     """Proposition 1's curves at t = 0 for the figure: label -> (B, d)."""
-    curves = {"fixed query": [(b, sufficient(b)) for b in BLOCKS]}
-    for rank in ranks:
-        curves[f"uniform, dim(S) = {rank}"] = [(b, sufficient(b, math.sqrt(rank))) for b in BLOCKS]
-    return curves
+    widths = {"fixed query": 0.0} | {f"uniform, dim(S) = {r}": math.sqrt(r) for r in ranks}
+    return {name: [(b, sufficient(b, width)) for b in BLOCKS] for name, width in widths.items()}
+
+
+def propositions(trials: int, slow_trials: int, seed: int = 0) -> list[Claim]:
+    """Propositions 1 and 2, each law beside one that is wrong.
+
+    Args:
+        trials: of the laws for a fixed query; slow_trials: of the others.
+    """
+    return [
+        _sufficiency(trials, seed),
+        _necessity(trials, seed),
+        _sharpness(trials, seed),
+        _uniform(slow_trials, seed),
+        _exponential(slow_trials, seed),
+    ]
+
+
+def chance(t: float) -> float:
+    """The probability that Propositions 1 and 2 promise."""
+    return 1 - 3 * math.exp(-(t**2) / 4)
+
+
+def _promised(thresholds: Mapping[Any, np.ndarray], law: Law, at: Sequence[float]) -> Verdict:
+    """The least success at what a law says, by t, against what is promised."""
+    success = {
+        t: min(float((v <= law(key, t)).mean()) for key, v in thresholds.items()) for t in at
+    }
+    said = ", ".join(
+        f"t={t:g}: {100 * got:.2f}% (≥ {100 * chance(t):.1f}%)" for t, got in success.items()
+    )
+    return Verdict(said, all(got >= chance(t) for t, got in success.items()))
+
+
+def _sufficiency(trials: int, seed: int) -> Claim:
+    thresholds = {b: fixed_thresholds(b, trials, seed) for b in BLOCKS}
+    return Claim(
+        "Proposition 1 (A)",
+        "d ≥ 2σ²B(√log L̄ + t)² solves recall with probability at least 1 − 3e^{−t²/4}",
+        f"L = 2^20, B = {min(thresholds)}…{max(thresholds)}, {trials} trials each; least "
+        "success over B",
+        lambda law: _promised(thresholds, law, (2.2, 2.5, 3.0, 4.0)),
+        lambda block, t: sufficient(block, t=t),
+        {
+            "without the factor B": lambda block, t: sufficient(block, t=t) / block,
+            "a tenth of that d": lambda block, t: sufficient(block, t=t) / 10,
+        },
+        "The query's block competes with L̄ − 2 others; the argmax must be over earlier blocks "
+        "(j < ⌈i/B⌉) for the layer to be causal, and the local phase needs keys of its own: with "
+        "the length-B sum filter it would not compare single tokens.",
+    )
+
+
+def _necessity(trials: int, seed: int) -> Claim:
+    def check(sign: int) -> Verdict:
+        said, passes = [], True
+        for power, epsilon, t in NECESSARY:
+            fails = []
+            for block in BLOCKS:
+                root = math.sqrt((1 - sign * epsilon) * (power * math.log(2) - math.log(block)))
+                if root >= t:
+                    v = fixed_thresholds(block, trials, seed, length=2.0**power)
+                    fails.append(float((v > 2 * block * (root - sign * t) ** 2).mean()))
+            if fails:
+                passes &= min(fails) >= chance(t)
+                said.append(f"(2^{power}, {epsilon}, {t:g}): {100 * min(fails):.2f}%")
+                said[-1] += f" (≥ {100 * chance(t):.1f}%)"
+        return Verdict("fail at (L, ε, t) = " + ", ".join(said), passes)
+
+    return Claim(
+        "Proposition 1 (B)",
+        "d ≤ 2σ²B(√((1−ε) log L̄) − t)² fails with probability at least 1 − 3e^{−t²/4}",
+        f"B = {min(BLOCKS)}…{max(BLOCKS)}, {trials} trials each; least failure "
+        "over those B with √((1−ε) log L̄) ≥ t",
+        check,
+        1,
+        {"beyond the threshold, d = 2σ²B(√((1+ε) log L̄) + t)²": -1},
+        "Needs √((1−ε) log L̄) ≥ t, which is not said: the square hides the root's sign.",
+    )
+
+
+def _sharpness(trials: int, seed: int) -> Claim:
+    blocks, powers = (8, 32, 512), (20, 40, 80, 160, 320)
+    half = {
+        (b, p): float(np.median(fixed_thresholds(b, trials, seed, length=2.0**p)))
+        for b, p in itertools.product(blocks, powers)
+    }
+
+    def check(law: Callable[[int, float], float]) -> Verdict:
+        """`law`: d/σ² from B and log L̄."""
+        said, passes = [], True
+        for block in blocks:
+            logs = [power * math.log(2) - math.log(block) for power in powers]
+            ratios = [half[block, p] / law(block, x) for p, x in zip(powers, logs, strict=True)]
+            passes &= ratios == sorted(set(ratios)) and 0.95 < ratios[-1] < 1.05
+            said.append(f"B={block}: " + ", ".join(f"{ratio:.3f}" for ratio in ratios))
+        return Verdict("; ".join(said), passes)
+
+    return Claim(
+        "Proposition 1, threshold",
+        "success if and only if d / (2σ²B log L̄) ≥ 1 + o(1)",
+        f"d at 50% success over 2B log L̄, L = {', '.join(f'2^{p}' for p in powers)}; {trials} "
+        "trials; must rise to within 5% of 1",
+        check,
+        lambda block, log: 2 * block * log,
+        {
+            "without the factor 2": lambda block, log: block * log,
+            "√log L̄ for log L̄": lambda block, log: 2 * block * math.sqrt(log),
+            "without the factor B": lambda _, log: 2 * log,
+        },
+        "The limit is approached slowly: at L = 2^20 half of the trials succeed some 20% below.",
+    )
+
+
+def _uniform(trials: int, seed: int) -> Claim:
+    blocks, ranks = (32, 128, 512), (1, *RANKS)
+    found = {
+        (r, b): subspace_thresholds(b, r, trials, seed) for r, b in itertools.product(ranks, blocks)
+    }
+    halves = ", ".join(
+        f"r={r}: {np.median(found[r, 32]):.0f} ({sufficient(32, math.sqrt(r)):.0f})" for r in ranks
+    )
+    return Claim(
+        "Proposition 1 (C)",
+        "d ≥ 2σ²B(√log L̄ + √dim(S) + t)² solves recall for all queries of a subspace S, with "
+        "probability at least 1 − 3e^{−t²/4}",
+        f"r = dim(S) = {', '.join(map(str, ranks))}, B = {', '.join(map(str, blocks))}, {trials} "
+        f"trials each; least success; d at 50% (formula at t = 0), B = 32: {halves}",
+        lambda law: _promised(found, law, (2.5, 3.0, 4.0)),
+        lambda of, t: sufficient(of[1], math.sqrt(of[0]), t),
+        {"without √dim(S)": lambda of, t: sufficient(of[1], t=t)},
+    )
+
+
+def _exponential(trials: int, seed: int) -> Claim:
+    blocks = (32, 128, 512)
+
+    def law(block: int, t: float) -> float:
+        return 50 * block * (math.sqrt(math.log(LENGTH / block)) + t) ** 2
+
+    def check(rate: float) -> Verdict:
+        found = {b: exponential_thresholds(b, trials, seed, rate=rate) for b in blocks}
+        measured, passes = _promised(found, law, (2.2, 2.5, 3.0))
+        halves = ", ".join(f"B={b} {law(b, 0) / np.median(v):.2g}" for b, v in found.items())
+        return Verdict(f"{measured}; 50B log L̄ over d at 50%: {halves}", passes)
+
+    return Claim(
+        "Proposition 2",
+        "with F_i = e^{−i/B}, d ≥ 50σ²B(√log L̄ + t)² succeeds with probability ≥ 1 − 3e^{−t²/4}",
+        f"B = {', '.join(map(str, blocks))}, {trials} trials each; least success over B",
+        check,
+        1.0,
+        {"F_i = e^{−20i/B}, which forgets within its block": 20.0},
+        "The statement lacks σ². The constant is far from tight.",
+    )

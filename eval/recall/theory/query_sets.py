@@ -6,15 +6,16 @@ are exact; expectations and probabilities are Monte Carlo, with three standard e
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from eval.recall.theory import landmark
 from eval.recall.theory.claims import Claim, Verdict
+from eval.recall.theory.landmark import set_thresholds, sufficient
 
 Support = Callable[[np.ndarray], np.ndarray]
 _ALLOWED = 3.0  # standard errors
@@ -34,10 +35,12 @@ class QuerySet:
         return _mean(self.support(rng.standard_normal((draws, self.rank))))
 
 
+Widths = Mapping[str, tuple[float, float]]
+
+
 def query_sets(seed: int = 0) -> list[QuerySet]:
     """One query, many, two spheres, a cap and sparse vectors."""
-    points = np.random.default_rng([seed, 5]).standard_normal((64, 16))
-    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    points = _unit(np.random.default_rng([seed, 5]).standard_normal((64, 16)))
     return [
         QuerySet("one query", 1, lambda x: x[..., 0]),
         QuerySet("64 queries in R^16", 16, lambda x: (x @ points.T).max(axis=-1)),
@@ -48,8 +51,12 @@ def query_sets(seed: int = 0) -> list[QuerySet]:
     ]
 
 
+def _unit(points: np.ndarray) -> np.ndarray:
+    return points / np.linalg.norm(points, axis=1, keepdims=True)
+
+
 def _norm(x: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.einsum("...d,...d->...", x, x))
+    return np.linalg.norm(x, axis=-1)
 
 
 def _cap(x: np.ndarray, angle: float) -> np.ndarray:
@@ -61,12 +68,11 @@ def _cap(x: np.ndarray, angle: float) -> np.ndarray:
 
 def _sparse(x: np.ndarray, entries: int) -> np.ndarray:
     """Unit vectors of so many non-zero entries: the norm of the largest ones."""
-    squares = np.partition(x * x, -entries, axis=-1)[..., -entries:]
-    return np.sqrt(squares.sum(axis=-1))
+    return np.sqrt(np.partition(x * x, -entries, axis=-1)[..., -entries:].sum(axis=-1))
 
 
 def general_sets(trials: int, seed: int = 0) -> list[Claim]:
-    """All rows.
+    """All claims on sets.
 
     Args:
         trials: of the slower simulations; at least 40, without which nothing could be refused.
@@ -84,15 +90,12 @@ def general_sets(trials: int, seed: int = 0) -> list[Claim]:
 def definition_7(seed: int) -> Claim:
     """The widths that the paper uses: √r for a subspace; √(2 log m) for m queries."""
     rng = np.random.default_rng([seed, 6])
-    ranks, counts = (1, 4, 16, 64), (4, 64, 1024)
-
-    def points(count: int) -> QuerySet:
-        table = rng.standard_normal((count, 16))
-        table /= np.linalg.norm(table, axis=1, keepdims=True)
-        return QuerySet(f"{count} points", 16, lambda x: (x @ table.T).max(axis=-1))
-
-    spheres = {r: QuerySet(f"r={r}", r, _norm).width(rng) for r in ranks}
-    finite = {m: points(m).width(rng) for m in counts}
+    spheres = {r: QuerySet("", r, _norm).width(rng) for r in (1, 4, 16, 64)}
+    finite = {}
+    for count in (4, 64, 1024):
+        table = _unit(rng.standard_normal((count, 16)))
+        points = QuerySet("", 16, lambda x, table=table: (x @ table.T).max(axis=-1))
+        finite[count] = points.width(rng)
 
     def check(bounds: tuple[Callable[[int], float], Callable[[int], float]]) -> Verdict:
         rows = [(f"r={r}", *v, bounds[0](r)) for r, v in spheres.items()]
@@ -103,7 +106,7 @@ def definition_7(seed: int) -> Claim:
     def many(m: int) -> float:
         return math.sqrt(2 * math.log(m))
 
-    return Claim.judged(
+    return Claim(
         "Definition 7",
         "ω(S) = E sup ⟨x, g⟩ is at most √r for the unit vectors of an r-dimensional subspace (the "
         "proof of Proposition 5) and √(2 log m) for m unit vectors",
@@ -124,22 +127,18 @@ def proposition_4(trials: int, seed: int) -> Claim:
     cloud = rng.standard_normal((40, 12)) * rng.uniform(0.1, 1, (40, 1))
     pairs = np.concatenate([np.eye(64), np.ones((64, 1))], axis=1)
     points = rng.standard_normal((30, 10))
-    sizes = np.ones((1, 1)), rng.uniform(0.2, 2, (30, 1))
-    unit = points / np.linalg.norm(points, axis=1, keepdims=True)
+    sizes = rng.uniform(0.2, 2, 30)
     sets = query_sets(seed)
+    scattered = [
+        (float(size), lambda x, b=size * one: x @ b)
+        for size, one in zip(sizes, _unit(points), strict=True)
+    ]
     # B: vectors of one norm (a support function), or points with their norms.
-    cases: dict[str, tuple[np.ndarray, list[tuple[float, Support]], int]] = {
+    cases = {
         "±e_i × sphere of R^16": (signs, [(1.0, sets[3].support)], 16),
         "e_i + e_65 × cap": (pairs, [(1.0, sets[4].support)], 16),
         "40 vectors of any norm × 3-sparse": (cloud, [(1.0, sets[5].support)], 16),
-        "40 × 30 vectors of any norm": (
-            cloud,
-            [
-                (float(c), lambda x, b=c * b: x @ b)
-                for c, b in zip(sizes[1][:, 0], unit, strict=True)
-            ],
-            10,
-        ),
+        "40 × 30 vectors of any norm": (cloud, scattered, 10),
     }
     sides = {name: _sides(*case, trials, rng) for name, case in cases.items()}
 
@@ -153,7 +152,7 @@ def proposition_4(trials: int, seed: int) -> Claim:
             said.append(f"{name}: {low:.2f} ≤ {high:.2f} (± {error:.2f})")
         return Verdict("; ".join(said), passes)
 
-    return Claim.judged(
+    return Claim(
         "Proposition 4",
         "E sup ⟨a, X b⟩ ≤ E sup (‖b‖⟨a, g⟩ + ‖a‖⟨b, h⟩) over a in A, b in B, X, g, h normal",
         f"{trials} draws a side, ± standard error of the difference",
@@ -183,49 +182,42 @@ def _sides(
         moved = table @ rng.standard_normal((table.shape[1], width))
         left[trial] = max(h(moved).max() for _, h in others)
         g, h_draw = table @ rng.standard_normal(table.shape[1]), rng.standard_normal(width)
-        terms = [(size * g, norms * float(h(h_draw))) for size, h in others]
-        right[trial] = (
-            max(float((a + b).max()) for a, b in terms),
-            max(float(a.max()) for a, _ in terms),
-            max(float(b.max()) for _, b in terms),
-        )
+        first = np.stack([size * g for size, _ in others])
+        second = np.stack([norms * float(h(h_draw)) for _, h in others])
+        right[trial] = (first + second).max(), first.max(), second.max()
     return left, right
 
 
-def lemma_4(
-    sets: list[QuerySet], widths: dict[str, tuple[float, float]], trials: int, seed: int
-) -> Claim:
+def lemma_4(sets: list[QuerySet], widths: Widths, trials: int, seed: int) -> Claim:
     """Hold the lemma as printed, and as its proof has it, with every row less a common g."""
     rng = np.random.default_rng([seed, 8])
-    found: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
-    for queries in sets:
-        for count in (64, 1024):
-            printed, proved = np.empty(trials), np.empty(trials)
-            for trial in range(trials):
-                x = rng.standard_normal((count, queries.rank))
-                g = rng.standard_normal(queries.rank)
-                printed[trial] = max(queries.support(x).max(), queries.support(-x).max())
-                proved[trial] = queries.support(x - g).max()
-            found[queries.name, count] = printed, proved
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for queries, count in itertools.product(sets, (64, 1024)):
+        h, draws = queries.support, np.empty((2, trials))
+        for trial in range(trials):
+            x = rng.standard_normal((count, queries.rank))
+            g = rng.standard_normal(queries.rank)
+            draws[:, trial] = max(h(x).max(), h(-x).max()), h(x - g).max()
+        found[queries.name, count] = draws
 
     def check(share: float) -> Verdict:
         """`share`: the factor of ω(S)."""
         said, passes = [], True
         for t in (0.5, 1.0, 2.0):
             allowed = math.exp(-(t**2) / 2)
-            over = [0.0, 0.0]
+            over = np.zeros(2)
             for (name, count), draws in found.items():
                 bound = math.sqrt(2) * (math.sqrt(math.log(count)) + share * widths[name][0] + t)
-                over = [max(o, float((v > bound).mean())) for o, v in zip(over, draws, strict=True)]
+                over = np.maximum(over, (draws > bound).mean(axis=1))
             error = math.sqrt(allowed * (1 - allowed) / trials)
-            passes &= max(over) <= allowed + _ALLOWED * error
+            passes &= bool(over.max() <= allowed + _ALLOWED * error)
             said.append(
                 f"t={t:g}: {100 * over[0]:.1f}% and {100 * over[1]:.1f}% exceed (≤ "
                 f"{100 * allowed:.1f} ± {100 * error:.1f}%)"
             )
         return Verdict(", ".join(said), passes)
 
-    return Claim.judged(
+    return Claim(
         "Lemma 4",
         "sup ‖X β‖_∞ over S, and sup max (x_i − g)⊤β of its proof, are at most "
         "√2(√log L + ω(S) + t) with probability at least 1 − e^{−t²/2}",
@@ -238,15 +230,12 @@ def lemma_4(
     )
 
 
-def proposition_5(
-    sets: list[QuerySet], widths: dict[str, tuple[float, float]], trials: int, seed: int
-) -> Claim:
+def proposition_5(sets: list[QuerySet], widths: Widths, trials: int, seed: int) -> Claim:
     """Recall for the worst query of a set, by the sets' support functions."""
     blocks = (128, 512)
     found = {
-        (s.name, b): landmark.set_thresholds(s.support, s.rank, b, trials, seed)
-        for s in sets
-        for b in blocks
+        (s.name, b): set_thresholds(s.support, s.rank, b, trials, seed)
+        for s, b in itertools.product(sets, blocks)
     }
 
     def check(law: Callable[[int, float, float], float]) -> Verdict:
@@ -264,23 +253,20 @@ def proposition_5(
         return Verdict(", ".join(said), passes)
 
     halves = ", ".join(
-        f"{s.name} {np.median(found[s.name, 128]):.0f} "
-        f"({landmark.sufficient(128, widths[s.name][0]):.0f})"
+        f"{s.name} {np.median(found[s.name, 128]):.0f} ({sufficient(128, widths[s.name][0]):.0f})"
         for s in sets
     )
-    return Claim.judged(
+    return Claim(
         "Proposition 5",
         "d ≥ 2σ²B(√log L̄ + ω(S) + t)² solves recall for all queries of S with probability at "
         "least 1 − 2e^{−t²/2}",
         f"L = 2^20, B = {', '.join(map(str, blocks))}, {trials} trials each; least success; d at "
         f"50% (formula at t = 0), B = 128: {halves}",
         check,
-        landmark.sufficient,
+        sufficient,
         {
-            "without ω(S)": lambda block, _, t: landmark.sufficient(block, t=t),
-            "without the factor B": lambda block, width, t: (
-                landmark.sufficient(block, width, t) / block
-            ),
+            "without ω(S)": lambda block, _, t: sufficient(block, t=t),
+            "without the factor B": lambda block, width, t: sufficient(block, width, t) / block,
         },
         "S must be fixed before the tokens are drawn. Checked with L̄, which is stronger than the "
         "printed log L, and with the statement's e^{−t²/2} (its proof has e^{−t²/4}). The event of "
