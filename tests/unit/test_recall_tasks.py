@@ -164,14 +164,14 @@ def test_pairs_are_as_many_as_fit_behind_zeros():
 def test_selective_copying_has_the_signals_in_order(mode, unique):
     options = {"copies": "6", "signals": "9", "noises": "3", "mode": mode, "unique": unique}
     task = make_task("selective-copy", 40, options)
-    assert task.marker == 12
+    assert task.vocabulary - 1 == 12
     examples = generate(task, 300, seed=0, split="train")
     for inputs, labels in zip(examples.inputs.tolist(), examples.labels.tolist(), strict=True):
         signal = [token for token in inputs[:34] if token >= 3]
         assert labels == [IGNORE_INDEX] * 34 + signal
         assert max(signal) < 12 and (unique == "false" or len(set(signal)) == 6)
-        fed = signal[:-1] if mode == "autoregressive" else [task.marker] * 5
-        assert inputs[34:] == [task.marker, *fed]
+        fed = signal[:-1] if mode == "autoregressive" else [task.vocabulary - 1] * 5
+        assert inputs[34:] == [task.vocabulary - 1, *fed]
 
 
 def test_at_the_papers_density_every_slot_is_asked():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cat_lm.core.fields import parse_specification
 from cat_lm.core.registry import Registry
-from eval.common.tasks import NamedTask
+from eval.lab.tasks import NamedTask
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select
 from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Exchanged, Place, Task
 from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist

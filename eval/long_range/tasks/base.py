@@ -7,13 +7,14 @@ decoded a batch at a time, from memory or from files mapped into it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cat_lm.data.verified import cache_folder
+from eval.lab import tasks
 
 SPLITS = ("train", "validation", "test")
 PAD = 0  # the id that fills up rows of ids at their end
@@ -129,7 +130,7 @@ class Exchanged(Examples):
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(tasks.Task):
     """The options of a task.
 
     Attributes:
@@ -151,11 +152,6 @@ class Task:
     @property
     def length(self) -> int:
         """T, the most positions of a row."""
-        raise NotImplementedError
-
-    @property
-    def vocabulary(self) -> int:
-        """Ids are below this, padding among them; 0 where inputs are real numbers."""
         raise NotImplementedError
 
     @property
@@ -214,4 +210,4 @@ class Task:
 
     def describe(self) -> dict[str, Any]:
         """Return all that decides the rows, as plain values: the name, the version, the options."""
-        return {"task": self.name, "version": self.version, **asdict(self)}
+        return {"task": self.name, "version": self.version, **super().describe()}

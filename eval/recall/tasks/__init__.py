@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cat_lm.core.registry import Registry
-from eval.common.tasks import NamedTask
+from eval.lab.tasks import NamedTask
 from eval.recall.tasks.base import Examples, Task, generate
 from eval.recall.tasks.copying import SelectiveCopying
 from eval.recall.tasks.multi_query import MultiQueryRecall

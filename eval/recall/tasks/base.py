@@ -9,12 +9,13 @@ it, validation an eighth, training the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
+from eval.lab import tasks
 
 SPLITS = ("train", "test", "validation")
 _ROWS = 2048  # rows made at once, so that memory stays small
@@ -40,20 +41,19 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(tasks.Task):
     """A task's options and its generator.
 
     Attributes:
         seq_len: T, the tokens that a model reads.
+        recalls: whether an answer is the token after an earlier key.
+        runs_free: whether a model is also tested with its own answers fed back in place of the
+            labels.
     """
 
     seq_len: int
-    recalls: ClassVar[bool] = True  # whether an answer is the token after an earlier key
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids are below this."""
-        raise NotImplementedError
+    recalls: ClassVar[bool] = True
+    runs_free: ClassVar[bool] = False
 
     @property
     def chance(self) -> float:
@@ -62,19 +62,14 @@ class Task:
 
     def at_length(self, seq_len: int) -> Task:
         """The same task at another length, its number of items scaled as the paper scales it."""
-        raise NotImplementedError
+        return replace(self, seq_len=seq_len)
 
     def with_as_many_keys(self, seq_len: int) -> Task | None:
         """The same task at another length with its number of keys; None for tasks without one."""
         return None
 
-    @property
-    def runs_free(self) -> bool:
-        """Whether a model is also tested with its own answers fed back in place of the labels."""
-        return False
-
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draws inputs and labels [count, T]."""
+        """Draw inputs and labels [count, T]."""
         raise NotImplementedError
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
@@ -86,9 +81,11 @@ class Task:
         one."""
         return {}
 
-    def describe(self) -> dict[str, Any]:
-        """The options as plain values."""
-        return asdict(self)
+
+def require(holds: object, problem: str) -> None:
+    """Raise ValueError for options that do not fit together."""
+    if not holds:
+        raise ValueError(problem)
 
 
 def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
@@ -103,7 +100,7 @@ def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
     """
     part = SPLITS.index(split)
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, part])))
-    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    kept = [(np.zeros((0, task.seq_len), np.int64),) * 2]
     have = fruitless = 0
     while have < count:
         inputs, labels = task.rows(rng, min(_ROWS, 2 * (count - have) + 16))
@@ -113,9 +110,9 @@ def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
             raise UserError(f"{type(task).__name__}: too few different rows for a {split} split")
         kept.append((inputs[mine], labels[mine]))
         have += int(mine.sum())
-    inputs = np.concatenate([rows for rows, _ in kept] or [np.zeros((0, task.seq_len), np.int64)])
-    labels = np.concatenate([rows for _, rows in kept] or [np.zeros((0, task.seq_len), np.int64)])
-    inputs, labels = (rows[:count].astype(np.int64) for rows in (inputs, labels))
+    inputs, labels = (
+        np.concatenate(rows)[:count].astype(np.int64) for rows in zip(*kept, strict=True)
+    )
     return Examples(inputs, labels, {} if split == "train" else task.groups(inputs, labels))
 
 
@@ -148,8 +145,7 @@ def distinct_ngrams(
         ValueError: there are fewer than `count` different n-grams.
     """
     total = tokens**ngram
-    if count > total:
-        raise ValueError(f"{count} distinct {ngram}-grams of {tokens} tokens: there are {total}")
+    require(count <= total, f"{count} distinct {ngram}-grams of {tokens} tokens: there are {total}")
     if total <= 4 * count:  # too many repeats to draw again
         order = rng.random((rows, total)).argsort(axis=1, kind="stable")[:, :count]
         return np.stack([order // tokens**i % tokens for i in range(ngram)], axis=2)

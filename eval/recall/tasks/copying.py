@@ -14,14 +14,13 @@ vocabulary of 16 of Mamba's experiment.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
-from eval.recall.tasks.base import Task, distinct, distinct_ngrams
+from eval.recall.tasks.base import Task, distinct, distinct_ngrams, require
 
 MODES = ("autoregressive", "oneshot")
 
@@ -47,30 +46,22 @@ class SelectiveCopying(Task):
     recalls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        require(self.mode in MODES, f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
         for name in ("copies", "signals", "noises"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.seq_len < 2 * self.copies:
-            raise ValueError(
-                f"copies={self.copies}: {2 * self.copies} tokens are needed, seq_len is "
-                f"{self.seq_len}"
-            )
-        if self.unique and self.signals < self.copies:
-            raise ValueError(
-                f"unique copies={self.copies} need as many signals, not {self.signals} "
-                "(or unique=false)"
-            )
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
+        m = self.copies
+        require(
+            2 * m <= self.seq_len,
+            f"copies={m}: {2 * m} tokens are needed, seq_len is {self.seq_len}",
+        )
+        require(
+            not self.unique or self.signals >= m,
+            f"unique copies={m} need as many signals, not {self.signals} (or unique=false)",
+        )
 
     @property
     def vocabulary(self) -> int:
         return self.noises + self.signals + 1
-
-    @property
-    def marker(self) -> int:
-        """The id of ⊥."""
-        return self.vocabulary - 1
 
     @property
     def chance(self) -> float:
@@ -84,10 +75,6 @@ class SelectiveCopying(Task):
     def runs_free(self) -> bool:
         return self.mode == "autoregressive"
 
-    def at_length(self, seq_len: int) -> SelectiveCopying:
-        """More noise, as many tokens to copy."""
-        return dataclasses.replace(self, seq_len=seq_len)
-
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         m, body = self.copies, self.seq_len - self.copies
         if self.unique:
@@ -95,7 +82,7 @@ class SelectiveCopying(Task):
         else:
             signal = rng.integers(0, self.signals, (count, m)) + self.noises
         positions = np.sort(distinct_ngrams(rng, count, m, 1, body)[:, :, 0], axis=1)
-        inputs = np.full((count, self.seq_len), self.marker, dtype=np.int64)
+        inputs = np.full((count, self.seq_len), self.vocabulary - 1, dtype=np.int64)  # all ⊥
         inputs[:, :body] = rng.integers(0, self.noises, (count, body))
         np.put_along_axis(inputs[:, :body], positions, signal, axis=1)
         if self.mode == "autoregressive":

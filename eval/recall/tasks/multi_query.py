@@ -33,6 +33,7 @@ from eval.recall.tasks.base import (
     Task,
     distinct,
     distinct_ngrams,
+    require,
     unused,
     weighted_order,
 )
@@ -72,40 +73,38 @@ class MultiQueryRecall(Task):
     unmatched: int = 0
 
     def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise ValueError(f"ngram={self.ngram}: must be at least 1")
-        if self.unmatched < 0:
-            raise ValueError(f"unmatched={self.unmatched}: must be at least 0")
+        n, unmatched, length = self.ngram, self.unmatched, self.seq_len
+        require(n >= 1, f"ngram={n}: must be at least 1")
+        require(unmatched >= 0, f"unmatched={unmatched}: must be at least 0")
         most = self._most_keys
-        if most < 1:
-            others = f" and {self.unmatched} queries without a match" if self.unmatched else ""
-            raise ValueError(
-                f"a {self.ngram}-gram, its value and its query{others} need "
-                f"{(2 + self.unmatched) * (self.ngram + 1)} tokens; seq_len={self.seq_len} is too "
-                "short"
-            )
-        if self.keys is not None and not 1 <= self.keys <= most:
-            raise ValueError(f"keys={self.keys}: seq_len={self.seq_len} fits 1 to {most}")
-        if self.filler not in FILLERS:
-            raise ValueError(f"filler={self.filler!r}: choose one of {', '.join(FILLERS)}")
-        if not 0 < self.power_a < math.inf:
-            raise ValueError(f"power_a={self.power_a}: must be a number above 0")
+        others = f" and {unmatched} queries without a match" if unmatched else ""
+        require(
+            most >= 1,
+            f"a {n}-gram, its value and its query{others} need {(2 + unmatched) * (n + 1)} tokens; "
+            f"seq_len={length} is too short",
+        )
+        fits = self.keys is None or 1 <= self.keys <= most
+        require(fits, f"keys={self.keys}: seq_len={length} fits 1 to {most}")
+        known = ", ".join(FILLERS)
+        require(self.filler in FILLERS, f"filler={self.filler!r}: choose one of {known}")
+        is_law = 0 < self.power_a < math.inf
+        require(is_law, f"power_a={self.power_a}: must be a number above 0")
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
         tokens, values = self.key_tokens, self.vocab_size - self.vocab_size // 2
-        if self.num_keys > values:
-            raise ValueError(f"vocab_size={self.vocab_size}: {values} values, {self.num_keys} keys")
-        if isinstance(self.pool, str) and self.pool not in POOLS:
-            known = ", ".join(POOLS)
-            raise ValueError(f"pool={self.pool!r}: must be a whole number, {known} or none")
+        said = f"vocab_size={self.vocab_size}"
+        require(self.num_keys <= values, f"{said}: {values} values, {self.num_keys} keys")
+        known = f"must be a whole number, {', '.join(POOLS)} or none"
+        is_pool = not isinstance(self.pool, str) or self.pool in POOLS
+        require(is_pool, f"pool={self.pool!r}: {known}")
         pool = self.pool_tokens
-        if pool is not None and not 1 <= pool <= tokens:
-            raise ValueError(f"pool={pool}: there are {tokens} key tokens")
-        ngrams = (tokens if pool is None else pool) ** self.ngram
-        if ngrams < self.queries:
-            name = f"vocab_size={self.vocab_size}" if pool is None else f"pool={pool}"
-            raise ValueError(f"{name}: {ngrams} {self.ngram}-grams, {self.queries} keys needed")
+        if pool is not None:
+            require(1 <= pool <= tokens, f"pool={pool}: there are {tokens} key tokens")
+            tokens, said = pool, f"pool={pool}"
+        ngrams = tokens**self.ngram
+        needed = f"{ngrams} {self.ngram}-grams, {self.queries} keys needed"
+        require(ngrams >= self.queries, f"{said}: {needed}")
 
     @property
     def _most_keys(self) -> int:
@@ -135,11 +134,6 @@ class MultiQueryRecall(Task):
     @property
     def vocabulary(self) -> int:
         return self.vocab_size + (self.unmatched > 0)
-
-    @property
-    def no_match(self) -> int:
-        """The answer to a query without a match."""
-        return self.vocab_size
 
     @property
     def chance(self) -> float:
@@ -215,7 +209,7 @@ class MultiQueryRecall(Task):
         last = inputs[:, self.ngram - 1 : self.num_keys * width : width]
         asked = inputs[scored].reshape(shape)
         sharing = (asked[:, :, None] == last[:, None, :]).sum(axis=2)
-        return sharing, labels[scored].reshape(shape) != self.no_match
+        return sharing, labels[scored].reshape(shape) != self.vocab_size
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         k, n = self.num_keys, self.ngram
@@ -235,7 +229,7 @@ class MultiQueryRecall(Task):
         for i in range(n):
             np.put_along_axis(inputs, first + i, keys[:, :, i], axis=1)
             np.put_along_axis(given, first + i, True, axis=1)
-        answers = np.pad(values, ((0, 0), (0, self.unmatched)), constant_values=self.no_match)
+        answers = np.pad(values, ((0, 0), (0, self.unmatched)), constant_values=self.vocab_size)
         np.put_along_axis(labels, first + n - 1, answers, axis=1)
         self._fill(rng, inputs, given, keys)
         return inputs, labels

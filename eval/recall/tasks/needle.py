@@ -8,13 +8,12 @@ there is more to look through, and not more to remember.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
-from eval.recall.tasks.base import Task, distinct, unused
+from eval.recall.tasks.base import Task, distinct, require, unused
 
 PARTS = ("early", "middle", "late")  # thirds of the haystack
 
@@ -32,15 +31,14 @@ class NeedleRecall(Task):
     vocab_size: int = 8192
 
     def __post_init__(self) -> None:
-        if self.keys < 1:
-            raise ValueError(f"keys={self.keys}: must be at least 1")
-        if 3 * self.keys > self.seq_len:
-            raise ValueError(
-                f"keys={self.keys}: with their values and their questions need {3 * self.keys} "
-                f"tokens; seq_len={self.seq_len} is too short"
-            )
-        if self.vocab_size // 2 - 1 < self.keys:
-            raise ValueError(f"vocab_size={self.vocab_size}: too small for {self.keys} keys")
+        k, length, vocabulary = self.keys, self.seq_len, self.vocab_size
+        require(k >= 1, f"keys={k}: must be at least 1")
+        require(
+            3 * k <= length,
+            f"keys={k}: with their values and their questions need {3 * k} tokens; "
+            f"seq_len={length} is too short",
+        )
+        require(vocabulary // 2 > k, f"vocab_size={vocabulary}: too small for {k} keys")
 
     @property
     def vocabulary(self) -> int:
@@ -49,9 +47,6 @@ class NeedleRecall(Task):
     @property
     def chance(self) -> float:
         return 1 / (self.vocab_size - self.vocab_size // 2)
-
-    def at_length(self, seq_len: int) -> NeedleRecall:
-        return dataclasses.replace(self, seq_len=seq_len)
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         """The third of the haystack in which a needle is: `early`, `middle` and `late`."""

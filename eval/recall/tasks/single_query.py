@@ -9,14 +9,13 @@ the query, whose first token the answer then is: there `chance` is less than wha
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
-from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams
+from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams, require
 
 LAYOUTS = ("pairs", "free")
 _ROUNDS = 1000  # draws of the rows that have accidental copies
@@ -37,30 +36,23 @@ class SingleQueryRecall(Task):
     vocab_size: int = 8192
 
     def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise ValueError(f"ngram={self.ngram}: must be at least 1")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r}: choose one of {', '.join(LAYOUTS)}")
-        least = 2 * self.ngram + (self.layout == "pairs")
-        if self.seq_len < least:
-            raise ValueError(
-                f"a {self.ngram}-gram and its copy need {least} tokens; "
-                f"seq_len={self.seq_len} is too short"
-            )
+        n, length, v = self.ngram, self.seq_len, self.vocab_size
+        require(n >= 1, f"ngram={n}: must be at least 1")
+        known = ", ".join(LAYOUTS)
+        require(self.layout in LAYOUTS, f"layout={self.layout!r}: choose one of {known}")
+        least = 2 * n + (self.layout == "pairs")
+        require(
+            length >= least,
+            f"a {n}-gram and its copy need {least} tokens; seq_len={length} is too short",
+        )
         if self.layout == "pairs":
-            self._check_pairs()
-        elif self.vocab_size < 3 or (
-            self.ngram > 1 and 4 * (self.vocab_size - 1) ** self.ngram < self.seq_len
-        ):
-            raise ValueError(
-                f"vocab_size={self.vocab_size}: too few {self.ngram}-grams for one to be "
-                f"unique among {self.seq_len} tokens"
-            )
-
-    def _check_pairs(self) -> None:
-        k, half = self.num_keys, self.vocab_size // 2
-        if (half - 1) ** self.ngram < k or self.vocab_size - half < k:
-            raise ValueError(f"vocab_size={self.vocab_size}: too small for {k} distinct pairs")
+            k, half = self.num_keys, v // 2
+            fits = (half - 1) ** n >= k and v - half >= k
+            require(fits, f"vocab_size={v}: too small for {k} distinct pairs")
+        else:
+            fits = v >= 3 and (n == 1 or 4 * (v - 1) ** n >= length)
+            few = f"too few {n}-grams for one to be unique among {length} tokens"
+            require(fits, f"vocab_size={v}: {few}")
 
     @property
     def num_keys(self) -> int:
@@ -81,9 +73,6 @@ class SingleQueryRecall(Task):
         # and otherwise any other token.
         beside = 1 / (self.seq_len - 1)
         return max((1 - beside) / (self.vocab_size - 2), beside)
-
-    def at_length(self, seq_len: int) -> SingleQueryRecall:
-        return dataclasses.replace(self, seq_len=seq_len)
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         """`shared`: rows whose last token could mean another key too; `unshared`: the others."""

@@ -1,12 +1,26 @@
-"""Tasks by name: a class of options, with what a name fixes and what it begins with."""
+"""Tasks by name: frozen options, which generate or read rows; what a name fixes or begins with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cat_lm.core.fields import build_options
+
+
+@dataclass(frozen=True)
+class Task:
+    """The base of all tasks: a frozen dataclass of options, plain values that decide its rows."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this; 0 where inputs are real numbers."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that decides the rows, as plain values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -14,17 +28,16 @@ class NamedTask:
     """A task under a name.
 
     Attributes:
-        options: a frozen dataclass of plain values, which generates the task's examples.
         fixed: options that nobody may change under this name.
         defaults: options that differ from the class's own.
     """
 
     name: str
-    options: type
+    options: type[Task]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(self, given: Mapping[str, Any], fixed: Mapping[str, Any] | None = None) -> Any:
+    def make(self, given: Mapping[str, Any], fixed: Mapping[str, Any] | None = None) -> Task:
         """Make the task of options, as values or text. Raises UserError for those that do not fit.
 
         Args:
