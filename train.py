@@ -149,7 +149,6 @@ class Trainer:
         from cat_lm.training.building import (
             build_model,
             describe_backend,
-            describe_sharing,
             documents_apart,
             load_initial_weights,
             vocab_size,
@@ -166,8 +165,6 @@ class Trainer:
         self.log.line(f"convolution: {describe_backend(*place, 'conv_backend')}")
         if recurrence := describe_backend(*place, "mixer_backend"):
             self.log.line(f"recurrence: {recurrence}")
-        if shared := describe_sharing(config):
-            self.log.line(f"sequences: {shared}")
         if apart := documents_apart(config, model, ranks.device):
             self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:

@@ -129,15 +129,10 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
 
 
 def check_fingerprint(manifest: dict[str, Any], name: str) -> None:
-    """Check that a manifest's fingerprint is that of the shards and the tokenizer it lists.
+    """Raise UserError unless a manifest's fingerprint is that of its shards and tokenizer.
 
-    A run that is resumed, a packing plan and a cache know their data by the fingerprint alone.
-
-    Args:
-        name: what the error calls the data.
-
-    Raises:
-        UserError: it is another's.
+    A run that is resumed, a packing plan and a cache know their data by the fingerprint alone. The
+    error calls the data `name`.
     """
     found = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
     if found != manifest["fingerprint"]:

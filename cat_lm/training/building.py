@@ -72,9 +72,7 @@ def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) 
     """Return the vocabulary of the model: the checkpoint's, the initial model's, or the data's.
 
     A model's vocabulary may be larger than its tokenizer's (Pythia's 50,304 for 50,277 entries).
-
-    Raises:
-        UserError: there is no initial model, or its tokenizer is not the data's.
+    Raises UserError where the initial model's tokenizer is not the data's.
     """
     if checkpoint is not None:
         return read_config(checkpoint).vocab_size
@@ -95,13 +93,8 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
     """Fill `model` with the weights of the model in `folder`, in the dtype of `model`.
 
     What its pattern of attention learns and theirs has not, or for other options, stays as it
-    starts.
-
-    Returns:
-        What does, by its names in a layer.
-
-    Raises:
-        UserError: there is no model, or it is not the one that the configuration describes.
+    starts, and is returned by its names in a layer. Raises UserError for another model than the
+    configuration describes.
     """
     source = model_folder(folder)
     theirs, ours = read_config(source), model.config
@@ -173,12 +166,8 @@ def describe_backend(
 ) -> str:
     """Return what will compute convolutions and attention of a run, or its recurrences, and why.
 
-    Args:
-        model: the model's own configuration.
-        key: `conv_backend`, or `mixer_backend`, whose text is empty without recurrences.
-
-    Raises:
-        UserError: the backend that the configuration names cannot serve.
+    The key is `conv_backend`, or `mixer_backend`, whose text is empty without recurrences. Raises
+    UserError where the backend that the configuration names cannot serve.
     """
     backend = getattr(config.train, key)
     how = model, device, compute_dtype(config), backend
@@ -252,14 +241,3 @@ def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     has = "multiplies bf16 natively" if native else "has no native bf16 arithmetic"
     return ("bf16" if native else "fp32"), f"this {device.type} {has}"
-
-
-def describe_sharing(config: RunConfig) -> str:
-    """Return how ranks share sequences, for the log; "" where each has its own."""
-    parts, length = config.train.sequence_parallel, config.data.context_length
-    if parts == 1:
-        return ""
-    return (
-        f"{parts} neighbouring ranks share each, {length // parts:,} of {length:,} tokens a rank; "
-        "whole of a rank's heads in between"
-    )

@@ -153,9 +153,6 @@ def _own_device(local_rank: int) -> torch.device:
 
     Where SLURM binds GPUs (--gpus-per-task, --gpu-bind), each task sees one, its own, as cuda:0.
     DeepSpeed takes LOCAL_RANK for the device's number, so it is 0 there.
-
-    Raises:
-        UserError: the node shows several GPUs, but none for this rank.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

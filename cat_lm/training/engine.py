@@ -95,14 +95,11 @@ class LaunchedStep:
         *,
         started: Moment,
     ) -> None:
-        """Copy the numbers to the host behind the step.
+        """Copy the numbers to the host behind the step, which `started` before its first launch.
 
-        Args:
-            numbers: float64 on the device: scored tokens, gradient norm, loss summed over them,
-                the mean of the layers' own losses if they have any, and the flags.
-            applied: whether the step was not skipped, as far as the host knows.
-            has_auxiliary: whether layers have losses of their own.
-            started: before the step's first launch.
+        They are float64 on the device: scored tokens, gradient norm, loss summed over them, the
+        mean of the layers' own losses if they have any, and the flags. `applied` is False for a
+        step of which the host knows that it was skipped.
         """
         self._has_auxiliary = has_auxiliary
         self._applied, self._numbers, self._started = applied, numbers, started
@@ -216,10 +213,9 @@ class PartitionedStep:
 
 
 def sequence_group(config: RunConfig, ranks: Ranks) -> SequenceGroup | None:
-    """Join the neighbouring ranks that share this one's sequences, a collective; None for P = 1.
+    """Join the P ranks that share this one's sequences, a collective; None for P = 1.
 
-    Raises:
-        UserError: P does not divide the ranks.
+    Raises UserError where P does not divide the ranks.
     """
     parts, shares = config.train.sequence_parallel, config.row_shares(ranks.world_size)
     if parts == 1:
@@ -353,10 +349,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """(sum of the negative log-likelihoods in nats, scored tokens) of this rank's rows.
-
-        Of its part of them where ranks share sequences.
-        """
+        """Return the summed losses in nats and the scored tokens of this rank's rows, or part."""
         self.deepspeed.eval()
         total, scored, one = 0.0, 0, torch.ones((), device=self.ranks.device)
         for micro_batch in self._micro_batches(batch):
@@ -368,11 +361,7 @@ class Engine:
     def _outputs(
         self, micro_batch: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor
     ) -> CausalOutput:
-        """Compute the losses of a micro-batch.
-
-        Args:
-            num_items_in_batch: a tensor, as torch.compile makes a graph for each plain number.
-        """
+        # The divisor is a tensor, as torch.compile makes a graph for each plain number.
         return self.deepspeed(
             **micro_batch, num_items_in_batch=num_items_in_batch, skip_logits=True, use_cache=False
         )

@@ -69,12 +69,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     """Build the configuration's model without its weights (on the meta device).
 
     For counting, so it does not matter whether the attention that it asks for is installed.
-
-    Args:
-        vocab_size: the tokenizer's; `model.vocab_size` comes before it.
-
-    Raises:
-        UserError: the model cannot be built.
+    `model.vocab_size` comes before the tokenizer's. Raises UserError where it cannot be built.
     """
     section = config.model.portable()
     # Layers that are computed again keep nothing, and no backend but the usual is sure to be here.
@@ -136,21 +131,17 @@ def describe_kept(config: RunConfig, one: int) -> str:
 class Memory:
     """Bytes that one rank's part of a run takes on its device, at the peak of a step or its start.
 
-    Attributes:
-        weights, gradients, optimizer: as DeepSpeed keeps them from step to step.
-        activations: what the backward pass of a micro-batch keeps, with the loss's own chunk.
-        buffers: gathered or cast weights, and the buckets that gradients are reduced in, as far as
-            they stand beside the activations or exceed them after those are gone; or the weights
-            that ZeRO-3 begins with.
-        advice: which keys lower it.
+    `buffers` are gathered or cast weights, and the buckets that gradients are reduced in, as far as
+    they stand beside the activations or exceed them after those are gone; or the weights that
+    ZeRO-3 begins with.
     """
 
-    weights: float
+    weights: float  # these three as DeepSpeed keeps them from step to step
     gradients: float
     optimizer: float
-    activations: float
+    activations: float  # of a micro-batch's backward pass, with the loss's own chunk
     buffers: float
-    advice: str
+    advice: str  # which keys lower it
 
     @property
     def states(self) -> float:

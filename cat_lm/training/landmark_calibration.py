@@ -39,14 +39,10 @@ def calibrate(
         learned: filters and sharpness, which are trained in place; see
             `cat_lm.ops.landmark.teaching`.
         data: a prepared folder, of whose training split windows are drawn without repetition.
-        tokens: how many are read, in whole steps of `ROWS` windows.
-        length: of a window.
+        tokens, length: to read, in whole steps of `ROWS` windows; of a window.
 
     Returns:
         The mean of the layers' losses at every step, in nats.
-
-    Raises:
-        UserError: the data are of a larger vocabulary than the model's, or fewer than asked for.
     """
     windows, numbers = _drawn_windows(model.config, data, tokens, length)
     model.requires_grad_(False)

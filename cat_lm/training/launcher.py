@@ -20,21 +20,16 @@ _PROC = Path("/proc")
 
 
 def world_size() -> int:
-    """The number of ranks that were started.
-
-    Raises:
-        UserError: a launcher's variable is not a number.
-    """
+    """Return the number of ranks; raise UserError where a launcher's variable is no number."""
     if _under_srun():
         return _number("SLURM_STEP_NUM_TASKS", range(1, 1 << 31))
     return _number("WORLD_SIZE", range(1, 1 << 31)) if "WORLD_SIZE" in os.environ else 1
 
 
 def join_launcher() -> tuple[int, int, int]:
-    """(rank, local rank, world size), and the variables that torch reads set to match.
+    """Return rank, local rank and world size, and set the variables that torch reads to match.
 
-    Raises:
-        UserError: the launcher's variables are incomplete or wrong.
+    Raises UserError where the launcher's are incomplete or wrong.
     """
     env, ranks = os.environ, world_size()
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed

@@ -53,14 +53,9 @@ class RunLog:
 class Metrics:
     """Records of steps and validations, on the first rank only.
 
-    A resumed run drops the records after its checkpoint: these steps are run again.
-
-    Args:
-        recorded_step: up to which the folder's records are this run's past; 0: none is.
-        say: gets a line when a file of the records was removed or renamed.
-
-    Attributes:
-        validated_step: of the last validation that was recorded when the run began; 0: none.
+    A resumed run drops the records after its checkpoint, the `recorded_step` (0: none): these
+    steps are run again. `validated_step` is that of the last validation that was recorded when the
+    run began (0: none); `say` gets a line when a file of the records was removed or renamed.
     """
 
     def __init__(
@@ -149,16 +144,10 @@ class EventFile:
 
 
 def keep_records(path: Path, up_to_step: int) -> int:
-    """Drops records of later steps, and a last line that a kill has cut.
+    """Drop records of later steps; return the step of the last validation that is kept, or 0.
 
     A run that has no past here (0) puts the records of an earlier one aside: its checkpoints may
-    have been deleted on purpose, its records must not be.
-
-    Returns:
-        The step of the last validation that is kept; 0 where none is.
-
-    Raises:
-        UserError: as `read_records`.
+    have been deleted on purpose, its records must not be. Raises as `read_records`.
     """
     if not path.exists():
         return 0
@@ -173,10 +162,9 @@ def keep_records(path: Path, up_to_step: int) -> int:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl, each record with its `step`; a last line that a kill has cut is not.
+    """Read a metrics.jsonl, without a last line that a kill has cut.
 
-    Raises:
-        UserError: it is not UTF-8, or a line is no record of a step.
+    Raises UserError where it is not UTF-8, or a line is no record of a step.
     """
     return read_json_lines(path, _check_record, cut_tail=True)
 

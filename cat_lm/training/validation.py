@@ -41,11 +41,9 @@ class Validation:
     ) -> dict[str, float] | None:
         """Return `val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
 
-        A collective. Bits per byte take the split's mean number of bytes per token.
-
-        Args:
-            must_stop: asked now and then (a collective), as the split may take longer than the time
-                that a cluster gives after its signal; the result is None then.
+        A collective. Bits per byte take the split's mean number of bytes per token. `must_stop` is
+        asked now and then (a collective), as the split may take longer than the time that a cluster
+        gives after its signal; the result is None then.
         """
         stride = self._shares * self._batch_size
         total, scored = 0.0, 0

@@ -276,5 +276,5 @@ def test_a_run_goes_on_with_other_parts(tiny_corpus, tmp_path):
         for row in rows:
             np.testing.assert_allclose(row, wanted[row[0], len(row)], rtol=1e-5)
     log = (tmp_path / "parts/train.log").read_text()
-    assert "sequences: 2 neighbouring ranks share each, 16 of 32 tokens a rank" in log
+    assert "at once on 2 ranks (2 share a sequence)" in log
     assert "train.sequence_parallel: was 2, is 1" in (tmp_path / "resumed/train.log").read_text()

@@ -173,8 +173,7 @@ def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
 def fill_weights(engine: Trained, weights: Mapping[str, torch.Tensor] | None) -> None:
     """Copy the first rank's fp32 weights into the master weights (a collective).
 
-    Args:
-        weights: of all parameters, on the first rank; others give None, and hold one at a time.
+    Other ranks give None, and hold one parameter at a time.
     """
     held = {fragment.name: fragment for fragment in fragments(engine)}
     for name, shape in shapes(engine).items():
@@ -207,11 +206,7 @@ def _key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
-    """Write this rank's fragments of the moments, and return them as the file must hold them.
-
-    Raises:
-        OSError, SafetensorError: they could not be written.
-    """
+    """Write this rank's fragments of the moments, and return them as the file must hold them."""
     ranks, tensors = engine.ranks, {}
     for fragment in share(engine):
         state = engine.optimizer.state.get(fragment.stepped)
@@ -317,12 +312,7 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file.
-
-    Raises:
-        UserError: it, or what is read from it, is damaged, or cannot be read; `TemporaryError`
-            where it may be at the next start.
-    """
+    """Open a safetensors file; raise UserError for damage, temporary where it may be read later."""
     try:
         with safe_open(path, framework="pt") as stored:
             yield stored
@@ -347,16 +337,9 @@ def _check_tiling(what: str, parts: list[Range], size: int) -> None:
 def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -> None:
     """Fill this rank's optimizer: master weights, moments and number of steps.
 
-    Reads only the ranges that this rank holds, one at a time, and all buffers that are stored.
-    `refresh_model` must follow.
-
-    Args:
-        state: the folder that `index` describes.
-        weights: the safetensors file of the whole master weights and the buffers, which
-            `check_weights` has seen.
-
-    Raises:
-        UserError: a file is damaged.
+    Reads only the ranges that this rank holds, one at a time, from the folder `state`, which
+    `index` describes, and from the file of whole weights, which `check_weights` has seen; and all
+    buffers that are stored. `refresh_model` must follow.
     """
     for tensor in stepped_tensors(engine):
         moments = engine.optimizer.state[tensor]
@@ -373,8 +356,7 @@ def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -
 def check_weights(engine: Trained, path: Path) -> None:
     """Compare the header of the whole master weights and the buffers with the model.
 
-    Raises:
-        UserError: the file is damaged, or a weight or buffer is missing or of another shape.
+    Raises UserError where one is missing or of another shape.
     """
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     expected |= {n: list(b.shape) for n, b in persistent_buffers(engine.model).items()}
@@ -451,9 +433,7 @@ def save_random_states(path: Path) -> None:
 def restore_random_states(path: Path) -> None:
     """Continue the generators bit for bit; one of a device that was not there is left alone.
 
-    Raises:
-        UserError: the file holds no states of this machine's generators, or cannot be read;
-            `TemporaryError` where it may be at the next start.
+    Raises UserError where the file holds no states of this machine's generators.
     """
     content = io.BytesIO(read_bytes(path))
     try:

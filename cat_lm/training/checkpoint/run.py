@@ -134,11 +134,8 @@ class Checkpoints:
         """Choose the checkpoint that `train.resume` asks for (a collective).
 
         The newest whole one, of which all files are compared with the marker, each rank its share:
-        each newer one has a line that says what is wrong with it.
-
-        Raises:
-            UserError: a checkpoint was named and is not whole; or the run's folder has checkpoints
-                that a start from there would mix with its own, or, with `auto`, none that is whole.
+        each newer one has a line that says what is wrong with it. Raises UserError where none is
+        whole, or the run's folder has checkpoints that a start from there would mix with its own.
         """
         found = self.ranks.broadcast(self.ranks.on_rank_zero(self._candidates))
         start = None
@@ -196,12 +193,8 @@ class Checkpoints:
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> Restored:
         """Restore model, optimizer and generators (a collective), and set later ones aside.
 
-        Args:
-            folder: what `to_resume` chose.
-
-        Raises:
-            UserError: the checkpoint belongs to other data, another model or batch, or is damaged;
-                on every rank.
+        Raises UserError, on every rank, where the folder, which `to_resume` chose, belongs to other
+        data, another model or batch, or is damaged.
         """
         restored = restore(engine, folder, fingerprint)
         self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, folder, self._say))
@@ -211,10 +204,7 @@ class Checkpoints:
     def save(
         self, engine: Engine, state: dict[str, Any], tokenizer: Path, *, prune: bool = True
     ) -> Path:
-        """Save the state after `state["step"]` steps (a collective).
-
-        Args:
-            prune: delete the old ones that the configuration does not keep.
+        """Save the state after `state["step"]` steps, and `prune` old checkpoints (a collective).
 
         Raises:
             SharedError: it could not be written, or weights or moments are not finite; older
@@ -295,14 +285,8 @@ def write_own_files(
 ) -> dict[str, StoredFile]:
     """Write, flush and check this rank's files; the first rank's are also those of the whole.
 
-    Args:
-        weights: of the whole model with its buffers, on the first rank.
-
-    Returns:
-        Each file's size and checksum, by its name in the folder.
-
-    Raises:
-        OSError: a file could not be written or flushed, or does not hold what it must.
+    Returns each file's size and checksum, by its name in the folder; raises OSError where one does
+    not hold what it must.
     """
     ranks = engine.ranks
     moments = optimizer_state.write_state(engine, new / "state")
@@ -354,8 +338,7 @@ def publish(
 ) -> None:
     """Mark what all ranks have written as complete, and give it its name.
 
-    Raises:
-        UserError, OSError: a rank's file is not what it wrote, as this one sees it.
+    Raises UserError or OSError where a rank's file is not what it wrote, as this one sees it.
     """
     # What cannot be read must never be marked as complete.
     optimizer_state.read_index(new / "state", engine.ranks.world_size, engine)
@@ -396,9 +379,8 @@ class Restored:
 def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprint: str) -> Restored:
     """Read what a checkpoint says of itself.
 
-    Raises:
-        UserError: it belongs to other data, another model or batch, or to a run in which other
-            weights learn.
+    Raises UserError where it belongs to other data, another model or batch, or to a run in which
+    other weights learn.
     """
     state = read_run_state(folder)
     if state.step != step_of(folder):

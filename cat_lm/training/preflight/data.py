@@ -31,9 +31,8 @@ def meanwhile(
 ) -> Future | None:
     """Act in a thread while all ranks meet every second, so that none seems to hang (a collective).
 
-    Args:
-        action: of this rank, or None; it is given a function to call whenever it got on.
-        progress: called on every rank whenever some rank got on.
+    `action`, of this rank or None, is given a function to call whenever it got on; `progress` is
+    then called on every rank.
     """
     number, latest = 0, "opening the data"
 
@@ -73,16 +72,9 @@ def read_data(config: RunConfig, progress: Progress) -> DataFacts:
 def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
     """Read what was not verified yet, by one rank of a host (a collective).
 
-    Where other hosts see the first one's files, they see its notes too, and read nothing.
-
-    Args:
-        progress: called with the file that some rank reads, each time that some of it is read.
-
-    Returns:
-        A line for the log where anything was read.
-
-    Raises:
-        SharedError: a file is not what the manifest says; on every rank, the same.
+    Where other hosts see the first one's files, they see its notes too, and read nothing. Returns
+    a line for the log where anything was read; raises SharedError, the same on every rank, where a
+    file is not what the manifest says.
     """
     start = time.perf_counter()
     files: set[str] = set()
