@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -211,15 +212,12 @@ class _Kept:
         self._alive: list[Tensor] = []  # or another storage could take its number
         self._seen = {x.untyped_storage()._cdata for x in fake.model.parameters()}
         for number, layer in enumerate(fake.layers):
-            layer.register_forward_pre_hook(self._enter(number))
+            layer.register_forward_pre_hook(partial(self._enter, number))
             layer.register_forward_hook(self._leave)
 
-    def _enter(self, number: int) -> Any:
-        def enter(_: Any, inputs: tuple[Any, ...]) -> None:
-            self.running = number
-            self.streams[number] = _size(inputs[0])
-
-        return enter
+    def _enter(self, number: int, _: Any, inputs: tuple[Any, ...]) -> None:
+        self.running = number
+        self.streams[number] = _size(inputs[0])
 
     def _leave(self, *_: Any) -> None:
         self.running = None

@@ -12,7 +12,6 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 
@@ -132,20 +131,13 @@ class Transformer(Architecture):
         state = filters.get(variant).usual_state
         return window | {"conv_type": "head", "conv_filter": variant, "conv_state": state}
 
-    def describe_backend(
-        self,
-        key: str,
-        config: PreTrainedConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        backend: str,
-    ) -> str:
+    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
         if key != "conv_backend":
-            return super().describe_backend(key, config, device, dtype, backend)
+            return super().describe_backend(key, config, *how)
         from cat_lm.model.hf.inspection import describe_backend
 
-        said = describe_backend(config, device, dtype, backend, self.is_packed)
-        attended = attention.pattern(config).describe_backend(config, device, dtype)
+        said = describe_backend(config, *how, self.is_packed)
+        attended = attention.pattern(config).describe_backend(config, *how[:2])
         return f"{said}; {attended}" if attended else said
 
 
