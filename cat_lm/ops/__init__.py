@@ -11,10 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cat_lm.ops.convolution.api import convolve, depthwise_conv, head_conv, multihead_conv
+    from cat_lm.ops.convolution.api import (
+        convolve,
+        depthwise_conv,
+        head_conv,
+        multihead_conv,
+        rotate,
+    )
     from cat_lm.ops.convolution.backends import BACKENDS, BackendChoice, choose_backend
     from cat_lm.ops.convolution.qkv import head_conv_qkv
-    from cat_lm.ops.convolution.rotation import rotate
 
 __all__ = [
     "BACKENDS",
@@ -27,7 +32,7 @@ __all__ = [
     "multihead_conv",
     "rotate",
 ]
-_HOMES = {"head_conv_qkv": "qkv", "rotate": "rotation"}
+_HOMES = {"head_conv_qkv": "qkv"}
 _HOMES |= dict.fromkeys(("BACKENDS", "BackendChoice", "choose_backend"), "backends")
 
 

@@ -2,7 +2,7 @@
 
     box, exponential    q·K̄_j with the landmarks of `cat_lm.ops.landmark.keys`
     learned             the same with a filter for each head of keys, learned afterwards
-    ssm                 the same with one that is as long as the text (`long_landmark_keys`)
+    ssm                 the same with one that is as long as the text
     random              numbers that are drawn, others in every layer
     local               j: the blocks before the nearest ones
     oracle              ln M_j, M_j the weight that dense attention gives to block j
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.model.rules import head_width, key_heads
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys, long_landmark_keys
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout
 from cat_lm.ops.landmark.select import landmark_scores
 from cat_lm.ops.landmark.teaching import block_mass
@@ -73,7 +73,7 @@ class LearnedFilter(nn.Module):
         """Make the landmarks [B, G, n, D], whose products with queries are the scores."""
         if self.state:
             modes = filters.get("ssm").modes_of(self.filter, self.state)
-            return long_landmark_keys(key, modes, layout)
+            return landmark_keys(key, modes, layout)
         return landmark_keys(key, self.filter, layout, carries=False)
 
 

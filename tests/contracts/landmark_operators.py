@@ -11,8 +11,7 @@ from cat_lm.ops.landmark.decode import decode
 from cat_lm.ops.landmark.keys import (
     block_weights,
     landmark_keys,
-    long_landmark_keys,
-    next_long_landmarks,
+    next_landmarks,
 )
 from cat_lm.ops.landmark.layout import cached_blocks, sequence_blocks
 from cat_lm.ops.landmark.segments import why_not
@@ -37,8 +36,7 @@ __all__ = [
     "decode",
     "landmark_keys",
     "landmark_scores",
-    "long_landmark_keys",
-    "next_long_landmarks",
+    "next_landmarks",
     "sequence_blocks",
     "teaching",
     "why_not",

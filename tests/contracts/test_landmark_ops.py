@@ -189,7 +189,7 @@ def test_long_filters_make_landmarks_of_all_keys_of_a_document(row, name):
     numbers = numbers + 0.3 * torch.randn_like(numbers)
     modes, taps = filters.modes_of(numbers, 4), long_taps(name, numbers, 4, TIME)
     layout = op.sequence_blocks(TIME, BLOCK, documents, padding, key.device)
-    found = op.long_landmark_keys(key, modes, layout)
+    found = op.landmark_keys(key, modes, layout)
     for number in range(2):
         wanted = []
         for slots in reference.documents_of(documents, padding, number, TIME):
@@ -201,7 +201,7 @@ def test_long_filters_make_landmarks_of_all_keys_of_a_document(row, name):
     if row == "plain":
         blocks, state, made = key[:, :, :24].unflatten(2, (6, BLOCK)), None, []
         for part in blocks.split((2, 1, 3), dim=2):
-            marks, state = op.next_long_landmarks(part, modes, state)
+            marks, state = op.next_landmarks(part, modes, False, state)
             made.append(marks)
         assert_close([torch.cat(made, dim=2)], [found], 1e-9)
 

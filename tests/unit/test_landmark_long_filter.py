@@ -12,7 +12,7 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.model.attention.modules.landmark import LandmarkDynamicLayer, train_landmarks
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys, long_landmark_keys
+from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
 from cat_lm.sparsify import Calibration, sparsify
@@ -34,7 +34,7 @@ def test_they_start_as_the_fixed_exponential_filter(kind, block):
         layout = sequence_blocks(3 * block + 1, block, None, None, torch.device("cpu"))
         key = torch.randn(1, 3, 3 * block + 1, 5, dtype=torch.float64)
         fixed = landmark_keys(key, block_weights("exponential", block), layout, True)
-        found = long_landmark_keys(key, modes, layout)
+        found = landmark_keys(key, modes, layout)
         torch.testing.assert_close(found, fixed, rtol=1e-5, atol=1e-6)
         assert (modes.rate > 0).all() and modes.rate.isfinite().all()
         if kind == "ssm" and block > 1:  # pair m turns m times within a block

@@ -225,7 +225,7 @@ def test_the_kernel_keeps_no_masks(monkeypatch):
     """Of 6 blocks read: weights, logarithms and places."""
     for block, dtype in ((32, torch.bfloat16), (32, torch.float32), (256, torch.float32)):
         for is_there in (True, False):
-            monkeypatch.setattr(segments, "INSTALLED", is_there)
+            monkeypatch.setattr(segments.triton_launch, "INSTALLED", is_there)
             # What the kernel does not serve has its masks, one for each of 4 heads.
             if is_there and block == 32:
                 assert 0 < masks_kept(block, dtype) < 0.5

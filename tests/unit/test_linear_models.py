@@ -281,13 +281,13 @@ def test_torch_is_torch(monkeypatch):
     ],
 )
 def test_what_auto_takes(recurrence, device, dtype, chosen, monkeypatch):
-    monkeypatch.setattr(backends, "INSTALLED", True)
+    monkeypatch.setattr(backends.triton_launch, "INSTALLED", True)
     monkeypatch.setattr(backends, "_has_fla", lambda: True)
     assert choose_backend(recurrence, device, dtype).name == chosen
 
 
 def test_auto_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(backends, "INSTALLED", False)
+    monkeypatch.setattr(backends.triton_launch, "INSTALLED", False)
     monkeypatch.setattr(backends, "_has_fla", lambda: False)
     choice = choose_backend(backends.GLA, CUDA, torch.bfloat16)
     assert choice.name == "torch" and "pip install fla-core" in choice.reason

@@ -56,7 +56,7 @@ def traffic(by_kernel, device: str, shape: tuple[int, int, int], monkeypatch) ->
         half = {"dtype": torch.bfloat16, "device": device}
         hidden, weight = torch.empty(tokens, width, **half), torch.empty(vocabulary, width, **half)
         labels = torch.empty(tokens, dtype=torch.long, device=device)
-        sums = loss_module._room(hidden, weight, torch.bfloat16, True, True)
+        sums = loss_module._room(hidden, weight, labels, torch.bfloat16, True, True)
         with counted:
             loss_module._add_chunks(by_kernel, hidden, weight, labels, sums, (True, True))
     return counted

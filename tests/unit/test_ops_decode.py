@@ -40,15 +40,12 @@ POINTERS += [f"{s}_next_ptr" for s in "qkv"] + ["cos_ptr", "sin_ptr"]
 @pytest.mark.parametrize(("kind", "window"), [("head", 21), ("depthwise", 4), ("multihead", 21)])
 def test_the_kernel_compiles_for_hopper(kind, window, tmp_path, monkeypatch):
     from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
-    from cat_lm.ops.convolution.triton.decode import decode_kernel, decode_options
+    from cat_lm.ops.convolution.triton.decode import decode_kernel, step_of
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = decode_options(64, window, 16) | {
-        "KIND": KERNEL_NUMBERS[kind],
-        "SILU": kind == "depthwise",
-    }
+    step = step_of(64, window, 16, KERNEL_NUMBERS[kind], kind == "depthwise")
     pointers = dict.fromkeys(POINTERS, "bf16") | {"cos_ptr": "fp32", "sin_ptr": "fp32"}
-    compiled(decode_kernel, HOPPER, pointers, constants, {"num_warps": 4})
+    compiled(decode_kernel, HOPPER, pointers, {"STEP": step}, {"num_warps": 4})
 
 
 def decoded(layers: int, variant: dict, times: tuple[int, ...] = (64, 1)) -> Counts:
@@ -101,4 +98,4 @@ def test_launches_of_a_layer_and_token(kind):
 def test_a_prompt_with_a_cache_is_one_kernel_too():
     """Nothing is before it: it takes the fused kernel of a sequence."""
     kernels = decoded(1, VARIANTS["head"], times=(64,)).kernels
-    assert kernels["forward_qkv_kernel"] == 1 and not kernels["forward_kernel"]
+    assert kernels["forward_kernel"] == 1

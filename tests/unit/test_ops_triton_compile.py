@@ -49,7 +49,8 @@ def compiled(kernel, target, pointers: dict, constants: dict, options: dict, flo
 
     result = built(kernel, target, pointers, constants, options, floats)
     assert result.metadata.shared <= SHARED_MEMORY[target]
-    if target == HOPPER and constants.get("WINDOW", 0) <= launch.WIDEST_FUSED_ROTATION:
+    window = getattr(constants.get("TILE"), "window", constants.get("WINDOW", 0))
+    if target == HOPPER and window <= launch.WIDEST_FUSED_ROTATION:
         # See test_ops_triton_sass.py.
         assert "wgmma" not in result.asm["ptx"] or not hazards(disassemble(result.asm["cubin"]))
     return result
@@ -98,135 +99,126 @@ def memory_of(target):
         yield
 
 
-def tile_of(target, dtype: torch.dtype, window: int, **how):
-    from cat_lm.ops.convolution.triton.launch import choose_tile
+def options_of(target, dtype: torch.dtype, window: int, streams: int = 1, **how):
+    """What a convolution's kernels are compiled for, and how."""
+    from cat_lm.ops.convolution.triton.launch import choose_launch
 
-    x = torch.empty(1, 2048, 16, 64, dtype=dtype, device="meta")
+    lead = (1, 2048, 16, 3) if streams == 3 else (1, 2048, 16)
+    x = torch.empty(*lead, 64, dtype=dtype, device="meta")
     with memory_of(target):
-        tile = choose_tile(x, window, **how)
-    constants = {"WINDOW": window, "BLOCK": tile.block, "HALO": tile.halo}
-    rotary = how.get("rotary", 0)
-    constants |= {"COLUMNS": tile.columns, "USE_DOT": tile.use_dot}
-    constants |= {"ROTARY": rotary, "ALIGNMENT": max(1, min(16, rotary // 2))}
-    return constants, tile.compiler_options()
+        options = choose_launch(x, window, **how).options()
+    return {"TILE": options.pop("TILE")}, options
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "window", "per_channel", "positions", "rotary"),
-    [
-        # Llama's, of which all channels are rotated.
-        (HOPPER, torch.bfloat16, 21, False, None, 64),
-        (HOPPER, torch.bfloat16, 21, False, "i32", 64),
-        (HOPPER, torch.bfloat16, 21, True, "i32", 16),
-        (HOPPER, torch.bfloat16, 128, False, "i32", 0),
-        (HOPPER, torch.float32, 21, False, "i32", 0),
-        pytest.param(HOPPER, torch.bfloat16, 21, False, None, 0, marks=pytest.mark.long),
-        pytest.param(AMPERE, torch.bfloat16, 128, True, None, 0, marks=pytest.mark.long),
-        pytest.param(AMPERE, torch.float16, 1, False, None, 0, marks=pytest.mark.long),
-        pytest.param(ADA, torch.bfloat16, 64, False, None, 16, marks=pytest.mark.long),
-        pytest.param(MI300, torch.bfloat16, 21, False, "i32", 64, marks=pytest.mark.long),
-    ],
-)
-def test_one_stream(target, dtype, window, per_channel, positions, rotary, tmp_path):
-    """On Hopper nothing is spilled in half precision."""
+def convolutions(target, dtype: torch.dtype, window: int, filters: tuple, **how) -> tuple:
+    """The forward and the backward kernel of packed streams, or of one; filters: True or None."""
     from cat_lm.ops.convolution.triton.backward import backward_kernel
     from cat_lm.ops.convolution.triton.forward import forward_kernel
 
     element = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    how = {"per_channel": per_channel, "documents": positions is not None, "rotary": rotary}
-    others = dict.fromkeys(("cos_ptr", "sin_ptr"), element if rotary else None)
-    others |= {"positions_ptr": positions}
-    pointers = dict.fromkeys(("x_ptr", "f_ptr", "bias_ptr", "y_ptr"), element) | others
-    constants, options = tile_of(target, dtype, window, **how)
-    constants["PER_CHANNEL"] = per_channel
-    forward = compiled(forward_kernel, target, pointers, constants, options)
-    constants, options = tile_of(target, dtype, window, backward=True, **how)
-    constants["PER_CHANNEL"] = per_channel
-    pointers = dict.fromkeys(("dy_ptr", "x_ptr", "f_ptr", "dx_ptr"), element) | others
-    pointers |= {"df_ptr": "fp32", "dbias_ptr": "fp32"}
-    backward = compiled(backward_kernel, target, pointers, constants, options)
+    streams, made = len(filters), []
+    rest = {"positions_ptr": "i32" if how.get("documents") else None}
+    rest |= dict.fromkeys(("cos_ptr", "sin_ptr"), element if how.get("rotary") else None)
+    given = dict(zip("qkv", [element if f else None for f in filters], strict=False))
+    rest |= {f"{stream}_filter_ptr": given.get(stream) for stream in "qkv"}
+    rest |= {"x_ptr": element, "bias_ptr": element, "dx_ptr": element}
+    rest |= {"df_ptr": "fp32", "dbias_ptr": "fp32"}
+    for kernel, prefix in ((forward_kernel, ""), (backward_kernel, "d")):
+        pointers = {
+            f"{prefix}{s}_ptr": element if i < streams else None for i, s in enumerate("qkv")
+        }
+        backward = kernel is backward_kernel
+        constants, options = options_of(target, dtype, window, streams, backward=backward, **how)
+        made.append(compiled(kernel, target, rest | pointers, constants, options))
+    return tuple(made)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "window", "per_channel", "documents", "rotary"),
+    [
+        # Llama's, of which all channels are rotated.
+        (HOPPER, torch.bfloat16, 21, False, False, 64),
+        (HOPPER, torch.bfloat16, 21, False, True, 64),
+        (HOPPER, torch.bfloat16, 21, True, True, 16),
+        (HOPPER, torch.bfloat16, 128, False, True, 0),
+        (HOPPER, torch.float32, 21, False, True, 0),
+        pytest.param(HOPPER, torch.bfloat16, 21, False, False, 0, marks=pytest.mark.long),
+        pytest.param(AMPERE, torch.bfloat16, 128, True, False, 0, marks=pytest.mark.long),
+        pytest.param(AMPERE, torch.float16, 1, False, False, 0, marks=pytest.mark.long),
+        pytest.param(ADA, torch.bfloat16, 64, False, False, 16, marks=pytest.mark.long),
+        pytest.param(MI300, torch.bfloat16, 21, False, True, 64, marks=pytest.mark.long),
+    ],
+)
+def test_one_stream(target, dtype, window, per_channel, documents, rotary, tmp_path):
+    """On Hopper nothing is spilled in half precision."""
+    how = {"per_channel": per_channel, "documents": documents, "rotary": rotary}
+    forward, backward = convolutions(target, dtype, window, (True,), **how)
     if target == HOPPER and dtype != torch.float32:
         assert all(registers_and_stack(made, tmp_path)[1] == 0 for made in (forward, backward))
-    if target == HOPPER and constants["USE_DOT"]:
+    if target == HOPPER and dtype != torch.float32 and not per_channel:
         # Matrix instructions of the whole warp group, and rows read 16 bytes at a time: through
         # asynchronous copies where the compiler pipelines, otherwise into registers.
         assert "wgmma.mma_async" in forward.asm["ptx"]
         assert re.search(r"cp\.async\.cg|ld\.global\S*\.v4\.b32", forward.asm["ptx"])
 
 
-def packed(target, window: int, filters: tuple, rotary: int, positions: str | None) -> tuple:
-    """The forward and the backward kernel of packed streams in bf16."""
-    from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
-    from cat_lm.ops.convolution.triton.forward import forward_qkv_kernel
-
-    names = ("q_filter_ptr", "k_filter_ptr", "v_filter_ptr")
-    pointers = dict(zip(names, filters, strict=True)) | {"positions_ptr": positions}
-    pointers |= dict.fromkeys(("x_ptr", "bias_ptr"), "bf16")
-    pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), "bf16" if rotary else None)
-    how = {"documents": positions is not None, "rotary": rotary}
-    constants, options = tile_of(target, torch.bfloat16, window, **how)
-    outputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "bf16")
-    forward = compiled(forward_qkv_kernel, target, pointers | outputs, constants, options)
-    constants, options = tile_of(target, torch.bfloat16, window, backward=True, **how)
-    gradients = dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr"), "bf16")
-    pointers |= gradients | {"df_ptr": "fp32", "dbias_ptr": "fp32"}
-    return forward, compiled(backward_qkv_kernel, target, pointers, constants, options)
+ALL = (True, True, True)
 
 
 @pytest.mark.parametrize("target", OTHERS)
 def test_packed_streams(target):
     """With all filters, which takes the most; streams without one compile for Hopper below."""
-    packed(target, 21, ("bf16", "bf16", "bf16"), 16, None)
+    convolutions(target, torch.bfloat16, 21, ALL, rotary=16)
 
 
 LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("rotary", "positions", "filters"),
+    ("rotary", "documents", "filters"),
     [
-        pytest.param(16, None, ("bf16", "bf16", "bf16"), marks=LONG),
-        (0, "i32", ("bf16", "bf16", "bf16")),
-        (16, "i32", (None, None, "bf16")),
-        pytest.param(0, None, ("bf16", "bf16", "bf16"), marks=LONG),
-        pytest.param(16, "i32", ("bf16", "bf16", "bf16"), marks=LONG),
-        pytest.param(64, None, ("bf16", "bf16", "bf16"), marks=LONG),
+        pytest.param(16, False, ALL, marks=LONG),
+        (0, True, ALL),
+        (16, True, (None, None, True)),
+        pytest.param(0, False, ALL, marks=LONG),
+        pytest.param(16, True, ALL, marks=LONG),
+        pytest.param(64, False, ALL, marks=LONG),
     ],
 )
-def test_packed_streams_fit_into_registers(rotary, positions, filters, tmp_path):
+def test_packed_streams_fit_into_registers(rotary, documents, filters, tmp_path):
     """At W = 21 on Hopper nothing is spilled, and two programs share a multiprocessor.
 
     But for both gradients and documents, which take one.
     """
-    forward, backward = packed(HOPPER, 21, filters, rotary, positions)
+    how = {"rotary": rotary, "documents": documents}
+    forward, backward = convolutions(HOPPER, torch.bfloat16, 21, filters, **how)
     for kernel in (forward, backward):
         registers, spilled = registers_and_stack(kernel, tmp_path)
         assert spilled == 0
-        if kernel is forward or positions is None:
+        if kernel is forward or not documents:
             programs = 65536 // (registers * 32 * kernel.metadata.num_warps)
             assert programs >= 2 and SHARED_MEMORY[HOPPER] // kernel.metadata.shared >= 2
         # All warps work: in a chain of products, those beyond the fourth repeat the others' part.
         eight_in_a_row = r"nvidia_mma<\{[^}]*warpsPerCTA = \[8, 1\]"
         assert not re.search(eight_in_a_row, kernel.asm["ttgir"])
-    if (
-        rotary == 16 and filters[0]
-    ):  # partners' products: 16 columns, or 8 for each of two warp groups
-        assert f"m64n{16 if positions is None else 8}k16" in forward.asm["ptx"]
+    if rotary == 16 and filters[0]:
+        # Partners' products: 16 columns, or 8 for each of two warp groups.
+        assert f"m64n{8 if documents else 16}k16" in forward.asm["ptx"]
 
 
 def test_a_long_halo_has_a_loop_of_its_own(tmp_path):
     """Sums of 128 by 64 lags beside all else would not fit into a thread's 255 registers."""
-    _, backward = packed(HOPPER, 128, (None, None, "bf16"), 0, None)
+    _, backward = convolutions(HOPPER, torch.bfloat16, 128, (None, None, True))
     assert registers_and_stack(backward, tmp_path)[1] == 0
 
 
 def test_rotation(tmp_path):
     """The channels of Pythia's heads that are rotated, and the others, 16 bytes at a time."""
-    from cat_lm.ops.convolution.triton.rotation import constants_of, rotate_kernel
+    from cat_lm.ops.convolution.triton.rotation import rotate_kernel, turn_of
 
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "cos_ptr", "sin_ptr"), "bf16")
     for in_place in (False, True):
-        constants = constants_of(16, 64, in_place) | {"BACK": False}
+        constants = {"TURN": turn_of(16, 64, in_place)}
         made = compiled(rotate_kernel, HOPPER, pointers, constants, {"num_warps": 4})
         assert registers_and_stack(made, tmp_path)[1] == 0
         assert re.search(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])
@@ -246,46 +238,41 @@ def test_rotation(tmp_path):
     ],
 )
 def test_multihead(target, element, positions):
-    from cat_lm.ops.convolution.triton.multihead import filter_options, mix_options
-    from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
+    from cat_lm.ops.convolution.triton import multihead
 
     x = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16 if element == "bf16" else torch.float32)
     for reverse in (False, True):
         with memory_of(target):
-            constants, options = mix_options(x, 21, documents=positions is not None)
+            options = multihead.mix_options(x, 21, documents=positions is not None)
         pointers = dict.fromkeys(("x_ptr", "f_ptr", "y_ptr"), element)
         pointers |= {"bias_ptr": None if reverse else element, "positions_ptr": positions}
-        constants |= {"REVERSED": reverse}
-        compiled(mix_kernel, target, pointers, constants, options)
+        constants = {"MIX": options.pop("MIX"), "REVERSED": reverse}
+        compiled(multihead.mix_kernel, target, pointers, constants, options)
     with memory_of(target):
-        constants, options = filter_options(x, 21)
+        options = multihead.filter_options(x, 21)
     pointers = {"dy_ptr": element, "x_ptr": element, "df_ptr": "fp32", "positions_ptr": positions}
-    compiled(mix_filters_kernel, target, pointers, constants, options)
+    constants = {"MIX": options.pop("MIX")}
+    compiled(multihead.mix_filters_kernel, target, pointers, constants, options)
 
 
 def kernels_of_convolutions():
     """Every kernel with its constants, for fp32 heads of 64 channels and W = 4."""
     from cat_lm.ops.convolution.triton import backward, decode, forward, multihead, rotation
-    from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
-    from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 
     x = torch.empty(1, 1, 1, 64)
-    for per_channel in (False, True):
-        constants, options = tile_of(HOPPER, x.dtype, 4, per_channel=per_channel, rotary=16)
-        constants["PER_CHANNEL"] = per_channel
+    for streams, per_channel in ((1, False), (1, True), (3, False)):
+        how = {"per_channel": per_channel, "rotary": 16}
+        constants, options = options_of(HOPPER, x.dtype, 4, streams, **how)
         yield forward.forward_kernel, constants, options
         yield backward.backward_kernel, constants, options
-    del constants["PER_CHANNEL"]
-    yield forward.forward_qkv_kernel, constants, options
-    yield backward_qkv_kernel, constants, options
-    yield rotation.rotate_kernel, rotation.constants_of(16, 64, False) | {"BACK": False}, {}
+    yield rotation.rotate_kernel, {"TURN": rotation.turn_of(16, 64, False)}, {}
     for reverse in (False, True):
-        constants, options = multihead.mix_options(x, 4, documents=True)
-        yield mix_kernel, constants | {"REVERSED": reverse}, options
-    yield mix_filters_kernel, *multihead.filter_options(x, 4)
+        constants = {"MIX": multihead.mix_options(x, 4, documents=True)["MIX"]}
+        yield multihead.mix_kernel, constants | {"REVERSED": reverse}, {}
+    constants = {"MIX": multihead.filter_options(x, 4)["MIX"]}
+    yield multihead.mix_filters_kernel, constants, {}
     for kind in KERNEL_NUMBERS.values():
-        constants = decode.decode_options(64, 4, 16) | {"KIND": kind, "SILU": True}
-        yield decode.decode_kernel, constants, {}
+        yield decode.decode_kernel, {"STEP": decode.step_of(64, 4, 16, kind, True)}, {}
 
 
 def test_arguments_of_one():
@@ -339,7 +326,8 @@ def test_scan_of_recall(kind, target):
     _, constants, _ = _scan_triton._launch(16, q, v, rate, a)
     # 16 registers a thread for each array of the state's numbers, all keys and some columns of it.
     options = {"num_warps": constants.pop("num_warps")}
-    assert constants["KEYS"] * constants["COLUMNS"] <= 512 * options["num_warps"] <= 512 * 8
+    scan = constants["SCAN"]
+    assert scan.keys * scan.columns <= 512 * options["num_warps"] <= 512 * 8
     sizes = {"heads": heads, "keys": keys, "values": values}
     constants |= {name: 1 for name, size in sizes.items() if size == 1}
     for kernel in (_scan_triton.forward_kernel, _scan_triton.backward_kernel):

@@ -25,27 +25,20 @@ pytestmark = pytest.mark.skipif(
 
 def read(window: int, rotary: int, positions: str | None, *, packed: bool, backward: bool) -> list:
     """Compile a convolution of bf16 heads for Hopper, whatever the launcher says; its hazards."""
-    from cat_lm.ops.convolution.triton import backward as one_backward
-    from cat_lm.ops.convolution.triton import forward, launch
-    from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
+    from cat_lm.ops.convolution.triton import launch
+    from cat_lm.ops.convolution.triton.backward import backward_kernel
+    from cat_lm.ops.convolution.triton.forward import forward_kernel
+    from cat_lm.ops.convolution.triton.tiles import Tile
 
-    kernels = (
-        (forward.forward_qkv_kernel, backward_qkv_kernel)
-        if packed
-        else (forward.forward_kernel, one_backward.backward_kernel)
-    )
-    kernel = kernels[backward]
+    kernel = backward_kernel if backward else forward_kernel
     pointers = {name: "bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     pointers |= {"positions_ptr": positions, "df_ptr": "fp32", "dbias_ptr": "fp32"}
     pointers |= dict.fromkeys(("cos_ptr", "sin_ptr"), "bf16" if rotary else None)
-    how = (positions is not None, backward, rotary, SHARED_MEMORY[HOPPER])
-    tile = launch._tile(64, window, True, *how)
-    half = rotary // 2
-    constants = {
-        "WINDOW": window, "BLOCK": tile.block, "HALO": tile.halo, "COLUMNS": tile.columns,
-        "USE_DOT": True, "ROTARY": rotary, "ALIGNMENT": max(1, min(16, half & -half)),
-    } | ({} if packed else {"PER_CHANNEL": False})  # fmt: skip
-    made = built(kernel, HOPPER, pointers, constants, tile.compiler_options())
+    halo = max(16, 1 << (window - 2).bit_length())
+    tile = Tile(window, 64, 64, halo, True, rotary, streams=3 if packed else 1)
+    how = launch.launch_of(tile, positions is not None, backward, SHARED_MEMORY[HOPPER])
+    options = how.options()
+    made = built(kernel, HOPPER, pointers, {"TILE": options.pop("TILE")}, options)
     assert "wgmma.mma_async" in made.asm["ptx"]
     return hazards(disassemble(made.asm["cubin"]))
 
@@ -76,8 +69,8 @@ def test_the_fused_rotation_above_65_taps_is_found_and_refused():
     assert len(found) > 20 and all("restored descriptor" in line for line in found)
     x = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match="window=66: a rotation within the kernel gives wrong"):
-        launch.choose_tile(x, 66, rotary=20)
-    assert launch.choose_tile(x, 65, rotary=20).use_dot
+        launch.choose_launch(x, 66, rotary=20)
+    assert launch.choose_launch(x, 65, rotary=20).tile.use_dot
 
 
 CODE = """

@@ -27,7 +27,7 @@ def test_serves_fp32_on_a_gpu_alone(monkeypatch):
     for other in (*others, tensor(device="cuda:1")):
         assert _scan._kernels("auto", single, other) is _scan_torch
         assert _scan._kernels("auto", other, single) is _scan_torch
-    monkeypatch.setattr(backends, "INSTALLED", False)
+    monkeypatch.setattr(backends.triton_launch, "INSTALLED", False)
     assert _scan._kernels("auto", single, single) is _scan_torch
 
 

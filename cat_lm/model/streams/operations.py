@@ -21,11 +21,10 @@ from cat_lm.core.parameters import NothingDecays
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.api import convolve
+from cat_lm.ops.convolution.api import convolve, rotate
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.kinds.reference import check_kind
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
-from cat_lm.ops.convolution.rotation import rotate
 from cat_lm.ops.long_filter import filters as long_filters
 from cat_lm.ops.long_filter.api import continued, long_conv
 

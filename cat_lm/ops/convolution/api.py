@@ -1,14 +1,17 @@
-"""`head_conv`, `depthwise_conv`, `multihead_conv`: checks, documents and decoding state."""
+"""`head_conv`, `depthwise_conv`, `multihead_conv` and `rotate`: checks, documents, state."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.convolution import kinds
+from cat_lm.ops.convolution import kinds, triton
 from cat_lm.ops.convolution.backends import BACKENDS, serving_backend
-from cat_lm.ops.convolution.rotation import check_rotary, rotate
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.documents import (
     check_document_ids,
     document_positions,
@@ -18,65 +21,24 @@ from cat_lm.ops.runtime.documents import (
 from cat_lm.ops.runtime.flops import flops
 
 
-def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
-    """Count two for each input that an output is a weighted sum of."""
-    kind = kinds.get(conv_type)
-    return 2.0 * kind.fan_in(x.shape[2], kind.window_of(filters)) * x.numel()
-
-
 def head_conv(
-    x: Tensor,
-    filters: Tensor,
-    bias: Tensor | None = None,
-    *,
-    document_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each head.
 
         y[b,t,h,:] = bias[h,:] + sum_{j=0}^{W−1} F[h,j] x[b,t−j,h,:],
 
-    where inputs before the start, and those of another document, are zeros. (Backends that multiply
-    matrices do so with exact zeros: there, infinities and NaN do spread within a block of time.)
+    where inputs before the start, and those of another document, are zeros.
 
     Args:
-        x: [B, T, H, D], with any strides.
-        filters: [H, W], lag 0 first. Used in the dtype of x, as a linear layer's weight is under
-            autocast; products are summed in fp32 where x has half precision.
-        bias: [H, D].
-        document_ids: [B, T] integers; a change of the id starts a new document.
-        cu_seqlens: [N+1] integers, the same said as flash attention says it: the borders of N
-            documents in the B rows joined end to end, from 0 to B·T. A row starts a document.
-        initial_state: [B, W−1, H, D], the inputs before x; zeros if absent.
-        return_state: also return the last W−1 inputs, [B, W−1, H, D], to go on from.
-        backend: auto, reference, cpu or triton; see `choose_backend`.
-
-    Returns:
-        y [B, T, H, D] in the dtype of x, or (y, state). Differentiable in x, filters, bias and
-        initial_state, once; `reference` also twice, and under torch.func.
-
-    Raises:
-        ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
-            a state, which belongs to no document.
+        filters: [H, W], lag 0 first.
+        options: the keyword arguments of `convolve`, as are the other arguments and the results.
     """
-    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
-    state = {"initial_state": initial_state, "return_state": return_state}
-    return convolve("head", x, filters, bias, **documents, **state, backend=backend)
+    return convolve("head", x, filters, bias, **options)
 
 
 def depthwise_conv(
-    x: Tensor,
-    filters: Tensor,
-    bias: Tensor | None = None,
-    *,
-    document_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each channel.
 
@@ -87,24 +49,13 @@ def depthwise_conv(
 
     Args:
         filters: [H, D, W], lag 0 first.
-
-    The other arguments, the results and the errors are those of `head_conv`.
+        options: the keyword arguments of `convolve`, as are the other arguments and the results.
     """
-    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
-    state = {"initial_state": initial_state, "return_state": return_state}
-    return convolve("depthwise", x, filters, bias, **documents, **state, backend=backend)
+    return convolve("depthwise", x, filters, bias, **options)
 
 
 def multihead_conv(
-    x: Tensor,
-    filters: Tensor,
-    bias: Tensor | None = None,
-    *,
-    document_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    backend: str = "auto",
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time that mixes heads, with one filter for each pair of heads.
 
@@ -112,12 +63,15 @@ def multihead_conv(
 
     Args:
         filters: [W, H, H]: lag (0 first), output head, input head.
-
-    The other arguments, the results and the errors are those of `head_conv`.
+        options: the keyword arguments of `convolve`, as are the other arguments and the results.
     """
-    documents = {"document_ids": document_ids, "cu_seqlens": cu_seqlens}
-    state = {"initial_state": initial_state, "return_state": return_state}
-    return convolve("multihead", x, filters, bias, **documents, **state, backend=backend)
+    return convolve("multihead", x, filters, bias, **options)
+
+
+def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
+    """Count two for each input that an output is a weighted sum of."""
+    kind = kinds.get(conv_type)
+    return 2.0 * kind.fan_in(x.shape[2], kind.window_of(filters)) * x.numel()
 
 
 @flops(_flops)
@@ -137,18 +91,37 @@ def convolve(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolve x along time by filters of any kind, after what stood before it, within documents.
 
+    (Backends that multiply matrices do so with exact zeros: there, infinities and NaN do spread
+    within a block of time.)
+
     Args:
         conv_type: the kind's name.
-        filters: of the shape that the kind says.
+        x: [B, T, H, D], with any strides.
+        filters: of the shape that the kind says. Used in the dtype of x, as a linear layer's weight
+            is under autocast; products are summed in fp32 where x has half precision.
+        bias: [H, D].
         rotary: cosines and sines, [B or 1, T, R] each, by which the results are turned as `rotate`
             does; they get no gradient.
+        document_ids: [B, T] integers; a change of the id starts a new document.
+        cu_seqlens: [N+1] integers, the same said as flash attention says it: the borders of N
+            documents in the B rows joined end to end, from 0 to B·T. A row starts a document.
         positions: [B, T] int32, each token's in its document: what `document_ids` or `cu_seqlens`
             say, which are not read then. For who convolves often with the same documents.
+        initial_state: [B, W−1, H, D], the inputs before x; zeros if absent.
+        return_state: also return the last W−1 inputs, [B, W−1, H, D], to go on from.
+        backend: auto, reference, cpu or triton; see `choose_backend`.
 
-    The other arguments, the results and the errors are those of `head_conv`.
+    Returns:
+        y [B, T, H, D] in the dtype of x, or (y, state). Differentiable in x, filters, bias and
+        initial_state, once; `reference` also twice, and under torch.func.
+
+    Raises:
+        ValueError: shapes that do not fit, a backend that cannot serve, or documents together with
+            a state, which belongs to no document.
     """
     window = check_filters(conv_type, x, filters)
-    _check_shapes(x, window, bias, initial_state)
+    state = (x.shape[0], window - 1, *x.shape[2:])
+    check_shapes(bias=(bias, x.shape[2:]), initial_state=(initial_state, state))
     check_rotary(rotary, *x.shape[:2], x.shape[3])
     positions = packed_positions(x, document_ids, cu_seqlens, positions)
     if positions is not None and (initial_state is not None or return_state):
@@ -186,6 +159,43 @@ def centred_conv(x: Tensor, filters: Tensor, *, backend: str = "auto") -> Tensor
     ahead = window // 2
     padded = F.pad(x, (0, 0, 0, 0, 0, ahead))
     return head_conv(padded, filters, backend=backend)[:, ahead:]
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, backend: str = "auto") -> Tensor:
+    """Rotary positions on the first R channels of x [B, T, H, D], by halves (GPT-NeoX).
+
+        y[r] = x[r] cos[r] − x[r + R/2] sin[r],   y[r + R/2] = x[r + R/2] cos[r + R/2] + x[r] sin[…]
+
+    for r < R/2, with cosines and sines [B or 1, T, R]; the other channels pass. On a GPU it is one
+    kernel each way, which rounds once and keeps nothing of x for the backward pass; the angles get
+    no gradient of it.
+
+    Args:
+        backend: auto or triton for that kernel, where it can serve; torch's operators otherwise.
+    """
+    width = cosines.shape[-1]
+    by_kernel = backend == "triton" or (backend == "auto" and x.device.type != "cpu")
+    if by_kernel and width > 0 and triton_launch.why_not(x.device, x.dtype) is None:
+        return triton.rotate(x, cosines, sines)
+    cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
+    turned, passed = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
+    return torch.cat([turned, passed], dim=-1)
+
+
+def check_rotary(
+    rotary: tuple[Tensor, Tensor] | None, batch: int, time: int, head_dim: int
+) -> None:
+    """Check cosines and sines, [B or 1, T, R] each. Raises ValueError."""
+    for angles in rotary or ():
+        rotated = angles.shape[-1]
+        rows = angles.shape[0] if angles.ndim == 3 else 0
+        if rows not in (1, batch) or angles.shape[1] != time or rotated % 2 or rotated > head_dim:
+            raise ValueError(
+                f"rotary must be cosines and sines of [{batch} or 1, {time}, R] with R even and at "
+                f"most {head_dim}, not {list(angles.shape)}"
+            )
 
 
 def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
@@ -242,14 +252,8 @@ def _last_inputs(x: Tensor, window: int) -> Tensor:
     return F.pad(last, (0, 0, 0, 0, missing, 0))
 
 
-def _check_shapes(
-    x: Tensor, window: int, bias: Tensor | None, initial_state: Tensor | None
-) -> None:
-    batch, _, heads, width = x.shape
-    expected = {
-        "bias": (bias, (heads, width)),
-        "initial_state": (initial_state, (batch, window - 1, heads, width)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+def check_shapes(**given: tuple[Tensor | None, Sequence[int]]) -> None:
+    """Raise ValueError for a tensor, by its name, that is there and has another shape."""
+    for name, (tensor, shape) in given.items():
+        if tensor is not None and list(tensor.shape) != list(shape):
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")

@@ -15,6 +15,7 @@ from cat_lm.core.registry import Registry
 from cat_lm.ops.convolution import kinds, triton
 from cat_lm.ops.convolution.cpu import kernel as cpu
 from cat_lm.ops.convolution.kinds import reference
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.backends import BackendChoice, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,7 +62,9 @@ BACKENDS: Registry[Backend] = Registry(
     entries=(
         Backend("reference", reference.convolve, reference.why_not, reference.describe),
         Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
-        Backend("triton", triton.convolve, triton.why_not, triton.describe, triton.KINDS, True),
+        Backend(
+            "triton", triton.convolve, triton_launch.why_not, triton.describe, triton.KINDS, True
+        ),
     ),
 )
 

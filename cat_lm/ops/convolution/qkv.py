@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution import triton
-from cat_lm.ops.convolution.api import check_filters, convolve, packed_positions
+from cat_lm.ops.convolution.api import (
+    check_filters,
+    check_rotary,
+    check_shapes,
+    convolve,
+    packed_positions,
+    rotate,
+)
 from cat_lm.ops.convolution.backends import serving_backend
-from cat_lm.ops.convolution.rotation import check_rotary, rotate
 from cat_lm.ops.runtime.flops import flops
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
@@ -108,16 +114,16 @@ def _convolved(
         initial_state=None if initial_state is None else initial_state.flatten(2, 3),
         backend=backend,
     )
-    outputs = dict(
-        zip(streams, convolved.unflatten(2, inputs.shape[2:4]).unbind(dim=3), strict=True)
-    )
-    for index, stream in enumerate("qkv"):
-        if stream not in outputs:
-            unchanged = qkv[:, :, :, index]
-            outputs[stream] = (
-                unchanged if bias is None else unchanged + bias[:, index].to(qkv.dtype)
-            )
-    return outputs["q"], outputs["k"], outputs["v"]
+    found = iter(convolved.unflatten(2, inputs.shape[2:4]).unbind(dim=3))
+    outputs = [
+        next(found) if taps is not None else unchanged
+        for taps, unchanged in zip(filters, qkv.unbind(3), strict=True)
+    ]
+    if bias is not None:
+        for index, taps in enumerate(filters):
+            if taps is None:
+                outputs[index] = outputs[index] + bias[:, index].to(qkv.dtype)
+    return tuple(outputs)
 
 
 def _check(
@@ -138,10 +144,7 @@ def _check(
     if len(windows) > 1:
         raise ValueError(f"the filters have windows {sorted(windows)}; they must be equal")
     window = windows.pop()
-    if bias is not None and tuple(bias.shape) != (heads, 3, width):
-        raise ValueError(f"bias must be {[heads, 3, width]}, not {list(bias.shape)}")
     state = (batch, window - 1, heads, len(given), width)
-    if initial_state is not None and tuple(initial_state.shape) != state:
-        raise ValueError(f"initial_state must be {list(state)}, not {list(initial_state.shape)}")
+    check_shapes(bias=(bias, (heads, 3, width)), initial_state=(initial_state, state))
     check_rotary(rotary, batch, time, width)
     return window

@@ -53,7 +53,7 @@ def convolve_step(
     Returns:
         q, k, v, each [B, 1, its heads, D].
     """
-    from cat_lm.ops.convolution.triton.decode import decode_kernel, decode_options
+    from cat_lm.ops.convolution.triton.decode import decode_kernel, step_of
 
     batch, _, query_heads, width = inputs[0].shape
     heads = inputs[1].shape[2]
@@ -82,9 +82,7 @@ def convolve_step(
             x_step=inputs[0].stride(2),
             past_step=held.stride(2),
             cos_stride_b=0 if cos is None or cos.shape[0] == 1 else turned,
-            **decode_options(width, window, turned),
-            KIND=KERNEL_NUMBERS[conv_type],
-            SILU=silu,
+            STEP=step_of(width, window, turned, KERNEL_NUMBERS[conv_type], silu),
             num_warps=4,
         )
     return outputs

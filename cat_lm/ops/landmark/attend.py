@@ -144,16 +144,10 @@ def attend_by_masks(
     dropout: float,
     keeps_maps: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend to the local keys and those of chosen blocks, in one softmax.
+    """Attend as `attend_blocks`, in one softmax.
 
     Args:
-        query: [B, H, T, D].
-        key, value: [B, H or fewer, S, D].
-        selected: places of blocks [B, G, T, m], see `select_blocks`.
         keeps_maps: whether to compute eagerly and give the maps; else by SDPA, in parts.
-
-    Returns:
-        [B, H, T, D], and the maps [B, H, T, S] or None.
     """
     heads, keys = query.shape[1], key.shape[2]
     key, value = (for_heads(x, heads) for x in (key, value))
@@ -186,16 +180,7 @@ def attend_gathered(
     local: int,
     scaling: float,
 ) -> Tensor:
-    """Attend as `attend_by_masks`.
-
-    Args:
-        query: [B, H, T, D].
-        key, value: [B, H or fewer, S, D].
-        selected: [B, G, T, m], G the heads of keys or 1.
-
-    Returns:
-        [B, H, T, D].
-    """
+    """Attend as `attend_blocks`, with `selected` of G heads of keys or one, to copies of blocks."""
     batch, heads, time, width = query.shape
     # Queries of the heads that read the same keys side by side: [B, G, T, H / G, D].
     query = query.unflatten(1, (key.shape[1], -1)).transpose(2, 3)

@@ -54,47 +54,67 @@ def initial_parameters(
     return values
 
 
-def landmark_keys(key: Tensor, weights: Tensor, layout: BlockLayout, carries: bool) -> Tensor:
+def landmark_keys(
+    key: Tensor, weights: Tensor | Modes, layout: BlockLayout, carries: bool = False
+) -> Tensor:
     """Make the landmarks of all complete blocks.
 
     Args:
         key: [B, H, S, D].
-        weights: F [1 or H, b], lag 0 first.
+        weights: F [1 or H, b], lag 0 first; or filters of H heads as long as the text, whose dtype
+            sums and states have.
         carries: whether e^{−1} of the landmark before goes into the next one of its document.
 
     Returns:
         [B, H, n, D], zeros where a row has fewer blocks.
     """
     is_there = (layout.numbers >= 0)[:, None, :, None]
-    sums = weighted_sums(layout.blocks_of(key), weights) * is_there
-    return carried(sums, layout.numbers) if carries else sums
+
+    def carry(sums: Tensor, fade: Fade | None) -> Tensor:
+        return carried(sums * is_there, layout.numbers, fade)
+
+    landmarks, _ = _summarised(layout.blocks_of(key), weights, carries, carry)
+    return landmarks * is_there if isinstance(weights, Modes) else landmarks
 
 
 def next_landmarks(
-    blocks: Tensor, weights: Tensor, carries: bool, previous: Tensor | None
+    blocks: Tensor, weights: Tensor | Modes, carries: bool, before: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Make the landmarks of blocks [B, H, m, b, D] that follow each other, as `landmark_keys`.
 
     Args:
-        previous: the landmark before them [B, H, D]; None at the beginning.
+        before: the state after the blocks before them, [B, H, D] or [B, H, K·D]; None at the
+            beginning.
 
     Returns:
-        The landmarks, and the last one, with which the next go on; None where none does.
+        The landmarks, and the state with which the next go on; None where none does.
     """
-    sums = weighted_sums(blocks, weights)
-    if not carries:
-        return sums, None
-    landmarks = _continued(sums, previous)
-    return landmarks, landmarks[:, :, -1]
+
+    def carry(sums: Tensor, fade: Fade | None) -> Tensor:
+        if before is not None:
+            sums = torch.cat([before[:, :, None], sums], dim=2)
+        numbers = torch.arange(sums.shape[2], device=sums.device)[None]
+        return carried(sums, numbers, fade)[:, :, 0 if before is None else 1 :]
+
+    landmarks, states = _summarised(blocks, weights, carries, carry)
+    return landmarks, None if states is None else states[:, :, -1]
 
 
-def _continued(sums: Tensor, before: Tensor | None, fade: Fade | None = None) -> Tensor:
-    """Carry the sums [B, H, n, D] of blocks that follow each other, after the state `before`."""
-    first = 0 if before is None else 1
-    if before is not None:
-        sums = torch.cat([before[:, :, None], sums], dim=2)
-    numbers = torch.arange(sums.shape[2], device=sums.device)[None]
-    return carried(sums, numbers, fade)[:, :, first:]
+def _summarised(
+    blocks: Tensor,
+    weights: Tensor | Modes,
+    carries: bool,
+    carry: Callable[[Tensor, Fade | None], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Return the landmarks of blocks [B, H, n, b, D], and the states that go on, if any."""
+    if not isinstance(weights, Modes):
+        states = carry(weighted_sums(blocks, weights), _fade_by_e if carries else None)
+        return states, states if carries else None
+    with without_autocast(blocks):
+        exact = blocks.to(weights.rate.dtype)
+        sums = _own_states(exact, weights).flatten(3)
+        states = carry(sums, _fading(weights, blocks.shape[3]))
+        return _read(states, exact, weights).to(blocks.dtype), states
 
 
 def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
@@ -103,60 +123,26 @@ def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, None, None] @ blocks).squeeze(-2)
 
 
-def carried(sums: Tensor, numbers: Tensor, fade: Fade | None = None) -> Tensor:
+def carried(sums: Tensor, numbers: Tensor, fade: Fade | None) -> Tensor:
     """K̄_j = S_j + fade(K̄_{j−1}, 1) within documents, of S [B, H, n, D] and block numbers [R, n].
 
     By doubling: after a pass a landmark holds twice as many blocks before it.
 
     Args:
         fade: what is left after so many blocks, linear and fade(fade(x, m), n) = fade(x, m + n);
-            e^{−blocks} x if it is None.
+            nothing if it is None.
     """
     reach = 1
-    while reach < sums.shape[2]:
+    while fade is not None and reach < sums.shape[2]:
         follows = (numbers[:, reach:] >= reach)[:, None, :, None]
-        earlier = sums[:, :, :-reach] * follows
-        earlier = earlier * math.exp(-reach) if fade is None else fade(earlier, reach)
+        earlier = fade(sums[:, :, :-reach] * follows, reach)
         sums = torch.cat([sums[:, :, :reach], sums[:, :, reach:] + earlier], dim=2)
         reach *= 2
     return sums
 
 
-def long_landmark_keys(key: Tensor, modes: Modes, layout: BlockLayout) -> Tensor:
-    """Make the landmarks of all complete blocks.
-
-    Args:
-        key: [B, H, S, D].
-        modes: the filters of H heads; sums and states have their dtype.
-
-    Returns:
-        [B, H, n, D], zeros where a row has fewer blocks.
-    """
-    is_there = (layout.numbers >= 0)[:, None, :, None]
-    with without_autocast(key):
-        blocks = layout.blocks_of(key).to(modes.rate.dtype)
-        sums = _own_states(blocks, modes).flatten(3) * is_there
-        states = carried(sums, layout.numbers, _fading(modes, layout.block))
-        return (_read(states, blocks, modes) * is_there).to(key.dtype)
-
-
-def next_long_landmarks(
-    blocks: Tensor, modes: Modes, before: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Make the landmarks of blocks [B, H, m, b, D] that follow each other, m ≥ 1.
-
-    Args:
-        before: the state after the blocks before them, [B, H, K·D]; None at the beginning.
-
-    Returns:
-        The landmarks [B, H, m, D], and the state after the blocks.
-    """
-    dtype = blocks.dtype
-    with without_autocast(blocks):
-        blocks = blocks.to(modes.rate.dtype)
-        sums = _own_states(blocks, modes).flatten(3)
-        states = _continued(sums, before, _fading(modes, blocks.shape[3]))
-        return _read(states, blocks, modes).to(dtype), states[:, :, -1]
+def _fade_by_e(states: Tensor, blocks: int) -> Tensor:
+    return states * math.exp(-blocks)
 
 
 def _own_states(blocks: Tensor, modes: Modes) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.fake import is_fake
-from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 # Keys of a block times channels of a head, both as powers of 2, that fit into shared memory.
 MOST = {torch.float32: 64 * 64, torch.bfloat16: 128 * 128, torch.float16: 128 * 128}
@@ -21,12 +21,8 @@ MOST = {torch.float32: 64 * 64, torch.bfloat16: 128 * 128, torch.float16: 128 * 
 
 def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) -> str | None:
     """Return why the kernel cannot serve; None where it can."""
-    if not INSTALLED:
-        return "triton is not installed"
-    if device.type != "cuda" and not INTERPRETED:
-        return f"it computes cuda tensors, not {device.type} tensors"
-    if dtype not in MOST:
-        return f"it has no {str(dtype).removeprefix('torch.')}"
+    if obstacle := triton_launch.why_not(device, dtype):
+        return obstacle
     held = sides(block)[0] * sides(width)[0]
     if held <= MOST[dtype]:
         return None

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.api import packed_positions
+from cat_lm.ops.convolution.api import check_shapes, packed_positions
 from cat_lm.ops.long_filter import LENGTH, chunks
 from cat_lm.ops.long_filter.filters import Modes
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.backends import BackendChoice, choose
 from cat_lm.ops.runtime.flops import flops
-from cat_lm.ops.runtime.operators import custom_op, in_turn
+from cat_lm.ops.runtime.operators import custom_op, register_in_turn
 from cat_lm.ops.runtime.precision import without_autocast
-from cat_lm.ops.runtime.triton_launch import INSTALLED
 
-if INSTALLED:
+if triton_launch.INSTALLED:
     from cat_lm.ops.long_filter import chunks_triton
 
 
@@ -38,18 +38,15 @@ def choose_backend(
     device = torch.device(device)
 
     def why_not(name: str) -> str | None:
-        if name == "cpu":
-            return "they have reference and triton"
-        return _why_not_triton(device, dtype, state) if name == "triton" else None
+        if name != "triton":
+            return "they have reference and triton" if name == "cpu" else None
+        obstacle = triton_launch.why_not(device, dtype)
+        if obstacle is None and state > chunks_triton.MOST_STATE:
+            return f"conv_state={state} is above its {chunks_triton.MOST_STATE}"
+        return obstacle
 
     fast = ("reference",) if device.type == "cpu" else ("triton",)
     return choose("long filters", backend, device, why_not, fast, "reference")
-
-
-def _why_not_triton(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
-    if not INSTALLED:
-        return "triton is not installed"
-    return chunks_triton.why_not(device, dtype, state)
 
 
 def _flops(x: Tensor, modes: Modes, *_: object, **how: object) -> float:
@@ -196,8 +193,7 @@ def _check(x: Tensor, modes: Modes, initial_state: Tensor | None) -> None:
     if modes.rate.shape[0] != x.shape[2]:
         raise ValueError(f"filters are {modes.rate.shape[0]} heads', x {list(x.shape)} is not")
     state = (x.shape[0], x.shape[2], state_size(modes), x.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != state:
-        raise ValueError(f"initial_state must be {list(state)}, not {list(initial_state.shape)}")
+    check_shapes(initial_state=(initial_state, state))
 
 
 @custom_op("cat_lm::long_conv")
@@ -264,17 +260,4 @@ def _gradients(ctx: Any, dy: Tensor, dlast: Tensor, _: Any) -> tuple[Tensor | No
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
-
-
-def _in_turn(operator: Any) -> Any:
-    """Return the rule of torch.vmap: models one after another."""
-
-    def run(info: Any, axes: tuple[Any, ...], *given: Any) -> Any:
-        *tensors, backend = given
-        return in_turn(info.batch_size, axes[:-1], lambda *t: operator(*t, backend), tensors)
-
-    return run
-
-
-_forward.register_vmap(_in_turn(_forward))
-_backward.register_vmap(_in_turn(_backward))
+register_in_turn(_forward, _backward)

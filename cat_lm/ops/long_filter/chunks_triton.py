@@ -7,7 +7,7 @@ Sums over rows and channels are made afterwards, in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cat_lm.ops.long_filter.chunks import Chunk
 from cat_lm.ops.runtime.triton_launch import (
-    INTERPRETED,
     cdiv,
     contiguous,
     next_power_of_2,
@@ -62,23 +61,57 @@ def _borders(positions_ptr, row, start, time, length, step):
     return taps, position > step, (length - 1 - step) <= last, last >= length
 
 
-@triton.jit(do_not_specialize=VARYING)
-def forward_kernel(
-    x_ptr, taps_ptr, read_ptr, write_ptr, carry_ptr, positions_ptr, initial_ptr,
-    y_ptr, last_ptr, kept_ptr,
-    time, length, heads, state, width,
-    x_stride_b, x_stride_t, x_stride_h,
-    BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Outputs, the last state, and that before every chunk."""
-    item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row, head = (item // heads).to(tl.int64), item % heads
-    step, number = tl.arange(0, BLOCK), tl.arange(0, STATE)
+class Sides(NamedTuple):
+    """What the kernels are compiled for: L, K and channels, as powers of 2, and products."""
+
+    block: int
+    state: int
+    columns: int
+    precision: str
+
+
+@triton.jit
+def _matrices(chunk, head, length, state, SIDES: tl.constexpr):
+    """The four matrices of a head, see chunks.py."""
+    taps_ptr, read_ptr, write_ptr, carry_ptr = chunk
+    step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
     taps = _load(taps_ptr + head * length * length, length, length, step, step)
     read = _load(read_ptr + head * length * state, length, state, step, number)
     write = _load(write_ptr + head * state * length, state, length, number, step)
     carry = _load(carry_ptr + head * state * state, state, state, number, number)
+    return taps, read, write, carry
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    x_ptr,
+    taps_ptr,
+    read_ptr,
+    write_ptr,
+    carry_ptr,
+    positions_ptr,
+    initial_ptr,
+    y_ptr,
+    last_ptr,
+    kept_ptr,
+    time,
+    length,
+    heads,
+    state,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    SIDES: tl.constexpr,
+):
+    """Outputs, the last state, and that before every chunk."""
+    PRECISION: tl.constexpr = SIDES.precision
+    column = tl.program_id(1) * SIDES.columns + tl.arange(0, SIDES.columns)
+    item = tl.program_id(0)
+    row, head = (item // heads).to(tl.int64), item % heads
+    step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
+    matrices = (taps_ptr, read_ptr, write_ptr, carry_ptr)
+    taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     held = _load(initial_ptr + ends_at, state, width, number, column)
     chunks = tl.cdiv(time, length)
@@ -105,27 +138,46 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    dy_ptr, dlast_ptr, x_ptr, taps_ptr, read_ptr, write_ptr, carry_ptr, positions_ptr, kept_ptr,
-    dx_ptr, dtaps_ptr, dread_ptr, dwrite_ptr, dcarry_ptr, dinitial_ptr,
-    time, length, heads, state, width,
-    x_stride_b, x_stride_t, x_stride_h, dy_stride_b, dy_stride_t, dy_stride_h,
-    BLOCK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    dlast_ptr,
+    x_ptr,
+    taps_ptr,
+    read_ptr,
+    write_ptr,
+    carry_ptr,
+    positions_ptr,
+    kept_ptr,
+    dx_ptr,
+    dtaps_ptr,
+    dread_ptr,
+    dwrite_ptr,
+    dcarry_ptr,
+    dinitial_ptr,
+    time,
+    length,
+    heads,
+    state,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    dy_stride_b,
+    dy_stride_t,
+    dy_stride_h,
+    SIDES: tl.constexpr,
+):
     """Gradients; those of the matrices are this program's part of them."""
-    item, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    PRECISION: tl.constexpr = SIDES.precision
+    column = tl.program_id(1) * SIDES.columns + tl.arange(0, SIDES.columns)
+    item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
-    step, number = tl.arange(0, BLOCK), tl.arange(0, STATE)
-    taps = _load(taps_ptr + head * length * length, length, length, step, step)
-    read = _load(read_ptr + head * length * state, length, state, step, number)
-    write = _load(write_ptr + head * state * length, state, length, number, step)
-    carry = _load(carry_ptr + head * state * state, state, state, number, number)
+    step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
+    matrices = (taps_ptr, read_ptr, write_ptr, carry_ptr)
+    taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     flow = _load(dlast_ptr + ends_at, state, width, number, column)  # of the state after a chunk
-    dtaps = tl.zeros((BLOCK, BLOCK), tl.float32)
-    dread = tl.zeros((BLOCK, STATE), tl.float32)
-    dwrite = tl.zeros((STATE, BLOCK), tl.float32)
-    dcarry = tl.zeros((STATE, STATE), tl.float32)
+    dtaps, dread = tl.zeros_like(taps), tl.zeros_like(read)
+    dwrite, dcarry = tl.zeros_like(write), tl.zeros_like(carry)
     chunks = tl.cdiv(time, length)
     for left in range(chunks):
         chunk = chunks - 1 - left
@@ -166,21 +218,12 @@ def backward_kernel(
     _store(dcarry_ptr + part * state * state, state, state, number, number, dcarry)
 
 
-def why_not(device: torch.device, dtype: torch.dtype, state: int) -> str | None:
-    """Return why these kernels cannot serve; None where they can."""
-    if device.type != "cuda" and not INTERPRETED:
-        return f"it computes cuda tensors, not {device.type} tensors"
-    if dtype == torch.float64:
-        return "it has no fp64"
-    return None if state <= MOST_STATE else f"conv_state={state} is above its {MOST_STATE}"
-
-
-def options(length: int, state: int, width: int, hip: bool) -> dict[str, int | str]:
-    """Return what a kernel is compiled for; `hip` for AMD's GPUs."""
-    found = {"BLOCK": length, "STATE": state, "COLUMNS": min(width, COLUMNS)}
-    found = {name: max(_LEAST, next_power_of_2(size)) for name, size in found.items()}
-    found["PRECISION"] = "ieee" if hip else "tf32x3"
-    return found | {"num_warps": 8 if found["BLOCK"] > 32 else 4, "num_stages": 1}
+def options(length: int, state: int, width: int, hip: bool) -> dict[str, Any]:
+    """Return what a kernel is compiled for, and how; `hip` for AMD's GPUs."""
+    sizes = (length, state, min(width, COLUMNS))
+    sides = (max(_LEAST, next_power_of_2(size)) for size in sizes)
+    sides = Sides(*sides, precision="ieee" if hip else "tf32x3")
+    return {"SIDES": sides, "num_warps": 8 if sides.block > 32 else 4, "num_stages": 1}
 
 
 def forward(
@@ -193,7 +236,7 @@ def forward(
     kept = initial.new_empty(batch, cdiv(time, length), heads, state, width)
     compiled = options(length, state, width, torch.version.hip is not None)
     with on_device_of(x):
-        forward_kernel[(batch * heads, cdiv(width, compiled["COLUMNS"]))](
+        forward_kernel[(batch * heads, cdiv(width, compiled["SIDES"].columns))](
             **_given(x, chunk, positions),
             **pointers(initial=initial.contiguous(), y=y, last=last, kept=kept),
             **compiled,
@@ -210,7 +253,7 @@ def backward(
     x, dy = unit_stride(x), unit_stride(dy)
     dx, dinitial = x.new_empty(x.shape), dlast.new_empty(dlast.shape)
     compiled = options(length, state, width, torch.version.hip is not None)
-    columns = cdiv(width, compiled["COLUMNS"])
+    columns = cdiv(width, compiled["SIDES"].columns)
     parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
     with on_device_of(x):
         backward_kernel[(batch * heads, columns)](

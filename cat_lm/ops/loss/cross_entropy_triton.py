@@ -16,17 +16,21 @@ from torch import Tensor
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.triton_launch import next_power_of_2, on_device_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = 1024
 _LONGEST_BLOCK = 8 * THREADS  # 16 bytes of bf16 a thread
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr, labels_ptr, losses_ptr,
-    vocabulary, stride,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    vocabulary,
+    stride,
+    IGNORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr,
+):
     """The loss of a row of logits and, with WANTS_GRADIENT, softmax − one-hot in its place.
 
     A label outside of the vocabulary makes both NaN. What lies between the vocabulary and the next
@@ -77,7 +81,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, wants_gradien
     """Fill `losses` and, if wanted, replace the logits by the gradient of the losses' sum.
 
     Args:
-        logits: [N, V], one of DTYPES; what lies between rows of V numbers is written over.
+        logits: [N, V], in fp32 or half of it; what lies between rows of V numbers is written over.
         labels: [N] integers, 0 … V−1, or −100 for a loss and a gradient of 0.
         losses: fp32 [N], to be filled: −log softmax(logits)[label] in nats.
     """

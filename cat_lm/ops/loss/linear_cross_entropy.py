@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.ops.runtime.operators import custom_op, refuse_second_derivative
-from cat_lm.ops.runtime.triton_launch import INSTALLED
+from cat_lm.ops.runtime.triton_launch import DTYPES, INSTALLED
 
 if INSTALLED:
     from cat_lm.ops.loss import cross_entropy_triton
@@ -65,7 +65,9 @@ def _summed_loss(
     An operator of torch's, so that torch.compile does not unroll the loop over chunks, whose number
     changes with every sequence length.
     """
-    total, d_hidden, d_weight = _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
+    total, d_hidden, d_weight = _room(
+        hidden, weight, labels, compute_dtype, wants_hidden, wants_weight
+    )
     total.zero_(), d_weight.zero_()
     sums, wanted = (total, d_hidden, d_weight), (wants_hidden, wants_weight)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -128,28 +130,24 @@ def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]
 
 
 def _kernel_serves(hidden: Tensor, compute_dtype: torch.dtype) -> bool:
-    return hidden.is_cuda and INSTALLED and compute_dtype in cross_entropy_triton.DTYPES
+    return hidden.is_cuda and INSTALLED and compute_dtype in DTYPES
 
 
+@_summed_loss.register_fake
 def _room(
     hidden: Tensor,
     weight: Tensor,
+    labels: Tensor,
     compute_dtype: torch.dtype,
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the results of `_summed_loss`."""
     sum_dtype = torch.promote_types(compute_dtype, torch.float32)
     return (
         hidden.new_empty((), dtype=sum_dtype),
         hidden.new_empty(hidden.shape if wants_hidden else (0,), dtype=compute_dtype),
         weight.new_empty(weight.shape if wants_weight else (0,), dtype=sum_dtype),
     )
-
-
-@_summed_loss.register_fake
-def _(hidden, weight, labels, compute_dtype, wants_hidden, wants_weight):
-    return _room(hidden, weight, compute_dtype, wants_hidden, wants_weight)
 
 
 def _setup_context(ctx, inputs, output):

@@ -14,8 +14,8 @@ import torch
 
 from cat_lm.core.registry import one_of
 from cat_lm.ops.recurrence import decaying_scan_cpu
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.backends import BackendChoice, choose
-from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
 NAMES = ("torch", "cpu", "triton", "fla")
 # Those that `auto` tries on a device, the fastest first; then torch.
@@ -79,17 +79,16 @@ def _why_not(
         return f"{recurrence.title} has {', '.join(recurrence.backends)}"
     if backend == "torch":
         return None
+    if backend == "triton":
+        return triton_launch.why_not(device, dtype)
     needed = "cpu" if backend == "cpu" else "cuda"
-    is_interpreted = backend == "triton" and device.type == "cpu" and INTERPRETED
-    if device.type != needed and not is_interpreted:
+    if device.type != needed:
         return f"it computes {needed} tensors, not {device.type} tensors"
     if dtype == torch.float64:
         return "it has no fp64"
     if backend == "cpu":
         library = decaying_scan_cpu.KERNEL.library()
         return None if library.handle is not None else library.reason
-    if backend == "triton":
-        return None if INSTALLED else "triton is not installed"
     if not _has_fla():
         return "fla-core is not installed (pip install fla-core)"
     return None if dtype == torch.bfloat16 else "its chunked operators are for bf16"

@@ -7,6 +7,8 @@ are made afterwards, in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of, pointers
 
-AXES = ("HEADS", "KEYS", "VALUES")
 COLUMNS = 32  # of a state that a program has at most
 _NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
@@ -54,40 +55,51 @@ def _size(keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
     return size
 
 
+class Scan(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+        every: steps between the states that are kept.
+        keys, columns: K, filled up to a power of two, and the columns of a state in a program.
+        rate, a: which of K and V the rates have, and which of H, K and V a has.
+    """
+
+    every: int
+    keys: int
+    columns: int
+    rate: tuple[bool, bool]
+    a: tuple[bool, bool, bool]
+
+
 @triton.jit
-def _item(heads, values, KEYS: tl.constexpr, COLUMNS: tl.constexpr):
+def _item(heads, values, SCAN: tl.constexpr):
     """This program's row, head and chunk of columns, and the keys and values that it has."""
-    chunks = tl.cdiv(values, COLUMNS)
+    chunks = tl.cdiv(values, SCAN.columns)
     program = tl.program_id(0)
     item, chunk = program // chunks, program % chunks
     row = (item // heads).to(tl.int64)
-    value = chunk * COLUMNS + tl.arange(0, COLUMNS)
-    return row, item % heads, chunk, tl.arange(0, KEYS), value
+    value = chunk * SCAN.columns + tl.arange(0, SCAN.columns)
+    return row, item % heads, chunk, tl.arange(0, SCAN.keys), value
 
 
 @triton.jit
-def _load_a(
-    a_ptr, row, head, model_rows, heads, keys, values, key, value,
-    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
-):  # fmt: skip
-    """a of this model and head."""
+def _load_a(a_ptr, row, head, model_rows, heads, state, SCAN: tl.constexpr):
+    key, value, keys, values = state
     index = row // model_rows
-    if A_HEADS:
+    if SCAN.a[0]:
         index = index * heads + head
-    offsets, inside = _places(key, value, keys, values, A_KEYS, A_VALUES)
-    return tl.load(a_ptr + index * _size(keys, values, A_KEYS, A_VALUES) + offsets, inside, 0.0)
+    offsets, inside = _places(key, value, keys, values, SCAN.a[1], SCAN.a[2])
+    return tl.load(a_ptr + index * _size(keys, values, SCAN.a[1], SCAN.a[2]) + offsets, inside, 0.0)
 
 
 @triton.jit
-def _load_step(
-    k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value,
-    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
-):  # fmt: skip
+def _load_step(k_ptr, v_ptr, rate_ptr, a, at, state, SCAN: tl.constexpr):
     """k, v, the rate and the decay of a step, whose number `at` counts rows, steps and heads."""
+    key, value, keys, values = state
     k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
     v = tl.load(v_ptr + at * values + value, value < values, 0.0)
-    offsets, inside = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
-    size = _size(keys, values, RATE_KEYS, RATE_VALUES)
+    offsets, inside = _places(key, value, keys, values, SCAN.rate[0], SCAN.rate[1])
+    size = _size(keys, values, SCAN.rate[0], SCAN.rate[1])
     rate = tl.load(rate_ptr + at * size + offsets, inside, 0.0)
     return k, v, rate, tl.exp(rate * a)
 
@@ -100,29 +112,36 @@ def _next(state, decay, k, v, inside):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, initial_ptr, out_ptr, last_ptr, kept_ptr,
-    model_rows, time, heads, keys, values,
-    EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
-    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
-):  # fmt: skip
-    """Outputs, the last state, and that before every EVERY-th step."""
-    row, head, _, key, value = _item(heads, values, KEYS, COLUMNS)
-    a = _load_a(
-        a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
-    )  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rate_ptr,
+    a_ptr,
+    initial_ptr,
+    out_ptr,
+    last_ptr,
+    kept_ptr,
+    model_rows,
+    time,
+    heads,
+    keys,
+    values,
+    SCAN: tl.constexpr,
+):
+    """Outputs, the last state, and that before every every-th step."""
+    row, head, _, key, value = _item(heads, values, SCAN)
+    held = (key, value, keys, values)
+    a = _load_a(a_ptr, row, head, model_rows, heads, held, SCAN)
     state_at, inside = _places(key, value, keys, values, True, True)
-    blocks = tl.cdiv(time, EVERY)
+    blocks = tl.cdiv(time, SCAN.every)
     ends_at = (row * heads + head) * keys * values + state_at
     state = tl.load(initial_ptr + ends_at, inside, 0.0)
     for t in range(time):
-        if t % EVERY == 0:
-            block = (row * blocks + t // EVERY) * heads + head
+        if t % SCAN.every == 0:
+            block = (row * blocks + t // SCAN.every) * heads + head
             tl.store(kept_ptr + block * keys * values + state_at, state, inside)
         at = (row * time + t) * heads + head
-        k, v, _rate, decay = _load_step(
-            k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
-        )  # fmt: skip
+        k, v, _rate, decay = _load_step(k_ptr, v_ptr, rate_ptr, a, at, held, SCAN)
         state = _next(state, decay, k, v, inside)
         q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
         out = tl.sum(q[:, None] * state, axis=0)
@@ -132,49 +151,62 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, kept_ptr, grad_ptr, grad_last_ptr, states_ptr,
-    dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr, dinitial_ptr,
-    rows, model_rows, time, heads, keys, values,
-    EVERY: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    RATE_KEYS: tl.constexpr, RATE_VALUES: tl.constexpr,
-    A_HEADS: tl.constexpr, A_KEYS: tl.constexpr, A_VALUES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    rate_ptr,
+    a_ptr,
+    kept_ptr,
+    grad_ptr,
+    grad_last_ptr,
+    states_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    drate_ptr,
+    da_ptr,
+    dinitial_ptr,
+    rows,
+    model_rows,
+    time,
+    heads,
+    keys,
+    values,
+    SCAN: tl.constexpr,
+):
     """Gradients; those summed over columns are this program's part of them.
 
-    The EVERY states of a block are made again, into this program's memory at `states_ptr`.
+    The states of a block are made again, into this program's memory at `states_ptr`.
     """
-    row, head, chunk, key, value = _item(heads, values, KEYS, COLUMNS)
-    a = _load_a(
-        a_ptr, row, head, model_rows, heads, keys, values, key, value, A_HEADS, A_KEYS, A_VALUES
-    )  # fmt: skip
+    row, head, chunk, key, value = _item(heads, values, SCAN)
+    held = (key, value, keys, values)
+    a = _load_a(a_ptr, row, head, model_rows, heads, held, SCAN)
     state_at, inside = _places(key, value, keys, values, True, True)
-    blocks = tl.cdiv(time, EVERY)
+    blocks = tl.cdiv(time, SCAN.every)
     parts = chunk.to(tl.int64) * rows  # rows of the chunks before this one
-    scratch_ptr = states_ptr + tl.program_id(0).to(tl.int64) * EVERY * KEYS * COLUMNS
-    scratch_ptr += tl.arange(0, KEYS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    scratch_ptr = states_ptr + tl.program_id(0).to(tl.int64) * SCAN.every * SCAN.keys * SCAN.columns
+    scratch_ptr += (
+        tl.arange(0, SCAN.keys)[:, None] * SCAN.columns + tl.arange(0, SCAN.columns)[None, :]
+    )
     ends_at = (row * heads + head) * keys * values + state_at
     flow = tl.load(grad_last_ptr + ends_at, inside, 0.0)  # ∂/∂S_t
     da = tl.zeros_like(a)
     for step in range(blocks):
-        start = (blocks - 1 - step) * EVERY
-        count = tl.minimum(EVERY, time - start)
-        kept = ((row * blocks + start // EVERY) * heads + head) * keys * values
+        start = (blocks - 1 - step) * SCAN.every
+        count = tl.minimum(SCAN.every, time - start)
+        kept = ((row * blocks + start // SCAN.every) * heads + head) * keys * values
         state = tl.load(kept_ptr + kept + state_at, inside, 0.0)
         tl.debug_barrier()  # the states of the block worked on before have been read
         for i in range(count):
-            tl.store(scratch_ptr + i * KEYS * COLUMNS, state)
+            tl.store(scratch_ptr + i * SCAN.keys * SCAN.columns, state)
             at = (row * time + start + i) * heads + head
-            k, v, _rate, decay = _load_step(
-                k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
-            )  # fmt: skip
+            k, v, _rate, decay = _load_step(k_ptr, v_ptr, rate_ptr, a, at, held, SCAN)
             state = _next(state, decay, k, v, inside)
         tl.debug_barrier()
         for j in range(count):
             i = count - 1 - j
             at = (row * time + start + i) * heads + head
-            k, v, rate, decay = _load_step(
-                k_ptr, v_ptr, rate_ptr, a, at, keys, values, key, value, RATE_KEYS, RATE_VALUES
-            )  # fmt: skip
+            k, v, rate, decay = _load_step(k_ptr, v_ptr, rate_ptr, a, at, held, SCAN)
             q = tl.load(q_ptr + at * keys + key, key < keys, 0.0)
             grad = tl.load(grad_ptr + at * values + value, value < values, 0.0)
             flow = tl.where(inside, flow + q[:, None] * grad[None, :], 0.0)
@@ -183,31 +215,34 @@ def backward_kernel(
             tl.store(dk_ptr + place, tl.sum(flow * v[None, :], axis=1), key < keys)
             dv = tl.sum(flow * k[:, None], axis=0)
             tl.store(dv_ptr + at * values + value, dv, value < values)
-            state = tl.load(scratch_ptr + i * KEYS * COLUMNS)
+            state = tl.load(scratch_ptr + i * SCAN.keys * SCAN.columns)
             flow = tl.where(inside, flow * decay, 0.0)
             exponent = flow * state  # ∂/∂(r_t ⊙ a)
-            da += _sum_to(exponent * rate, A_KEYS, A_VALUES)
-            drate = _sum_to(exponent * a, RATE_KEYS, RATE_VALUES)
-            rate_at, there = _places(key, value, keys, values, RATE_KEYS, RATE_VALUES)
-            place = parts * (not RATE_VALUES) * time * heads + at
-            place = place * _size(keys, values, RATE_KEYS, RATE_VALUES) + rate_at
+            da += _sum_to(exponent * rate, SCAN.a[1], SCAN.a[2])
+            drate = _sum_to(exponent * a, SCAN.rate[0], SCAN.rate[1])
+            rate_at, there = _places(key, value, keys, values, SCAN.rate[0], SCAN.rate[1])
+            place = parts * (not SCAN.rate[1]) * time * heads + at
+            place = place * _size(keys, values, SCAN.rate[0], SCAN.rate[1]) + rate_at
             tl.store(drate_ptr + place, drate, there)
     tl.store(dinitial_ptr + ends_at, flow, inside)
-    a_at, there = _places(key, value, keys, values, A_KEYS, A_VALUES)
-    place = ((parts * (not A_VALUES) + row) * heads + head) * _size(keys, values, A_KEYS, A_VALUES)
+    a_at, there = _places(key, value, keys, values, SCAN.a[1], SCAN.a[2])
+    place = ((parts * (not SCAN.a[2]) + row) * heads + head) * _size(
+        keys, values, SCAN.a[1], SCAN.a[2]
+    )
     tl.store(da_ptr + place + a_at, da, there)
 
 
-def _launch(every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> tuple[int, dict, dict]:
+def _launch(
+    every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor
+) -> tuple[int, dict[str, Any], dict[str, int]]:
     """Choose the chunks of columns, a kernel's options, and the sizes that it takes."""
     batch, time, heads, keys = q.shape[1:]
     values = v.shape[-1]
     padded = next_power_of_2(keys)
     columns = min(COLUMNS, next_power_of_2(values), max(1, _WARPS * _NUMBERS // padded))
-    options = {"EVERY": every, "KEYS": padded, "COLUMNS": columns}
-    options |= {"RATE_KEYS": rate.shape[-2] > 1, "RATE_VALUES": rate.shape[-1] > 1}
-    options |= {f"A_{name}": size > 1 for name, size in zip(AXES, a.shape[-3:], strict=True)}
-    options["num_warps"] = min(_WARPS, max(1, padded * columns // _NUMBERS))
+    rate_has, a_has = (tuple(n > 1 for n in sizes) for sizes in (rate.shape[-2:], a.shape[-3:]))
+    scan = Scan(every, padded, columns, rate_has, a_has)
+    options = {"SCAN": scan, "num_warps": min(_WARPS, max(1, padded * columns // _NUMBERS))}
     sizes = {"model_rows": batch, "time": time, "heads": heads, "keys": keys, "values": values}
     return cdiv(values, columns), options, sizes
 
@@ -242,12 +277,13 @@ def backward(
     chunks, options, sizes = _launch(every, q, v, rate, a)
     models, batch, _, heads, _ = q.shape
     programs = models * batch * heads * chunks
-    states = q.new_empty(programs, every, options["KEYS"], options["COLUMNS"])
+    scan = options["SCAN"]
+    states = q.new_empty(programs, every, scan.keys, scan.columns)
     dq, dk = (s.new_empty(chunks, *s.shape) for s in (q, k))
     dv, dinitial = torch.empty_like(v), torch.empty_like(grad_last)
-    drate = rate.new_empty(1 if options["RATE_VALUES"] else chunks, *rate.shape)
+    drate = rate.new_empty(1 if scan.rate[1] else chunks, *rate.shape)
     a_sizes = (models, batch, heads, *a.shape[-2:])
-    da = a.new_empty(1 if options["A_VALUES"] else chunks, *a_sizes)
+    da = a.new_empty(1 if scan.a[2] else chunks, *a_sizes)
     with on_device_of(q):
         backward_kernel[(programs,)](
             **pointers(q=q, k=k, v=v, rate=rate, a=a, kept=kept.contiguous()),

@@ -83,52 +83,27 @@ def _load(sources: Sources) -> Library:
     name = f"{sources.name}-{_fingerprint(sources, compiler, flags)}.so"
     try:
         path = cache_folder() / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_own(path.parent)
         with contextlib.suppress(OSError):  # absent, damaged on disk or not this user's
-            return Library(_load_own(path), f"{path} was built before")
-        _own_folder(path.parent)
+            _check_own(path)
+            return Library(ctypes.CDLL(str(path)), f"{path} was built before")
         build(sources, compiler, flags, path)
-        return Library(_load_own(path), f"{path} was built by {compiler}")
+        _check_own(path)
+        return Library(ctypes.CDLL(str(path)), f"{path} was built by {compiler}")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         with tempfile.TemporaryDirectory(prefix="cat_lm-") as folder:
             path = Path(folder) / name
             build(sources, compiler, flags, path)
             reason = f"{path} was built by {compiler}, as the cache cannot keep it ({error})"
-            return Library(_load_own(path), reason)
+            return Library(ctypes.CDLL(str(path)), reason)
 
 
-def _own_folder(folder: Path) -> None:
-    """Make a folder that this user alone may write, if it is not there.
-
-    Raises:
-        OSError: it cannot be made, or is another user's, or others may write it.
-    """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # In a folder that others may write, a link of theirs could stand for any folder of this user.
-    if folder.lstat().st_uid != os.geteuid() or (status := folder.stat()).st_uid != os.geteuid():
-        raise PermissionError(f"{folder} is another user's")
-    with contextlib.suppress(OSError):  # file systems without modes refuse, or do nothing
-        folder.chmod(status.st_mode & ~_OTHERS_WRITE)
-    if folder.stat().st_mode & _OTHERS_WRITE:
-        raise PermissionError(f"others may write {folder}")
-
-
-def _load_own(path: Path) -> ctypes.CDLL:
-    """Load a library that this user alone can have written.
-
-    Its folder is opened once: nobody exchanges it between the check and the load.
-
-    Raises:
-        OSError: the library is absent, damaged, or may be another user's.
-    """
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for status in (os.fstat(folder), os.stat(path.name, dir_fd=folder)):
-            if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
-                raise PermissionError(f"{path} belongs to another user, or others may write it")
-        opened = Path(f"/proc/self/fd/{folder}")
-        return ctypes.CDLL(str((opened if opened.exists() else path.parent) / path.name))
-    finally:
-        os.close(folder)
+def _check_own(path: Path) -> None:
+    """Raise PermissionError for what others may have written: it would run as this user."""
+    status = path.stat()
+    if {status.st_uid, path.lstat().st_uid} != {os.geteuid()} or status.st_mode & _OTHERS_WRITE:
+        raise PermissionError(f"{path} belongs to another user, or others may write it")
 
 
 def cache_folder() -> Path:
@@ -154,7 +129,7 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
             detail = (lines or done.stderr.splitlines() or ["no message"])[0]
             raise BuildError(f"{compiler} could not build the kernel: {detail}")
-        with contextlib.suppress(OSError):  # `_load_own` looks at what has become of it
+        with contextlib.suppress(OSError):  # `_check_own` looks at what has become of it
             made.chmod(0o700)  # whatever the umask
         made.replace(path)
 

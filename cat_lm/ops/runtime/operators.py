@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,17 +86,19 @@ def folded(size: int, tensor: Tensor | None, axis: int | None, into: int) -> Ten
     return tensor.flatten(into, into + 1)
 
 
-def in_turn(
-    size: int,
-    axes: tuple[int | None, ...],
-    apply: Callable[..., Any],
-    tensors: tuple[Tensor | None, ...],
-) -> tuple[Any, Any]:
-    """Run an operator once for each of S models: its results and their axes of torch.vmap."""
-    pairs = list(zip(tensors, axes, strict=True))
+def in_turn(operator: Any, info: Any, axes: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+    """Run an operator once for each model of torch.vmap: its results and their axes."""
+    pairs = list(zip(given, axes, strict=True))
     found = [
-        apply(*(t if axis is None else t.select(axis, i) for t, axis in pairs)) for i in range(size)
+        operator(*(x.select(axis, i) if isinstance(axis, int) else x for x, axis in pairs))
+        for i in range(info.batch_size)
     ]
     if isinstance(found[0], Tensor):
         return torch.stack(found), 0
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0,) * len(found[0])
+
+
+def register_in_turn(*operators: torch.library.CustomOpDef) -> None:
+    """Have torch.vmap run these operators once for each model."""
+    for operator in operators:
+        operator.register_vmap(functools.partial(in_turn, operator))

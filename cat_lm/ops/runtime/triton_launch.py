@@ -22,6 +22,18 @@ def is_interpreted() -> bool:
 
 # For the whole process.
 INTERPRETED = is_interpreted()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel takes tensors of this device and dtype; None if they do."""
+    if not INSTALLED:
+        return "triton is not installed"
+    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+        return f"it computes cuda tensors, not {device.type} tensors"
+    if dtype not in DTYPES:
+        return f"it sums in fp32, which is too coarse for {dtype}"
+    return None
 
 
 def cdiv(a: int, b: int) -> int:

@@ -36,9 +36,7 @@ from cat_lm.ops.landmark.keys import (
     block_weights,
     initial_parameters,
     landmark_keys,
-    long_landmark_keys,
     next_landmarks,
-    next_long_landmarks,
 )
 from cat_lm.ops.landmark.layout import BlockLayout, cached_blocks, sequence_blocks
 from cat_lm.ops.landmark.options import CALIBRATE, DENSE, TAUGHT, is_sharp
@@ -103,14 +101,10 @@ class LandmarkCore(NothingDecays):
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Make landmarks of blocks of keys and the state after them, see `Summary`."""
         weights = self._weights(blocks.device)
-        if self.long_filter is not None:
-            return next_long_landmarks(blocks, weights, before)
         return next_landmarks(blocks, weights, self.filter_name == "exponential", before)
 
     def _landmarks(self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None) -> Tensor:
         weights = self._weights(key.device, group)
-        if self.long_filter is not None:
-            return long_landmark_keys(key, weights, layout)
         return landmark_keys(key, weights, layout, self.filter_name == "exponential")
 
     def forward(

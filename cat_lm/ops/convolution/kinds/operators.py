@@ -84,34 +84,26 @@ def convolution_operator(
 
     @convolve.register_vmap
     def _(info, axes, conv_type, *tensors):
-        def apply(*tensors):
-            return convolve(conv_type, *tensors)
-
-        size, axes = info.batch_size, axes[1:]
+        size, of_tensors = info.batch_size, axes[1:]
         x, filters, bias, positions, *rotary = tensors
-        if rotary[0] is None and axes[1] is None and axes[2] is None:
-            x, positions = folded(size, x, axes[0], 0), folded(size, positions, axes[3], 0)
-            return apply(x, filters, bias, positions, None, None).unflatten(0, (size, -1)), 0
-        if not _joins_heads(conv_type, axes[3], rotary):
-            return in_turn(size, axes, apply, tensors)
-        x, filters, bias = (
-            folded(size, *how) for how in zip(tensors, axes, (2, 0, 0), strict=False)
-        )
-        return apply(x, filters, bias, positions, None, None).unflatten(2, (size, -1)), 2
+        if rotary[0] is None and axes[2] is None and axes[3] is None:
+            x, positions = (folded(size, s, of_tensors[i], 0) for s, i in ((x, 0), (positions, 3)))
+            y = convolve(conv_type, x, filters, bias, positions, None, None)
+            return y.unflatten(0, (size, -1)), 0
+        if not _joins_heads(conv_type, axes[4], rotary):
+            return in_turn(convolve, info, axes, conv_type, *tensors)
+        joined = (folded(size, *how) for how in zip(tensors, of_tensors, (2, 0, 0), strict=False))
+        y = convolve(conv_type, *joined, positions, None, None)
+        return y.unflatten(2, (size, -1)), 2
 
     @differentiate.register_vmap
     def _(info, axes, conv_type, *given):
-        *tensors, wanted = given
-
-        def apply(*tensors):
-            return differentiate(conv_type, *tensors, wanted)
-
-        size, axes = info.batch_size, axes[1:7]
+        size, (*tensors, wanted) = info.batch_size, given
         positions, *rotary = tensors[3:]
-        if not _joins_heads(conv_type, axes[3], rotary):
-            return in_turn(size, axes, apply, tensors)
-        joined = (folded(size, *how) for how in zip(tensors, axes, (2, 2, 0), strict=False))
-        found = apply(*joined, positions, None, None)
+        if not _joins_heads(conv_type, axes[4], rotary):
+            return in_turn(differentiate, info, axes, conv_type, *given)
+        joined = (folded(size, *how) for how in zip(tensors, axes[1:], (2, 2, 0), strict=False))
+        found = differentiate(conv_type, *joined, positions, None, None, wanted)
         split = tuple(
             x.unflatten(axis, (size, -1)).movedim(axis, 0) if want else x.new_empty(size, 0)
             for x, axis, want in zip(found, (2, 0, 0), wanted, strict=True)

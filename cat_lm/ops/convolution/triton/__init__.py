@@ -37,8 +37,6 @@ if INSTALLED:
         lambda conv_type, x: x.new_empty(x.shape),
     )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def convolve(
     conv_type: str,
@@ -87,17 +85,6 @@ def head_conv_qkv(
     """
     cos, sin = (None, None) if rotary is None else rotary
     return convolution.conv_qkv(qkv, *filters, bias, cos, sin, positions)
-
-
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why no kernel here takes tensors of this device and dtype; None if they do."""
-    if not INSTALLED:
-        return "triton is not installed"
-    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
-        return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
-    if dtype not in DTYPES:
-        return f"Triton's kernels sum in fp32, which is too coarse for {dtype}"
-    return None
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:

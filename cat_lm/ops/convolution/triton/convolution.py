@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.backward import backward_kernel
-from cat_lm.ops.convolution.triton.backward_qkv import backward_qkv_kernel
-from cat_lm.ops.convolution.triton.forward import forward_kernel, forward_qkv_kernel
+from cat_lm.ops.convolution.triton.forward import forward_kernel
 from cat_lm.ops.convolution.triton.launch import (
-    Tile,
-    angle_options,
-    choose_tile,
+    angle_arguments,
+    choose_launch,
     rotated,
     turns_apart,
 )
@@ -30,51 +29,83 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-# What the launches below share: `lead` is [H] of x [B, T, H, D] and [H, 3] of [B, T, H, 3, D].
+Streams = Sequence[Tensor | None]  # of one tensor, or of q, k and v
 
 
-def _launch_forward(
-    kernel: Any,
-    given: dict[str, Any],
+def _window_of(filters: Streams) -> int:
+    """Return W of the convolved streams; 1 if none is."""
+    return max((f.shape[-1] for f in filters if f is not None), default=1)
+
+
+def _arguments(
+    x: Tensor, filters: Streams, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> dict[str, Any]:
+    """Return what both kernels take; filters per channel as [H, W, D], which load as vectors."""
+    filters = [contiguous(f if f is None or f.ndim == 2 else f.mT) for f in filters]
+    sizes = dict(zip(("batch_size", "length", "heads"), x.shape[:3], strict=True))
+    given = _of_streams("_filter", filters) | pointers(x=x, positions=contiguous(positions))
+    given |= {"x_stride_s": 0} | strides("x", x, "bths"[: x.ndim - 1]) | angle_arguments(cos, sin)
+    return given | sizes | {"width": x.shape[-1]}
+
+
+def _of_streams(kind: str, tensors: Streams) -> dict[str, Tensor | None]:
+    """Name what a kernel takes for each of q, k and v; one tensor's is called q's."""
+    return {f"{s}{kind}_ptr": x for s, x in zip_longest("qkv", tensors)}
+
+
+def _convolve(
     x: Tensor,
-    window: int,
+    filters: Streams,
+    bias: Tensor | None,
     positions: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    per_channel: bool = False,
-) -> None:
-    how = {"documents": positions is not None, "rotary": rotated(cos)}
-    tile = choose_tile(x, window, per_channel=per_channel, **how)
-    streams = math.prod(x.shape[3:-1])
-    per_program = tile.tiles_per_program(x, most=8 if tile.use_dot else 1, streams=streams)
+) -> tuple[Tensor, ...]:
+    """Compute RoPE(F * x + bias) of each stream of x [B, T, H, (3,) D], as [B, T, H, D]."""
+    x, window = unit_stride(x), _window_of(filters)
+    outputs = tuple(x.new_empty(*x.shape[:3], x.shape[-1]) for _ in filters)
+    how = {"per_channel": _per_channel(filters), "documents": positions is not None}
+    apart = cos is not None and turns_apart(x.dtype, window, how["per_channel"])
+    angles = (None, None) if apart else (cos, sin)
+    launch = choose_launch(x, window, rotary=rotated(angles[0]), **how)
+    per_program = launch.tiles_per_program(x, most=8 if launch.tile.use_dot else 1)
+    segments = cdiv(launch.tiles(x), per_program)
     with on_device_of(x):
-        kernel[tile.grid(x, per_program, streams)](
-            **given, **_arguments(tile, per_program, x, window, positions, cos, sin)
+        forward_kernel[(segments * launch.chunks(x) * math.prod(x.shape[2:-1]),)](
+            **_arguments(x, filters, positions, *angles),
+            **_of_streams("", outputs),
+            bias_ptr=contiguous(bias),
+            tiles_per_program=per_program,
+            **launch.options(),
         )
+    if apart:
+        for stream in outputs[:2]:
+            turn(stream, stream, cos, sin)
+    return outputs
 
 
-def _launch_backward(
-    kernel: Any,
-    given: dict[str, Any],
+def _differentiate(
+    gradients: Streams,
     x: Tensor,
-    window: int,
+    filters: Streams,
     positions: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     wanted: list[bool],
-    per_channel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return dx, the sums of df [*lead, …, W] in fp32, or None, and dbias, as far as wanted.
+    """Return dx, the sums of df [H, (3,) …, W] in fp32, or None, and dbias, as far as wanted.
 
     Programs leave their sums apart, and these are summed in a fixed order.
     """
-    how = {"documents": positions is not None, "backward": True, "rotary": rotated(cos)}
-    tile = choose_tile(x, window, per_channel=per_channel, **how)
-    lead, width = x.shape[2:-1], x.shape[-1]
-    most = 2**20 if tile.use_dot else 1
-    per_program = tile.tiles_per_program(x, most, streams=math.prod(lead[1:]))
-    segments = cdiv(tile.tiles(x), per_program)
-    chunks = cdiv(width, tile.columns) + tile.apart
+    x, window, per_channel = unit_stride(x), _window_of(filters), _per_channel(filters)
+    if cos is not None and turns_apart(x.dtype, window, per_channel):
+        gradients = [rotate(g, cos, sin, True) if i < 2 else g for i, g in enumerate(gradients)]
+        cos = sin = None
+    how = {"per_channel": per_channel, "documents": positions is not None}
+    launch = choose_launch(x, window, backward=True, rotary=rotated(cos), **how)
+    tile, lead, width = launch.tile, x.shape[2:-1], x.shape[-1]
+    per_program = launch.tiles_per_program(x, most=2**20 if tile.use_dot else 1)
+    segments, chunks = cdiv(launch.tiles(x), per_program), launch.chunks(x, backward=True)
     dx = x.new_empty(x.shape if wanted[0] else 0)
     sums = dbias = None
     if wanted[1]:
@@ -83,109 +114,43 @@ def _launch_backward(
         sums = x.new_empty(segments, *lead, *shape, dtype=torch.float32)
     if wanted[2]:
         dbias = x.new_empty(segments, *lead, width, dtype=torch.float32)
+    given = {}
+    for name, gradient in zip_longest(("dq", "dk", "dv"), map(unit_stride, gradients)):
+        given |= dict.fromkeys((f"{name}_stride_{d}" for d in "bth"), 0) | pointers(**{name: None})
+        if gradient is not None:
+            given |= pointers(**{name: gradient}) | strides(name, gradient, "bth")
     with on_device_of(x):
-        kernel[(segments * math.prod(lead) * chunks,)](
+        backward_kernel[(segments * math.prod(lead) * chunks,)](
+            **_arguments(x, filters, positions, cos, sin),
             **given,
             **pointers(dx=dx if wanted[0] else None, df=sums, dbias=dbias),
-            **_arguments(tile, per_program, x, window, positions, cos, sin),
+            tiles_per_program=per_program,
+            **launch.options(),
         )
     if sums is not None:
         sums = sums.sum(dim=(0, 1 + len(lead), 2 + len(lead)))
-    dbias = x.new_empty(0) if dbias is None else dbias.sum(dim=0).to(x.dtype)
-    return dx, sums, dbias
+    return dx, sums, x.new_empty(0) if dbias is None else dbias.sum(dim=0).to(x.dtype)
 
 
-def _arguments(
-    tile: Tile,
-    tiles_per_program: int,
-    x: Tensor,
-    window: int,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> dict[str, Any]:
-    """Return what all four kernels take."""
-    return {
-        "positions_ptr": contiguous(positions),
-        "tiles_per_program": tiles_per_program,
-        **dict(zip(("batch_size", "length", "heads"), x.shape[:3], strict=True)),
-        "width": x.shape[-1],
-        **angle_options(cos, sin),
-        "WINDOW": window,
-        "BLOCK": tile.block,
-        "HALO": tile.halo,
-        "COLUMNS": tile.columns,
-        "USE_DOT": tile.use_dot,
-        **tile.compiler_options(),
-    }
+def _per_channel(filters: Streams) -> bool:
+    return filters[0] is not None and filters[0].ndim == 3
 
 
 def forward(
-    conv_type: str,
-    x: Tensor,
-    filters: Tensor,
-    bias: Tensor | None,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, *others: Tensor | None
 ) -> Tensor:
     """Compute y[b,t,h,d] = RoPE(bias[h,d] + sum_j F[h,(d,)j] x[b,t−j,h,d]), contiguous."""
-    per_channel, window = filters.ndim == 3, filters.shape[-1]
-    apart = cos is not None and turns_apart(x.dtype, window, per_channel)
-    x, y = unit_stride(x), x.new_empty(x.shape)
-    given = pointers(x=x, f=_for_kernel(filters), bias=contiguous(bias), y=y)
-    given |= strides("x", x, "bth") | {"PER_CHANNEL": per_channel}
-    angles = (None, None) if apart else (cos, sin)
-    _launch_forward(forward_kernel, given, x, window, positions, *angles, per_channel)
-    if apart:
-        turn(y, y, cos, sin)
-    return y
+    return _convolve(x, [filters], bias, *others)[0]
 
 
 def backward(
-    conv_type: str,
-    dy: Tensor,
-    x: Tensor,
-    filters: Tensor,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    wanted: list[bool],
+    conv_type: str, dy: Tensor, x: Tensor, filters: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dx, df and dbias as far as wanted."""
-    per_channel, window = filters.ndim == 3, filters.shape[-1]
-    if cos is not None and turns_apart(x.dtype, window, per_channel):
-        dy, cos, sin = rotate(dy, cos, sin, True), None, None
-    x, dy = unit_stride(x), unit_stride(dy)
-    given = pointers(dy=dy, x=x, f=_for_kernel(filters)) | {"PER_CHANNEL": per_channel}
-    given |= strides("dy", dy, "bth") | strides("x", x, "bth")
-    dx, sums, dbias = _launch_backward(
-        backward_kernel, given, x, window, positions, cos, sin, wanted, per_channel
-    )
+    dx, sums, dbias = _differentiate([dy], x, [filters], *others)
     if sums is None:
         return dx, x.new_empty(0), dbias
-    return dx, (sums.mT if per_channel else sums).to(x.dtype).contiguous(), dbias
-
-
-def _for_kernel(filters: Tensor) -> Tensor:
-    """[H, W], or [H, D, W] as [H, W, D], whose channels load as vectors."""
-    return (filters.mT if filters.ndim == 3 else filters).contiguous()
-
-
-def _of_streams(kind: str, tensors: Iterable[Tensor | None]) -> dict[str, Tensor | None]:
-    """Name what a kernel takes for each of q, k and v."""
-    return {f"{stream}{kind}_ptr": x for stream, x in zip("qkv", tensors, strict=True)}
-
-
-def _empty_streams(qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return room for q, k and v, each [B, T, H, D]."""
-    batch, time, heads, streams, width = qkv.shape
-    return tuple(qkv.new_empty(batch, time, heads, width) for _ in range(streams))
-
-
-def _window_of(filters: tuple[Tensor | None, ...]) -> int:
-    """Return W of the convolved streams; 1 if none is."""
-    return max((f.shape[-1] for f in filters if f is not None), default=1)
+    return dx, (sums.mT if filters.ndim == 3 else sums).to(x.dtype).contiguous(), dbias
 
 
 @custom_op("cat_lm::triton_conv_qkv")
@@ -212,17 +177,7 @@ def conv_qkv(
         q, k, v, each [B, T, H, D]. Flash attention and cuDNN's lay their output out as their
         queries; so it is what follows attention's transpose, which then copies nothing.
     """
-    filters, qkv = (q_filter, k_filter, v_filter), unit_stride(qkv)
-    window, outputs = _window_of(filters), _empty_streams(qkv)
-    apart = cos is not None and turns_apart(qkv.dtype, window)
-    given = pointers(x=qkv, bias=contiguous(bias)) | strides("x", qkv, "bths")
-    given |= _of_streams("_filter", map(contiguous, filters)) | _of_streams("", outputs)
-    angles = (None, None) if apart else (cos, sin)
-    _launch_forward(forward_qkv_kernel, given, qkv, window, positions, *angles)
-    if apart:
-        for stream in outputs[:2]:
-            turn(stream, stream, cos, sin)
-    return outputs
+    return _convolve(qkv, (q_filter, k_filter, v_filter), bias, positions, cos, sin)
 
 
 @custom_op("cat_lm::triton_conv_qkv_backward")
@@ -240,19 +195,8 @@ def conv_qkv_backward(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; no numbers if not wanted."""
-    filters, qkv = (q_filter, k_filter, v_filter), unit_stride(qkv)
-    window = _window_of(filters)
-    if cos is not None and turns_apart(qkv.dtype, window):
-        dq, dk = (rotate(gradient, cos, sin, True) for gradient in (dq, dk))
-        cos = sin = None
-    gradients = [unit_stride(gradient) for gradient in (dq, dk, dv)]
-    given = pointers(x=qkv) | _of_streams("_filter", map(contiguous, filters))
-    for stream, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
-        given |= pointers(**{stream: gradient}) | strides(stream, gradient, "bth")
-    given |= strides("x", qkv, "bths")
-    dqkv, sums, dbias = _launch_backward(
-        backward_qkv_kernel, given, qkv, window, positions, cos, sin, wanted
-    )
+    filters = (q_filter, k_filter, v_filter)
+    dqkv, sums, dbias = _differentiate((dq, dk, dv), qkv, filters, positions, cos, sin, wanted)
     # Sums of streams without a filter were never written, and are not used.
     df = [
         qkv.new_empty(0) if sums is None or taps is None else sums[:, i].to(qkv.dtype, copy=True)
@@ -263,7 +207,7 @@ def conv_qkv_backward(
 
 @conv_qkv.register_fake
 def _(qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions):
-    return _empty_streams(qkv)
+    return tuple(qkv.new_empty(*qkv.shape[:3], qkv.shape[4]) for _ in range(3))
 
 
 @conv_qkv_backward.register_fake

@@ -7,6 +7,8 @@ inputs before the token, sums in fp32, and writes them on, moved by one, with th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,14 +22,24 @@ _DEPTHWISE = tl.constexpr(KERNEL_NUMBERS["depthwise"])
 _MULTIHEAD = tl.constexpr(KERNEL_NUMBERS["multihead"])
 
 
+class Step(NamedTuple):
+    """What the kernel is compiled for: `lags` are loaded at a time, `rotary` channels rotated."""
+
+    window: int
+    lags: int
+    columns: int
+    rotary: int
+    kind: int
+    silu: bool
+
+
 @triton.jit
-def _convolved(
-    x_ptr, past_ptr, f_ptr, bias_ptr,
-    head, heads, rows, width, x_step, past_step, columns, inside,
-    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    SILU: tl.constexpr,
-):  # fmt: skip
+def _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP: tl.constexpr):
     """The token's convolution at some channels of a head, [COLUMNS] in fp32."""
+    heads, rows, _next_rows, width, x_step, past_step = sizes
+    KIND: tl.constexpr = STEP.kind
+    LAGS: tl.constexpr = STEP.lags
+    COLUMNS: tl.constexpr = STEP.columns
     if f_ptr is None:
         sums = tl.load(x_ptr + head * x_step + columns, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -36,9 +48,9 @@ def _convolved(
         last = heads if KIND == _MULTIHEAD else head + 1
         for source in range(first, last):
             token = tl.load(x_ptr + source * x_step + columns, mask=inside, other=0.0)
-            for begin in range(0, WINDOW, LAGS):
+            for begin in range(0, STEP.window, LAGS):
                 lags = begin + tl.arange(0, LAGS)
-                seen = (lags >= 1) & (lags < WINDOW) & (lags <= rows)
+                seen = (lags >= 1) & (lags < STEP.window) & (lags <= rows)
                 place = ((rows - lags) * heads + source) * past_step
                 inputs = tl.load(
                     past_ptr + place[:, None] + columns[None, :],
@@ -46,15 +58,15 @@ def _convolved(
                     other=0.0,
                 ).to(tl.float32)
                 inputs = tl.where((lags == 0)[:, None], token.to(tl.float32)[None, :], inputs)
-                within = lags < WINDOW
+                within = lags < STEP.window
                 if KIND == _DEPTHWISE:
                     taps = tl.load(
-                        f_ptr + (head * width + columns[None, :]) * WINDOW + lags[:, None],
+                        f_ptr + (head * width + columns[None, :]) * STEP.window + lags[:, None],
                         mask=within[:, None] & inside[None, :],
                         other=0.0,
                     ).to(tl.float32)
                 elif KIND == _HEAD:
-                    taps = tl.load(f_ptr + head * WINDOW + lags, mask=within, other=0.0)
+                    taps = tl.load(f_ptr + head * STEP.window + lags, mask=within, other=0.0)
                     taps = taps.to(tl.float32)[:, None]
                 else:
                     place = (lags * heads + head) * heads + source
@@ -64,49 +76,52 @@ def _convolved(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + head * x_step + columns, mask=inside, other=0.0)
         sums += bias.to(tl.float32)
-    if SILU and f_ptr is not None:
+    if STEP.silu and f_ptr is not None:
         sums *= tl.sigmoid(sums)
     return sums
 
 
 @triton.jit
 def _decode_stream(
-    x_ptr, past_ptr, f_ptr, bias_ptr, y_ptr, next_ptr, cos_ptr, sin_ptr,
-    batch, head, heads, rows, next_rows, width, x_step, past_step,
-    cos_stride_b,
-    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    past_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    next_ptr,
+    angles,
+    batch,
+    head,
+    sizes,
+    ROTARY: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """One head of one stream; pointers are to the stream's first number."""
-    columns = tl.arange(0, COLUMNS)
+    heads, rows, next_rows, width, x_step, past_step = sizes
+    columns = tl.arange(0, STEP.columns)
     inside = columns < width
     x_ptr += batch * heads * x_step
     if f_ptr is not None:
         past_ptr += batch * rows * heads * past_step
         next_ptr += batch * next_rows * heads * past_step
-    y = _convolved(
-        *(x_ptr, past_ptr, f_ptr, bias_ptr, head, heads, rows, width, x_step, past_step),
-        *(columns, inside, WINDOW, LAGS, COLUMNS, KIND, SILU),
-    )
+    y = _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP)
     if ROTARY > 0:
+        cos_ptr, sin_ptr, cos_stride_b = angles
         rotated = columns < ROTARY
-        partners = rotary_partners(columns, ROTARY, ALIGNMENT)
-        others = _convolved(
-            *(x_ptr, past_ptr, f_ptr, bias_ptr, head, heads, rows, width, x_step, past_step),
-            *(partners, rotated, WINDOW, LAGS, COLUMNS, KIND, SILU),
-        )
+        partners = rotary_partners(columns, ROTARY)
+        others = _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, partners, rotated, STEP)
         others = tl.where(columns < ROTARY // 2, -others, others)
-        angles = batch * cos_stride_b + columns
-        cosines = tl.load(cos_ptr + angles, mask=rotated, other=1.0).to(tl.float32)
-        sines = tl.load(sin_ptr + angles, mask=rotated, other=0.0).to(tl.float32)
+        at = batch * cos_stride_b + columns
+        cosines = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)
+        sines = tl.load(sin_ptr + at, mask=rotated, other=0.0).to(tl.float32)
         y = tl.where(rotated, y * cosines + others * sines, y)
     target = y_ptr + (batch * heads + head) * width + columns
     tl.store(target, y.to(y_ptr.dtype.element_ty), mask=inside)
     if f_ptr is not None:
         # The inputs move on by one where there is no room for one more.
         dropped = rows + 1 - next_rows
-        for begin in range(0, WINDOW, LAGS):
-            places = begin + tl.arange(0, LAGS)
+        for begin in range(0, STEP.window, STEP.lags):
+            places = begin + tl.arange(0, STEP.lags)
             old = places < next_rows - 1
             mask = old[:, None] & inside[None, :]
             source = ((places + dropped) * heads + head) * past_step
@@ -120,45 +135,57 @@ def _decode_stream(
 
 @triton.jit
 def decode_kernel(
-    q_x_ptr, k_x_ptr, v_x_ptr, q_past_ptr, k_past_ptr, v_past_ptr, q_filter_ptr, k_filter_ptr,
-    v_filter_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_ptr, k_ptr, v_ptr, q_next_ptr, k_next_ptr,
-    v_next_ptr, cos_ptr, sin_ptr,
-    query_heads, heads, rows, next_rows, width, x_step, past_step,
+    q_x_ptr,
+    k_x_ptr,
+    v_x_ptr,
+    q_past_ptr,
+    k_past_ptr,
+    v_past_ptr,
+    q_filter_ptr,
+    k_filter_ptr,
+    v_filter_ptr,
+    q_bias_ptr,
+    k_bias_ptr,
+    v_bias_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_next_ptr,
+    k_next_ptr,
+    v_next_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_heads,
+    heads,
+    rows,
+    next_rows,
+    width,
+    x_step,
+    past_step,
     cos_stride_b,
-    WINDOW: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, ROTARY: tl.constexpr,
-    ALIGNMENT: tl.constexpr, KIND: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    STEP: tl.constexpr,
+):
     """All heads of queries, then of keys, then of values; a branch each, as they differ."""
     programs = query_heads + 2 * heads
     batch = (tl.program_id(0) // programs).to(tl.int64)
     head = (tl.program_id(0) % programs).to(tl.int64)
+    angles = (cos_ptr, sin_ptr, cos_stride_b)
+    sizes = (heads, rows, next_rows, width, x_step, past_step)
     if head < query_heads:
-        _decode_stream(
-            *(q_x_ptr, q_past_ptr, q_filter_ptr, q_bias_ptr, q_ptr, q_next_ptr, cos_ptr, sin_ptr),
-            *(batch, head, query_heads, rows, next_rows, width, x_step, past_step, cos_stride_b),
-            *(WINDOW, LAGS, COLUMNS, ROTARY, ALIGNMENT, KIND, SILU),
-        )
+        stream = (q_x_ptr, q_past_ptr, q_filter_ptr, q_bias_ptr, q_ptr, q_next_ptr)
+        sizes = (query_heads, rows, next_rows, width, x_step, past_step)
+        _decode_stream(*stream, angles, batch, head, sizes, STEP.rotary, STEP)
     elif head < query_heads + heads:
-        _decode_stream(
-            *(k_x_ptr, k_past_ptr, k_filter_ptr, k_bias_ptr, k_ptr, k_next_ptr, cos_ptr, sin_ptr),
-            *(batch, head - query_heads, heads, rows, next_rows, width, x_step, past_step),
-            *(cos_stride_b, WINDOW, LAGS, COLUMNS, ROTARY, ALIGNMENT, KIND, SILU),
-        )
+        stream = (k_x_ptr, k_past_ptr, k_filter_ptr, k_bias_ptr, k_ptr, k_next_ptr)
+        head -= query_heads
+        _decode_stream(*stream, angles, batch, head, sizes, STEP.rotary, STEP)
     else:
-        _decode_stream(
-            *(v_x_ptr, v_past_ptr, v_filter_ptr, v_bias_ptr, v_ptr, v_next_ptr, None, None),
-            *(batch, head - query_heads - heads, heads, rows, next_rows, width, x_step),
-            *(past_step, 0, WINDOW, LAGS, COLUMNS, 0, 1, KIND, SILU),
-        )
+        stream = (v_x_ptr, v_past_ptr, v_filter_ptr, v_bias_ptr, v_ptr, v_next_ptr)
+        head -= query_heads + heads
+        _decode_stream(*stream, (None, None, 0), batch, head, sizes, 0, STEP)
 
 
-def decode_options(width: int, window: int, rotary: int) -> dict[str, int]:
-    """The kernel's constants that follow from sizes; `rotary` channels are rotated."""
-    half = rotary // 2
-    return {
-        "WINDOW": window,
-        "LAGS": min(MOST_LAGS, next_power_of_2(window)),
-        "COLUMNS": next_power_of_2(width),
-        "ROTARY": rotary,
-        "ALIGNMENT": min(16, half & -half) if half else 1,
-    }
+def step_of(width: int, window: int, rotary: int, kind: int, silu: bool) -> Step:
+    """Return what the kernel is compiled for, of these sizes."""
+    lags = min(MOST_LAGS, next_power_of_2(window))
+    return Step(window, lags, next_power_of_2(width), rotary, kind, silu)

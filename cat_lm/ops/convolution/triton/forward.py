@@ -1,4 +1,4 @@
-"""Forward kernels of the convolution per head or channel: one tensor, or packed q, k and v."""
+"""The forward kernel of the convolution per head or channel: one tensor, or packed q, k and v."""
 
 from __future__ import annotations
 
@@ -7,18 +7,81 @@ import triton.language as tl
 
 from cat_lm.ops.convolution.triton.tiles import (
     VARYING,
-    convolve_tile,
+    add_apart,
+    add_product,
     load_rows,
     rotary_partners,
     rotated_columns,
     store_rows,
+    taps_of_channels,
     taps_of_lags,
 )
 
 
 @triton.jit
-def add_bias(outputs, bias_ptr, columns, inside):
-    """outputs [BLOCK, columns] in fp32 and the bias of the columns; bias_ptr may be None."""
+def toeplitz_matrix(f_ptr, TILE: tl.constexpr):
+    """The two parts of the matrix that all tiles of a head share, near and far."""
+    rows = tl.arange(0, TILE.block)
+    near = rows
+    far = rows
+    if TILE.use_dot and f_ptr is not None:
+        near = taps_of_lags(f_ptr, rows[:, None] - rows[None, :], TILE.window)
+        if TILE.halo > 0:
+            halo = tl.arange(0, TILE.halo)
+            far = taps_of_lags(f_ptr, TILE.halo + rows[:, None] - halo[None, :], TILE.window)
+    return near, far
+
+
+@triton.jit
+def convolve_tile(
+    x, f_ptr, bias_ptr, matrix, place, columns, inside, DOCUMENTS: tl.constexpr, TILE: tl.constexpr
+):
+    """Outputs first … first + BLOCK − 1 in fp32: [BLOCK, COLUMNS].
+
+    Args:
+        x: a pointer to the row, and the stride of steps.
+        f_ptr, bias_ptr: of the head; None for x itself, and for no bias.
+        matrix: near [BLOCK, BLOCK] and far [BLOCK, HALO], of which TILE.use_dot makes products.
+        place: first, length and width; and, with DOCUMENTS, the first step that each output may
+            read, [BLOCK], counted from `first`, so that a mask compares two vectors.
+    """
+    x_ptr, x_stride = x
+    near, far = matrix
+    first, length, width, earliest = place
+    BLOCK: tl.constexpr = TILE.block
+    rows = tl.arange(0, BLOCK)
+    if f_ptr is None:
+        outputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride).to(tl.float32)
+    elif TILE.use_dot:
+        inputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride)
+        if DOCUMENTS:
+            near = tl.where(rows[None, :] >= earliest[:, None], near, 0.0)
+        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
+        outputs = add_product(outputs, near, inputs)
+        if TILE.halo > 0:
+            HALO: tl.constexpr = TILE.halo
+            halo = tl.arange(0, HALO)
+            before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride, True)
+            if DOCUMENTS:
+                far = tl.where((halo - HALO)[None, :] >= earliest[:, None], far, 0.0)
+                outputs = add_apart(outputs, far, before)
+            else:  # four warps, and the unit's own sum takes fewer registers
+                outputs = add_product(outputs, far, before)
+    else:
+        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
+        for lag in tl.range(0, TILE.window, loop_unroll_factor=2):
+            times = first - lag + rows
+            allowed = (times >= 0) & (times < length)
+            if DOCUMENTS:
+                allowed = allowed & (rows - lag >= earliest)
+            start = x_ptr + (first - lag).to(tl.int64) * x_stride
+            delayed = tl.load(
+                start + rows[:, None] * x_stride + columns[None, :],
+                mask=allowed[:, None] & inside[None, :],
+                other=0.0,
+            )
+            taps = taps_of_channels(f_ptr, lag, width, columns, inside, TILE.per_channel)
+            outputs += taps * delayed.to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0)
         outputs += bias.to(tl.float32)[None, :]
@@ -26,164 +89,142 @@ def add_bias(outputs, bias_ptr, columns, inside):
 
 
 @triton.jit
+def rotate_outputs(outputs, others, angles, place, columns, rotated, ROTARY: tl.constexpr):
+    """Rotate outputs [BLOCK, COLUMNS] with those of the columns' partners."""
+    cos_ptr, sin_ptr = angles
+    first, length, _width, _earliest = place
+    rows = tl.arange(0, outputs.shape[0])
+    others = tl.where(columns[None, :] < ROTARY // 2, -others, others)
+    cosines = load_rows(cos_ptr, first, rows, length, columns, rotated, ROTARY)
+    sines = load_rows(sin_ptr, first, rows, length, columns, rotated, ROTARY)
+    combined = outputs * cosines.to(tl.float32) + others * sines.to(tl.float32)
+    return tl.where(rotated[None, :], combined, outputs)
+
+
+@triton.jit
 def forward_stream(
-    x_ptr, f_ptr, bias_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr,
-    segment, chunk, tiles_per_program, batch_size, length, width,
-    x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
-):  # fmt: skip
+    x,
+    filters,
+    y_ptr,
+    angles,
+    positions_ptr,
+    program,
+    sizes,
+    ROTARY: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """One head of one stream: `tiles_per_program` tiles, beginning with tile number
     segment · tiles_per_program of all rows' tiles counted through.
 
-    x_ptr, f_ptr, bias_ptr and y_ptr point to the head. f_ptr, bias_ptr and positions_ptr may be
-    None; ROTARY = 0 leaves out the rotation.
+    Args:
+        x: a pointer to the head, and the strides of rows and steps.
+        filters: the stream's f_ptr and the head's bias_ptr, None where there is none.
+        y_ptr: the stream's results, [B, T, H, D].
+        angles: cos_ptr, sin_ptr and the stride of rows; ROTARY = 0 leaves out the rotation.
+        program: head, segment, and chunk of columns.
+        sizes: tiles_per_program, batch_size, length, heads, width.
     """
+    x_ptr, x_stride_b, x_stride_t = x
+    f_ptr, bias_ptr = filters
+    cos_ptr, sin_ptr, cos_stride_b = angles
+    head, segment, chunk = program
+    tiles_per_program, batch_size, length, heads, width = sizes
     DOCUMENTS: tl.constexpr = positions_ptr is not None
-    rows = tl.arange(0, BLOCK)
+    COLUMNS: tl.constexpr = TILE.columns
+    TURNED: tl.constexpr = rotated_columns(ROTARY, COLUMNS)
+    if f_ptr is not None:
+        f_ptr += head * (TILE.window * width if TILE.per_channel else TILE.window)
+    y_ptr += head * width
+    y_stride_t = heads * width
+    y_stride_b = tl.cast(y_stride_t, tl.int64) * length
+    rows = tl.arange(0, TILE.block)
     columns = chunk * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    near = rows
-    far = rows
-    if USE_DOT and f_ptr is not None:
-        near = taps_of_lags(f_ptr, rows[:, None] - rows[None, :], WINDOW)
-        if HALO > 0:
-            halo = tl.arange(0, HALO)
-            far = taps_of_lags(f_ptr, HALO + rows[:, None] - halo[None, :], WINDOW)
-
-    TURNED: tl.constexpr = rotated_columns(ROTARY, COLUMNS)
-    tiles_per_row = tl.cdiv(length, BLOCK)
+    matrix = toeplitz_matrix(f_ptr, TILE)
+    tiles_per_row = tl.cdiv(length, TILE.block)
     start = segment * tiles_per_program
     last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
     for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
-        first = (tile % tiles_per_row) * BLOCK
+        first = (tile % tiles_per_row) * TILE.block
         earliest = rows
         if DOCUMENTS:
             in_row = first + rows < length
             reach_ptr = positions_ptr + batch * length + first
             earliest = rows - tl.load(reach_ptr + rows, mask=in_row, other=0)
-        source = x_ptr + batch * x_stride_b
+        place = (first, length, width, earliest)
+        row = (x_ptr + batch * x_stride_b, x_stride_t)
         target = y_ptr + batch * y_stride_b
         if ROTARY == 0 or TURNED < COLUMNS:
             outputs = convolve_tile(
-                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
-                *(width, columns, inside, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+                row, f_ptr, bias_ptr, matrix, place, columns, inside, DOCUMENTS, TILE
             )
-            outputs = add_bias(outputs, bias_ptr, columns, inside)
             passed = inside & (columns >= ROTARY)
             store_rows(target, outputs, first, rows, length, columns, passed, y_stride_t)
         if ROTARY > 0:
             turned = columns if TURNED == COLUMNS else tl.arange(0, TURNED)
             kept = inside if TURNED == COLUMNS else (turned < ROTARY) & (chunk == 0)
             rotated = kept & (turned < ROTARY)
-            partners = rotary_partners(turned, ROTARY, ALIGNMENT)
+            partners = rotary_partners(turned, ROTARY)
             outputs = convolve_tile(
-                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
-                *(width, turned, kept, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+                row, f_ptr, bias_ptr, matrix, place, turned, kept, DOCUMENTS, TILE
             )
-            outputs = add_bias(outputs, bias_ptr, turned, kept)
             # The partners' outputs are the convolution of the partners, which the caches still
             # hold, by their own filters or the head's.
             others = convolve_tile(
-                *(source, x_stride_t, f_ptr, near, far, earliest, first, length),
-                *(width, partners, rotated, WINDOW, BLOCK, HALO, DOCUMENTS, PER_CHANNEL, USE_DOT),
+                row, f_ptr, bias_ptr, matrix, place, partners, rotated, DOCUMENTS, TILE
             )
-            others = add_bias(others, bias_ptr, partners, rotated)
-            others = tl.where(turned[None, :] < ROTARY // 2, -others, others)
-            angles = batch * cos_stride_b
-            cosines = load_rows(cos_ptr + angles, first, rows, length, turned, rotated, ROTARY)
-            sines = load_rows(sin_ptr + angles, first, rows, length, turned, rotated, ROTARY)
-            combined = outputs * cosines.to(tl.float32) + others * sines.to(tl.float32)
-            outputs = tl.where(rotated[None, :], combined, outputs)
+            at = (cos_ptr + batch * cos_stride_b, sin_ptr + batch * cos_stride_b)
+            outputs = rotate_outputs(outputs, others, at, place, turned, rotated, ROTARY)
             store_rows(target, outputs, first, rows, length, turned, kept, y_stride_t)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr, f_ptr, bias_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr,
-    tiles_per_program, batch_size, length, heads, width,
-    x_stride_b, x_stride_t, x_stride_h, cos_stride_b,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
-):  # fmt: skip
-    """y = RoPE(F * x + bias) for x [B, T, H, D] with any strides but 1 in D; y is [B, T, H, D].
+    x_ptr,
+    q_filter_ptr,
+    k_filter_ptr,
+    v_filter_ptr,
+    bias_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    tiles_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    x_stride_s,
+    cos_stride_b,
+    TILE: tl.constexpr,
+):
+    """q, k, v [B, T, H, D] = RoPE(F * x + bias) from x [B, T, H, 3, D], or q from x [B, T, H, D].
 
-    Filters are [H, W], or [H, W, D] if PER_CHANNEL.
-
-    Channels, then heads count fastest in the grid, so that programs that run at the same time read
-    neighbours in memory.
+    x has any strides but 1 in D. Channels, streams and heads count fastest in the grid, so that
+    programs that run at the same time read neighbours in memory. A branch per stream, so that each
+    is compiled with what it has: filter or none, rotation or none.
     """
     program = tl.program_id(0)
-    chunks = tl.cdiv(width, COLUMNS)
+    chunks = tl.cdiv(width, TILE.columns)
     chunk = program % chunks
-    head = (program // chunks % heads).to(tl.int64)
-    segment = program // chunks // heads
+    stream = program // chunks % TILE.streams
+    head = (program // chunks // TILE.streams % heads).to(tl.int64)
+    segment = program // chunks // TILE.streams // heads
+    x = (x_ptr + head * x_stride_h + stream * x_stride_s, x_stride_b, x_stride_t)
     if bias_ptr is not None:
-        bias_ptr += head * width
-    y_stride_t = heads * width
-    y_stride_b = tl.cast(y_stride_t, tl.int64) * length
-    forward_stream(
-        x_ptr + head * x_stride_h,
-        f_ptr + head * (WINDOW * width if PER_CHANNEL else WINDOW),
-        bias_ptr,
-        y_ptr + head * width,
-        *(cos_ptr, sin_ptr, positions_ptr, segment, chunk, tiles_per_program),
-        *(batch_size, length, width, x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
-        *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, PER_CHANNEL, USE_DOT),
-    )
-
-
-@triton.jit(do_not_specialize=VARYING)
-def forward_qkv_kernel(
-    x_ptr, q_filter_ptr, k_filter_ptr, v_filter_ptr, bias_ptr, q_ptr, k_ptr, v_ptr, cos_ptr,
-    sin_ptr, positions_ptr,
-    tiles_per_program, batch_size, length, heads, width,
-    x_stride_b, x_stride_t, x_stride_h, x_stride_s, cos_stride_b,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, COLUMNS: tl.constexpr,
-    ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr, USE_DOT: tl.constexpr,
-):  # fmt: skip
-    """q, k, v [B, T, H, D] from x [B, T, H, 3, D]; channels, streams and heads count fastest.
-
-    A branch per stream, so that each is compiled with what it has: filter or none, rotation or
-    none.
-    """
-    program = tl.program_id(0)
-    chunks = tl.cdiv(width, COLUMNS)
-    chunk = program % chunks
-    stream = program // chunks % 3
-    head = (program // chunks // 3 % heads).to(tl.int64)
-    segment = program // chunks // 3 // heads
-    x_ptr += head * x_stride_h + stream * x_stride_s
-    place = head * width
-    y_stride_t = heads * width
-    y_stride_b = tl.cast(y_stride_t, tl.int64) * length
-    if bias_ptr is not None:
-        bias_ptr += (head * 3 + stream) * width
-    if stream == 0:
-        if q_filter_ptr is not None:
-            q_filter_ptr += head * WINDOW
-        forward_stream(
-            *(x_ptr, q_filter_ptr, bias_ptr, q_ptr + place, cos_ptr, sin_ptr, positions_ptr),
-            *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
-            *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
-        )
+        bias_ptr += (head * TILE.streams + stream) * width
+    angles = (cos_ptr, sin_ptr, cos_stride_b)
+    sizes = (tiles_per_program, batch_size, length, heads, width)
+    rest = (positions_ptr, (head, segment, chunk), sizes)
+    if TILE.streams == 1 or stream == 0:
+        forward_stream(x, (q_filter_ptr, bias_ptr), q_ptr, angles, *rest, TILE.rotary, TILE)
     elif stream == 1:
-        if k_filter_ptr is not None:
-            k_filter_ptr += head * WINDOW
-        forward_stream(
-            *(x_ptr, k_filter_ptr, bias_ptr, k_ptr + place, cos_ptr, sin_ptr, positions_ptr),
-            *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, cos_stride_b),
-            *(WINDOW, BLOCK, HALO, COLUMNS, ROTARY, ALIGNMENT, False, USE_DOT),
-        )
+        forward_stream(x, (k_filter_ptr, bias_ptr), k_ptr, angles, *rest, TILE.rotary, TILE)
     else:
-        if v_filter_ptr is not None:
-            v_filter_ptr += head * WINDOW
-        forward_stream(
-            *(x_ptr, v_filter_ptr, bias_ptr, v_ptr + place, None, None, positions_ptr),
-            *(segment, chunk, tiles_per_program, batch_size, length, width),
-            *(x_stride_b, x_stride_t, y_stride_b, y_stride_t, 0),
-            *(WINDOW, BLOCK, HALO, COLUMNS, 0, 1, False, USE_DOT),
-        )
+        forward_stream(x, (v_filter_ptr, bias_ptr), v_ptr, (None, None, 0), *rest, 0, TILE)

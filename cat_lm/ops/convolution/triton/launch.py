@@ -7,14 +7,15 @@ differ, and with them the order of sums.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.triton.tiles import rotates_apart
-from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
+from cat_lm.ops.convolution.triton.tiles import Tile, rotates_apart
+from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2, pointers
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
@@ -25,56 +26,50 @@ WIDEST_FUSED_ROTATION = 65
 # programs do not depend on the device.
 PROGRAMS = 1024
 
-
 SHARED_MEMORY_OF_A100 = 166912
 
 
 @dataclass(frozen=True)
-class Tile:
-    """BLOCK steps x COLUMNS channels and what the compiler is told about them."""
+class Launch:
+    """A tile of the kernels per head or channel, and what the compiler is told about it."""
 
-    block: int
-    halo: int
-    columns: int
-    use_dot: bool
+    tile: Tile
     num_warps: int
     num_stages: int
     # Registers a thread at most, where two programs then fit on a multiprocessor.
     registers: int | None = None
-    # Whether the rotated columns are a tile beside the others.
-    apart: bool = False
 
-    def compiler_options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
+        """Return what a kernel is compiled for, and how."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.registers
-        return options
+        return {"TILE": self.tile} | options
 
-    def grid(self, x: Tensor, tiles_per_program: int, streams: int = 1) -> tuple[int]:
-        heads, width = x.shape[2], x.shape[-1]
-        segments = cdiv(self.tiles(x), tiles_per_program)
-        return (segments * cdiv(width, self.columns) * heads * streams,)
+    def chunks(self, x: Tensor, backward: bool = False) -> int:
+        """Count the parts of x's columns that programs have, with the rotated ones of gradients."""
+        apart = self.tile.use_dot and rotates_apart(self.tile.rotary, self.tile.columns)
+        return cdiv(x.shape[-1], self.tile.columns) + bool(backward and apart)
 
     def tiles(self, x: Tensor) -> int:
-        """The number of tiles along all rows of x [B, T, H, …, D], for one head and column."""
-        return x.shape[0] * cdiv(x.shape[1], self.block)
+        """Count the tiles along all rows of x [B, T, H, …, D], for one head and column."""
+        return x.shape[0] * cdiv(x.shape[1], self.tile.block)
 
-    def tiles_per_program(self, x: Tensor, most: int, streams: int = 1) -> int:
+    def tiles_per_program(self, x: Tensor, most: int) -> int:
         """Return how many each program takes, 1 to `most`, so that about PROGRAMS share it.
 
         A program that has several tiles builds its Toeplitz matrix once, and loads the next tile
         while it works on one.
         """
-        chunks = cdiv(x.shape[-1], self.columns)
-        per_program = self.tiles(x) * chunks * x.shape[2] * streams // PROGRAMS
-        return max(1, min(most, per_program))
+        programs = self.tiles(x) * self.chunks(x) * x.shape[2] * self.tile.streams
+        return max(1, min(most, programs // PROGRAMS))
 
 
 def uses_dot(dtype: torch.dtype, window: int, per_channel: bool) -> bool:
     return dtype != torch.float32 and window <= WIDEST_DOT_WINDOW and not per_channel
 
 
-def choose_tile(
+def choose_launch(
     x: Tensor,
     window: int,
     *,
@@ -82,8 +77,8 @@ def choose_tile(
     documents: bool = False,
     backward: bool = False,
     rotary: int = 0,
-) -> Tile:
-    """The tile for inputs [..., D], of which the first `rotary` channels are rotated.
+) -> Launch:
+    """Choose the tile for x [B, T, H, (3,) D], of which the first `rotary` channels are rotated.
 
     With matrix products 64 steps are the height of Hopper's matrix instruction, and 64 channels
     leave registers for two programs or more on a multiprocessor. Without, 4096 elements and 4 warps
@@ -100,33 +95,27 @@ def choose_tile(
             f"window={window}: a rotation within the kernel gives wrong numbers on Hopper above "
             f"{WIDEST_FUSED_ROTATION} taps; rotate by triton/rotation.py"
         )
-    half, width = uses_dot(x.dtype, window, per_channel), x.shape[-1]
-    return _tile(width, window, half, documents, backward, rotary, shared_memory(x.device))
+    use_dot = uses_dot(x.dtype, window, per_channel)
+    halo = 0 if window == 1 or not use_dot else max(16, next_power_of_2(window - 1))
+    columns = min(64, max(16, next_power_of_2(x.shape[-1])))
+    streams = math.prod(x.shape[3:-1])
+    tile = Tile(window, 64, columns, halo, use_dot, rotary, per_channel, streams)
+    return launch_of(tile, documents, backward, shared_memory(x.device))
 
 
 @functools.cache
-def _tile(
-    width: int,
-    window: int,
-    use_dot: bool,
-    documents: bool,
-    backward: bool,
-    rotary: int,
-    shared: int,
-) -> Tile:
-    columns = min(64, max(16, next_power_of_2(width)))
-    if not use_dot:
-        return Tile(64, 0, columns, False, 8 if backward else 4, 1)
-    halo = 0 if window == 1 else max(16, next_power_of_2(window - 1))
+def launch_of(tile: Tile, documents: bool, backward: bool, shared: int) -> Launch:
+    """Choose what the compiler is told, and half the columns where all would not fit."""
+    if not tile.use_dot:
+        return Launch(tile, 8 if backward else 4, 1)
     warps = 8 if backward or documents else 4
-    if warps == 8 and rotary > 0 and not rotates_apart(rotary, columns):
-        columns = min(32, columns)
-    registers = 128 if backward != documents and halo <= 32 else None
+    if warps == 8 and tile.rotary > 0 and not rotates_apart(tile.rotary, tile.columns):
+        tile = tile._replace(columns=min(32, tile.columns))
+    registers = 128 if backward != documents and tile.halo <= 32 else None
     # Two stages load the next tile while one is worked on; that takes shared memory which
     # consumer GPUs have not, and with a wide halo not even an A100. Sums are the same.
-    stages = 2 if halo <= 64 and shared >= SHARED_MEMORY_OF_A100 else 1
-    apart = bool(rotates_apart(rotary, columns))
-    return Tile(64, halo, columns, True, warps, stages, registers, apart)
+    stages = 2 if tile.halo <= 64 and shared >= SHARED_MEMORY_OF_A100 else 1
+    return Launch(tile, warps, stages, registers)
 
 
 def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
@@ -147,18 +136,12 @@ def rotated(cos: Tensor | None) -> int:
     return 0 if cos is None else cos.shape[-1]
 
 
-def angle_options(cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
-    """Return kernels' arguments for angles [B or 1, T, R]: tensors, row stride, R, alignment."""
-    half = rotated(cos) // 2
-    if half == 0:
-        return {"cos_ptr": None, "sin_ptr": None, "cos_stride_b": 0, "ROTARY": 0, "ALIGNMENT": 1}
-    return {
-        "cos_ptr": contiguous(cos),
-        "sin_ptr": contiguous(sin),
-        "cos_stride_b": 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2],
-        "ROTARY": 2 * half,
-        "ALIGNMENT": min(16, half & -half),
-    }
+def angle_arguments(cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
+    """Return kernels' arguments for angles [B or 1, T, R]: tensors, and the stride of rows."""
+    if rotated(cos) == 0:
+        return {"cos_ptr": None, "sin_ptr": None, "cos_stride_b": 0}
+    stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2]
+    return pointers(cos=contiguous(cos), sin=contiguous(sin)) | {"cos_stride_b": stride}
 
 
 @functools.cache

@@ -1,14 +1,29 @@
-"""The multi-head convolution by Triton kernels."""
+"""The multi-head convolution by Triton kernels: products with block Toeplitz matrices.
+
+A block of STEPS outputs of all heads is one matrix times the STEPS + W − 1 inputs that it can see,
+
+    Y[(c, i), d] = sum over (k, h) of M[(c, i), (k, h)] X[(k, h), d],   M = F[c + W−1 − k, i, h],
+
+for steps c and k and heads i and h. M is the same for all blocks, and its entries are read from the
+filter, which the caches hold. The gradient of x is the same with F transposed in its heads and time
+reversed, and dF sums dY Xᵀ over blocks and then over (c, k) of one lag.
+
+Heads are taken HEADS = 16 at a time, the least that matrix units take; fewer are filled up.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from cat_lm.ops.convolution.kinds.operators import empty_gradients
 from cat_lm.ops.convolution.triton import launch
-from cat_lm.ops.convolution.triton.multihead_kernels import mix_filters_kernel, mix_kernel
 from cat_lm.ops.convolution.triton.rotation import rotate, turn
+from cat_lm.ops.convolution.triton.tiles import VARYING, add_product
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -19,49 +34,224 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-HEADS = 16
+# The least heads that matrix units take.
+HEADS = tl.constexpr(16)
 # Programs that share the sum over blocks in dF; each leaves STEPS · W · H² numbers.
 PARTS = 64
 
 
-def mix_options(x: Tensor, window: int, documents: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants of `mix_kernel` and what its compiler is told.
+class Mix(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        window: W.
+        steps: outputs of a block.
+        inner: inputs that a product sums over at a time, of HEADS heads each.
+        columns: channels of a tile.
+        blocks: blocks that go into one product.
+    """
+
+    window: int
+    steps: int
+    inner: int
+    columns: int
+    blocks: int = 1
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mix_kernel(
+    x_ptr,
+    f_ptr,
+    bias_ptr,
+    y_ptr,
+    positions_ptr,
+    batch_size,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    MIX: tl.constexpr,
+    REVERSED: tl.constexpr,
+):
+    """y [B, T, H, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
+
+    REVERSED: x are gradients, and each output looks ahead; f_ptr [W, H, H] is then transposed. With
+    positions BLOCKS must be 1: M then differs by block.
+    """
+    WINDOW: tl.constexpr = MIX.window
+    STEPS: tl.constexpr = MIX.steps
+    INNER: tl.constexpr = MIX.inner
+    COLUMNS: tl.constexpr = MIX.columns
+    BLOCKS: tl.constexpr = MIX.blocks
+    program = tl.program_id(0)
+    head_groups = tl.cdiv(heads, HEADS.value)
+    chunks = tl.cdiv(width, COLUMNS)
+    first_head = program % head_groups * HEADS
+    chunk = program // head_groups % chunks
+    group = program // head_groups // chunks
+    blocks_per_row = tl.cdiv(length, STEPS)
+
+    rows = tl.arange(0, STEPS * HEADS)
+    steps, outputs = rows // HEADS, first_head + rows % HEADS
+    places = tl.arange(0, BLOCKS * COLUMNS)
+    blocks = group * BLOCKS + places // COLUMNS
+    columns = chunk * COLUMNS + places % COLUMNS
+    batches = (blocks // blocks_per_row).to(tl.int64)
+    firsts = blocks % blocks_per_row * STEPS
+    valid = (columns < width) & (batches < batch_size)
+    # Where an output's window begins, relative to the block's first step.
+    earliest = 0 if REVERSED else 1 - WINDOW
+    sources = x_ptr + batches * x_stride_b + firsts.to(tl.int64) * x_stride_t + columns
+
+    if positions_ptr is not None:
+        block_first = group % blocks_per_row * STEPS
+        reach_ptr = positions_ptr + (group // blocks_per_row).to(tl.int64) * length + block_first
+        reach = tl.load(reach_ptr + steps, mask=block_first + steps < length, other=0)
+
+    sums = tl.zeros([STEPS * HEADS, BLOCKS * COLUMNS], dtype=tl.float32)
+    inner = tl.arange(0, INNER * HEADS)
+    inner_groups = tl.cdiv(STEPS + WINDOW - 1, INNER)
+    for index in range(0, inner_groups * head_groups):
+        offsets = earliest + index // head_groups * INNER + inner // HEADS
+        inputs = index % head_groups * HEADS + inner % HEADS
+        lags = steps[:, None] - offsets[None, :]
+        if REVERSED:
+            lags = -lags
+        used = (
+            (lags >= 0) & (lags < WINDOW) & (outputs < heads)[:, None] & (inputs < heads)[None, :]
+        )
+        if positions_ptr is not None:
+            if REVERSED:
+                in_row = block_first + offsets < length
+                ahead = tl.load(reach_ptr + offsets, mask=in_row, other=0)
+                used = used & (lags <= ahead[None, :])
+            else:
+                used = used & (lags <= reach[:, None])
+        entries = (lags * heads + outputs[:, None]) * heads + inputs[None, :]
+        matrix = tl.load(f_ptr + entries, mask=used, other=0.0)
+        times = firsts[None, :] + offsets[:, None]
+        present = (times >= 0) & (times < length) & (inputs < heads)[:, None] & valid[None, :]
+        local = offsets * x_stride_t + inputs * x_stride_h
+        x = tl.load(sources[None, :] + local[:, None], mask=present, other=0.0)
+        sums = add_product(sums, matrix, x)
+
+    stored = (firsts[None, :] + steps[:, None] < length) & (outputs < heads)[:, None]
+    stored = stored & valid[None, :]
+    if bias_ptr is not None:
+        entries = outputs[:, None] * width + columns[None, :]
+        used = (outputs < heads)[:, None] & valid[None, :]
+        sums += tl.load(bias_ptr + entries, mask=used, other=0.0).to(tl.float32)
+    row_places = (steps * heads + outputs) * width
+    targets = y_ptr + (batches * length + firsts) * heads * width + columns
+    tl.store(targets[None, :] + row_places[:, None], sums.to(y_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def mix_filters_kernel(
+    dy_ptr,
+    x_ptr,
+    df_ptr,
+    positions_ptr,
+    blocks_per_program,
+    batch_size,
+    length,
+    heads,
+    width,
+    dy_stride_b,
+    dy_stride_t,
+    dy_stride_h,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    MIX: tl.constexpr,
+):
+    """A program's part of dF, df_ptr [programs, STEPS, W, H, H], to be summed over the first two.
+
+    dY Xᵀ of STEPS outputs with INNER of the inputs they see, for HEADS by HEADS heads, summed over
+    `blocks_per_program` blocks and all channels.
+    """
+    WINDOW: tl.constexpr = MIX.window
+    STEPS: tl.constexpr = MIX.steps
+    INNER: tl.constexpr = MIX.inner
+    COLUMNS: tl.constexpr = MIX.columns
+    program = tl.program_id(0)
+    head_groups = tl.cdiv(heads, HEADS.value)
+    inner_groups: tl.constexpr = (STEPS + WINDOW - 1 + INNER - 1) // INNER
+    first_output = program % head_groups * HEADS
+    first_input = program // head_groups % head_groups * HEADS
+    program = program // head_groups // head_groups
+    inner_group = program % inner_groups
+    segment = program // inner_groups
+
+    rows = tl.arange(0, STEPS * HEADS)
+    steps, outputs = rows // HEADS, first_output + rows % HEADS
+    inner = tl.arange(0, INNER * HEADS)
+    offsets = 1 - WINDOW + inner_group * INNER + inner // HEADS
+    inputs = first_input + inner % HEADS
+    lags = steps[:, None] - offsets[None, :]
+
+    chunks = tl.cdiv(width, COLUMNS)
+    blocks_per_row = tl.cdiv(length, STEPS)
+    sums = tl.zeros([STEPS * HEADS, INNER * HEADS], dtype=tl.float32)
+    first_block = segment * blocks_per_program
+    last_block = tl.minimum(first_block + blocks_per_program, batch_size * blocks_per_row)
+    for index in range(first_block * chunks, last_block * chunks):
+        block = index // chunks
+        columns = index % chunks * COLUMNS + tl.arange(0, COLUMNS)
+        batch = (block // blocks_per_row).to(tl.int64)
+        first = block % blocks_per_row * STEPS
+        inside = (columns < width)[None, :]
+        present = ((first + steps < length) & (outputs < heads))[:, None] & inside
+        source = dy_ptr + batch * dy_stride_b + first.to(tl.int64) * dy_stride_t
+        local = steps * dy_stride_t + outputs * dy_stride_h
+        dy = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        times = first + offsets
+        present = ((times >= 0) & (times < length) & (inputs < heads))[:, None] & inside
+        source = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_t
+        local = offsets * x_stride_t + inputs * x_stride_h
+        x = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        dy = dy.to(x_ptr.dtype.element_ty)
+        if positions_ptr is not None:
+            reach_ptr = positions_ptr + batch * length + first + steps
+            reach = tl.load(reach_ptr, mask=first + steps < length, other=0)
+            product = tl.zeros([STEPS * HEADS, INNER * HEADS], dtype=tl.float32)
+            product = add_product(product, dy, tl.trans(x))
+            sums += tl.where(lags <= reach[:, None], product, 0.0)
+        else:
+            sums = add_product(sums, dy, tl.trans(x))
+
+    used = (lags >= 0) & (lags < WINDOW) & (outputs < heads)[:, None] & (inputs < heads)[None, :]
+    part = segment.to(tl.int64) * STEPS + steps
+    places = ((part[:, None] * WINDOW + lags) * heads + outputs[:, None]) * heads + inputs[None, :]
+    tl.store(df_ptr + places, sums, mask=used)
+
+
+def mix_options(x: Tensor, window: int, documents: bool) -> dict[str, Any]:
+    """Return what `mix_kernel` is compiled for, and how.
 
     128 rows by 256 columns are a tile of a fast matrix product; with documents the matrix differs
     by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
     """
     half = x.dtype != torch.float32
     columns = min(128 if half else 64, max(16, next_power_of_2(x.shape[-1])))
-    constants = {
-        "WINDOW": window,
-        "STEPS": 8,
-        "HEADS": HEADS,
-        "INNER": 4 if half else 2,
-        "BLOCKS": max(1, 256 // columns) if half and not documents else 1,
-        "COLUMNS": columns,
-    }
-    return constants, _compiler_options(x)
+    blocks = max(1, 256 // columns) if half and not documents else 1
+    return _options(x, Mix(window, 8, 4 if half else 2, columns, blocks))
 
 
-def filter_options(x: Tensor, window: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The same for `mix_filters_kernel`."""
+def filter_options(x: Tensor, window: int) -> dict[str, Any]:
+    """Return the same for `mix_filters_kernel`."""
     half = x.dtype != torch.float32
-    constants = {
-        "WINDOW": window,
-        "STEPS": 8,
-        "HEADS": HEADS,
-        "INNER": 8 if half else 4,
-        "COLUMNS": 64 if half else 16,
-    }
-    return constants, _compiler_options(x)
+    return _options(x, Mix(window, 8, 8 if half else 4, 64 if half else 16))
 
 
-def _compiler_options(x: Tensor) -> dict[str, int]:
+def _options(x: Tensor, mix: Mix) -> dict[str, Any]:
     stages = 1
     if x.dtype != torch.float32:
         # Three stages of the products' tiles take up to 96 KiB, more than AMD's GPUs have.
         stages = 3 if launch.shared_memory(x.device) >= 98304 else 2
-    return {"num_warps": 8, "num_stages": stages}
+    return {"MIX": mix, "num_warps": 8, "num_stages": stages}
 
 
 def _mix(
@@ -69,11 +259,12 @@ def _mix(
 ) -> Tensor:
     """y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
     batch, time, heads, width = x.shape
-    constants, options = mix_options(x, filters.shape[0], positions is not None)
+    options = mix_options(x, filters.shape[0], positions is not None)
+    mix = options["MIX"]
     x, y = unit_stride(x), x.new_empty(x.shape)
-    blocks = batch * cdiv(time, constants["STEPS"])
-    programs = cdiv(heads, HEADS) * cdiv(width, constants["COLUMNS"])
-    programs *= cdiv(blocks, constants["BLOCKS"])
+    blocks = batch * cdiv(time, mix.steps)
+    programs = cdiv(heads, HEADS.value) * cdiv(width, mix.columns)
+    programs *= cdiv(blocks, mix.blocks)
     with on_device_of(x):
         mix_kernel[(programs,)](
             **pointers(x=x, f=filters.contiguous(), bias=contiguous(bias), y=y),
@@ -84,7 +275,6 @@ def _mix(
             width=width,
             **strides("x", x, "bth"),
             REVERSED=reverse,
-            **constants,
             **options,
         )
     return y
@@ -136,13 +326,13 @@ def backward(
 def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
     """Return the gradient of the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape
-    constants, options = filter_options(x, window)
-    steps, inner = constants["STEPS"], constants["INNER"]
+    options = filter_options(x, window)
+    steps, inner = options["MIX"].steps, options["MIX"].inner
     x, dy = unit_stride(x), unit_stride(dy)
     blocks = batch * cdiv(time, steps)
     blocks_per_program = cdiv(blocks, PARTS)
     parts = cdiv(blocks, blocks_per_program)
-    programs = cdiv(heads, HEADS) ** 2 * cdiv(steps + window - 1, inner) * parts
+    programs = cdiv(heads, HEADS.value) ** 2 * cdiv(steps + window - 1, inner) * parts
     sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
         mix_filters_kernel[(programs,)](
@@ -154,7 +344,6 @@ def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | Non
             width=width,
             **strides("dy", dy, "bth"),
             **strides("x", x, "bth"),
-            **constants,
             **options,
         )
     return sums.sum(dim=(0, 1)).to(x.dtype)

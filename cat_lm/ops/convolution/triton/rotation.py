@@ -6,13 +6,15 @@ rotated channels alone are read and written.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.ops.convolution.triton.launch import angle_options
+from cat_lm.ops.convolution.triton.launch import angle_arguments, rotated
 from cat_lm.ops.convolution.triton.tiles import VARYING
-from cat_lm.ops.runtime.operators import custom_op, in_turn
+from cat_lm.ops.runtime.operators import custom_op, register_in_turn
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     next_power_of_2,
@@ -24,28 +26,51 @@ from cat_lm.ops.runtime.triton_launch import (
 ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
 
 
+class Turn(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        rotary: how many channels are turned, `half` of them and their partners, or turned `back`.
+        rows: how many of the T·H rows of one of B a program has.
+        passed: columns that are copied as they are, at a time; 0 for y that is x.
+    """
+
+    rotary: int
+    rows: int
+    half: int
+    passed: int
+    back: bool
+
+
 @triton.jit(do_not_specialize=VARYING)
 def rotate_kernel(
-    x_ptr, y_ptr, cos_ptr, sin_ptr,
-    length, heads, width,
-    x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, cos_stride_b,
-    ROTARY: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PASSED: tl.constexpr,
-    BACK: tl.constexpr,
-):  # fmt: skip
-    """y [B, T, H, D] is x, of which the first ROTARY channels are turned, or turned BACK.
-
-    A program has ROWS of the T·H rows of one of B. PASSED columns at a time are copied as they are;
-    0 for y that is x.
-    """
-    blocks = tl.cdiv(length * heads, ROWS)
+    x_ptr,
+    y_ptr,
+    cos_ptr,
+    sin_ptr,
+    length,
+    heads,
+    width,
+    x_stride_b,
+    x_stride_t,
+    x_stride_h,
+    y_stride_b,
+    y_stride_t,
+    y_stride_h,
+    cos_stride_b,
+    TURN: tl.constexpr,
+):
+    """y [B, T, H, D] is x, of which the first channels are turned."""
+    ROTARY: tl.constexpr = TURN.rotary
+    blocks = tl.cdiv(length * heads, TURN.rows)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) % blocks * TURN.rows + tl.arange(0, TURN.rows)
     times = (rows // heads).to(tl.int64)
     present = times < length
     x_rows = (x_ptr + batch * x_stride_b + times * x_stride_t + rows % heads * x_stride_h)[:, None]
     y_rows = (y_ptr + batch * y_stride_b + times * y_stride_t + rows % heads * y_stride_h)[:, None]
     angles = (batch * cos_stride_b + times * ROTARY)[:, None]
-    first = tl.arange(0, HALF)[None, :]
+    first = tl.arange(0, TURN.half)[None, :]
     mask = present[:, None] & (first < ROTARY // 2)
     second = first + ROTARY // 2
     a = tl.load(x_rows + first, mask=mask, other=0.0).to(tl.float32)
@@ -54,7 +79,7 @@ def rotate_kernel(
     b_cosines = tl.load(cos_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
     a_sines = tl.load(sin_ptr + angles + first, mask=mask, other=0.0).to(tl.float32)
     b_sines = tl.load(sin_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
-    if BACK:
+    if TURN.back:
         turned = a * a_cosines + b * b_sines
         other = b * b_cosines - a * a_sines
     else:
@@ -62,18 +87,18 @@ def rotate_kernel(
         other = b * b_cosines + a * b_sines
     tl.store(y_rows + first, turned.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(y_rows + second, other.to(y_ptr.dtype.element_ty), mask=mask)
-    if PASSED > 0:
-        for begin in range(0, width - ROTARY, PASSED):
-            columns = ROTARY + begin + tl.arange(0, PASSED)[None, :]
+    if TURN.passed > 0:
+        for begin in range(0, width - ROTARY, TURN.passed):
+            columns = ROTARY + begin + tl.arange(0, TURN.passed)[None, :]
             passed = present[:, None] & (columns < width)
             tl.store(y_rows + columns, tl.load(x_rows + columns, mask=passed), mask=passed)
 
 
-def constants_of(rotary: int, width: int, in_place: bool) -> dict[str, int]:
-    """Return what `rotate_kernel` is compiled for."""
+def turn_of(rotary: int, width: int, in_place: bool, back: bool = False) -> Turn:
+    """Return what `rotate_kernel` is compiled for, of `rotary` channels of a head of `width`."""
     half = next_power_of_2(rotary // 2)
     passed = 0 if in_place or width == rotary else min(64, 2 * half)
-    return {"ROTARY": rotary, "ROWS": max(1, ELEMENTS // half), "HALF": half, "PASSED": passed}
+    return Turn(rotary, max(1, ELEMENTS // half), half, passed, back)
 
 
 def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
@@ -83,23 +108,20 @@ def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> 
             y.copy_(x)
         return
     batch, time, heads, width = x.shape
-    angles = angle_options(cos, sin)
-    del angles["ALIGNMENT"]
-    constants = constants_of(angles.pop("ROTARY"), width, in_place=x is y)
+    compiled = turn_of(rotated(cos), width, x is y, back)
     if x is y:  # said to be no more than what is touched
-        x = y = y[..., : constants["ROTARY"]]
+        x = y = y[..., : compiled.rotary]
     with on_device_of(x):
-        rotate_kernel[(batch * cdiv(time * heads, constants["ROWS"]),)](
+        rotate_kernel[(batch * cdiv(time * heads, compiled.rows),)](
             x_ptr=x,
             y_ptr=y,
-            **angles,
+            **angle_arguments(cos, sin),
             length=time,
             heads=heads,
             width=width,
             **strides("x", x, "bth"),
             **strides("y", y, "bth"),
-            **constants,
-            BACK=back,
+            TURN=compiled,
             num_warps=4,
         )
 
@@ -133,9 +155,4 @@ def _backward(ctx, dy):
 rotate.register_autograd(_backward, setup_context=_setup_context)
 
 
-@rotate.register_vmap
-def _(info, axes, x, cos, sin, back):
-    def apply(*tensors):
-        return rotate(*tensors, back)
-
-    return in_turn(info.batch_size, axes[:3], apply, (x, cos, sin))
+register_in_turn(rotate)

@@ -11,6 +11,8 @@ matrix product, and for windows beyond the halo, the sum over lags is taken as i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,30 @@ from cat_lm.ops.runtime.triton_launch import INTERPRETED
 # What differs from call to call with batches and lengths. Compiled for values that 16 divides, and
 # for 1, kernels would be compiled anew; no pointer's alignment depends on these.
 VARYING = ("tiles_per_program", "blocks_per_program", "batch_size", "length")
+
+
+class Tile(NamedTuple):
+    """What the kernels per head or channel are compiled for.
+
+    Attributes:
+        window: W.
+        block, columns: steps and channels of a tile.
+        halo: the steps before it, or after it, that its convolution reads by matrix products.
+        use_dot: whether there are matrix products.
+        rotary: how many channels are rotated.
+        per_channel: whether filters are [W, D] a head, and not [W].
+        streams: 3 for packed queries, keys and values; 1 for one tensor.
+    """
+
+    window: int
+    block: int
+    columns: int
+    halo: int
+    use_dot: bool
+    rotary: int = 0
+    per_channel: bool = False
+    streams: int = 1
+
 
 # The interpreter holds bf16 as integers and would multiply those.
 UPCAST = tl.constexpr(INTERPRETED)
@@ -102,63 +128,20 @@ def rotates_apart(rotary, columns):
     return rotary > 0 and rotated_columns(rotary, columns) < columns
 
 
+@triton.constexpr_function
+def aligned(rotary):
+    """The largest power of two up to 16 that divides ROTARY / 2: partners run in such groups."""
+    half = rotary // 2
+    return min(16, half & -half) if half else 1
+
+
 @triton.jit
-def rotary_partners(columns, ROTARY: tl.constexpr, ALIGNMENT: tl.constexpr):
+def rotary_partners(columns, ROTARY: tl.constexpr):
     """The channel that each rotated channel is paired with; meaningless from ROTARY on.
 
-    ALIGNMENT is the largest power of two that divides ROTARY / 2: partners run in groups of that
-    length, so that they can be loaded as vectors.
+    They are loaded as vectors of `aligned` channels.
     """
     HALF: tl.constexpr = ROTARY // 2
+    ALIGNMENT: tl.constexpr = aligned(ROTARY)
     partners = tl.where(columns < HALF, columns + HALF, columns - HALF)
     return tl.max_contiguous(tl.multiple_of(partners, [ALIGNMENT]), [ALIGNMENT])
-
-
-@triton.jit
-def convolve_tile(
-    x_ptr,
-    x_stride,
-    f_ptr,
-    near, far, earliest, first, length, width, columns, inside,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, HALO: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, USE_DOT: tl.constexpr,
-):  # fmt: skip
-    """Outputs first … first + BLOCK − 1 in fp32: [BLOCK, COLUMNS].
-
-    `near` [BLOCK, BLOCK] and `far` [BLOCK, HALO] are the Toeplitz matrix if USE_DOT; `earliest`
-    [BLOCK] is the first step that each output may read if DOCUMENTS, counted from `first`, so that
-    a mask compares two vectors. Without f_ptr: x itself.
-    """
-    rows = tl.arange(0, BLOCK)
-    if f_ptr is None:
-        outputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride).to(tl.float32)
-    elif USE_DOT:
-        inputs = load_rows(x_ptr, first, rows, length, columns, inside, x_stride)
-        if DOCUMENTS:
-            near = tl.where(rows[None, :] >= earliest[:, None], near, 0.0)
-        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
-        outputs = add_product(outputs, near, inputs)
-        if HALO > 0:
-            halo = tl.arange(0, HALO)
-            before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride, True)
-            if DOCUMENTS:
-                far = tl.where((halo - HALO)[None, :] >= earliest[:, None], far, 0.0)
-                outputs = add_apart(outputs, far, before)
-            else:  # four warps, and the unit's own sum takes fewer registers
-                outputs = add_product(outputs, far, before)
-    else:
-        outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)
-        for lag in tl.range(0, WINDOW, loop_unroll_factor=2):
-            times = first - lag + rows
-            allowed = (times >= 0) & (times < length)
-            if DOCUMENTS:
-                allowed = allowed & (rows - lag >= earliest)
-            start = x_ptr + (first - lag).to(tl.int64) * x_stride
-            delayed = tl.load(
-                start + rows[:, None] * x_stride + columns[None, :],
-                mask=allowed[:, None] & inside[None, :],
-                other=0.0,
-            )
-            taps = taps_of_channels(f_ptr, lag, width, columns, inside, PER_CHANNEL)
-            outputs += taps * delayed.to(tl.float32)
-    return outputs
