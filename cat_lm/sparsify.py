@@ -23,7 +23,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained.conversion import compare_logits, logits_of, model_with
+from cat_lm.pretrained.conversion import compare_logits, logits_of, model_with, own_config
 from cat_lm.pretrained.loading import (
     choose_device,
     load_model,
@@ -154,19 +154,14 @@ def _with_attention(
     if architecture is None or "attention_options" not in architecture.Section.model_fields:
         problem = f"model_type is {source.model_type!r}, whose attention cannot be made sparse"
         raise UserError(f"model {folder}: {problem}")
-    # The library's models have no convolutions; our configurations have them by default.
-    is_plain = source.model_type != architecture.model_type
-    unchanged = {"conv_type": "none"} if is_plain else {}
-    own = architecture.own_config(source, **unchanged)
-    entry = attention.pattern(own)
+    entry = attention.pattern(own_config(source))
     if entry.name not in ("softmax", "landmark"):
         raise UserError(
             f"model {folder}: has {entry.title} (attention={entry.name}); only what is in one "
             "softmax can be made sparse"
         )
     try:
-        changes = {"attention": pattern, "attention_options": options}
-        return architecture.own_config(source, **unchanged, **changes)
+        return own_config(source, attention=pattern, attention_options=options)
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
 

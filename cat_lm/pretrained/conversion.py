@@ -56,6 +56,13 @@ def model_with(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTr
     return model
 
 
+def own_config(source: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    """Make our configuration of a model's; a library's, unlike our default, has no convolutions."""
+    family = architectures.of_config(source)
+    plain = {} if source.model_type == family.model_type else {"conv_type": "none"}
+    return family.own_config(source, **plain | changes)
+
+
 def logits_of(model: PreTrainedModel) -> Tensor:
     """Compute a model's logits [2, T, V] of the same random tokens at every call, T at most 48."""
     import torch
@@ -171,6 +178,4 @@ def scaled_config(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTra
     """
     if not fields:
         return config
-    family = architectures.of_config(config)
-    plain = {} if config.model_type == family.model_type else {"conv_type": "none"}
-    return family.own_config(config, **plain | dict(fields))
+    return own_config(config, **fields)
