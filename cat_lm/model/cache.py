@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class LayerStateMixin:
         real: [B, n] bool, False at padding, of the first n tokens; later ones are real. None where
             all are. A model keeps it in its first layer.
     """
+
+    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "real")  # with rows first, or None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -95,7 +97,7 @@ class LayerStateMixin:
         self._change_states(lambda state: state[indices])
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in ("keys", "values", "real"):
+        for name in self.tensors:
             held = getattr(self, name)
             if held is not None and held.numel():
                 setattr(self, name, change(held))

@@ -28,25 +28,33 @@ _ROPE_NUMBERS = {
 }
 
 
+# Rows of whether a combination is wrong, and what is wrong with it.
+Rows = tuple[tuple[Any, str], ...]
+
+
 def problems(model: Any) -> list[str]:
     """Return which combinations of keys mean nothing, but for those of `cat_lm.model.attention`.
 
     Args:
         model: a section or configuration, each of whose values is allowed by itself.
     """
-    kind, streams, rank = model.conv_type, model.conv_streams, model.conv_rank
-    convolved, rotates, rope = kind != "none", has_rope(model), model.rope_parameters or {}
+    given = {name: getattr(model, name, None) for name in _ROPE_NUMBERS}
+    return [
+        *(said for is_wrong, said in (*_head_rows(model), *_filter_rows(model)) if is_wrong),
+        *given_once_problems(model.rope_parameters, given),
+        *scope_problems(model.temperature_scope, has_rope(model)),
+        *filters.problems(model.conv_filter, model.conv_state, model.conv_type),
+    ]
+
+
+def _head_rows(model: Any) -> Rows:
     part, channels = getattr(model, "rotary_pct", None), head_width(model)
     rotated = channels if part is None else int(channels * part)
-    meets_keys = is_some_of(streams, STREAMS) and set(streams) & {*"qk"}
-    filtered = streams.replace("v", "") if mixes_maps(model) else streams
     shared, heads = key_heads(model), model.num_attention_heads
-    width, magnitude = query_width(model), 1.0  # YaRN's, on cosines and sines
-    if rope_type_of(rope) == "yarn":
+    rotates, rope, magnitude = has_rope(model), model.rope_parameters or {}, 1.0
+    if rope_type_of(rope) == "yarn":  # on cosines and sines
         magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
-    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
-    table = (
-        # Heads and positions
+    return (
         (
             model.hidden_size % heads,
             f"hidden_size={model.hidden_size}: must be a multiple of num_attention_heads={heads}",
@@ -74,7 +82,17 @@ def problems(model: Any) -> list[str]:
             f"attention_factor={magnitude:.6g} (its default is 0.1 ln(factor) + 1) would apply a "
             "temperature twice; set attention_factor to 1.0 or attention_temperature to 1",
         ),
-        # Convolutions
+    )
+
+
+def _filter_rows(model: Any) -> Rows:
+    kind, streams, rank = model.conv_type, model.conv_streams, model.conv_rank
+    meets_keys = is_some_of(streams, STREAMS) and set(streams) & {*"qk"}
+    filtered = streams.replace("v", "") if mixes_maps(model) else streams
+    convolved, width = kind != "none", query_width(model)
+    makes_kernel = kind == "head" and {*"qk"} <= {*streams} and not has_long_filters(model)
+    is_flash = getattr(model, "attn_implementation", None) == "flash_attention_2"
+    return (
         (
             not is_some_of(streams, STREAMS),
             f"conv_streams={short(streams)}: must name some of q, k and v, each once, as in qkv; "
@@ -107,16 +125,14 @@ def problems(model: Any) -> list[str]:
             "(conv_type, conv_streams)",
         ),
         (
-            rank > 1
-            and not (kind == "head" and {*"qk"} <= {*streams} and not has_long_filters(model)),
+            rank > 1 and not makes_kernel,
             f"conv_rank={rank}: needs conv_type=head, filters of taps and the streams q and k, "
             f"whose filters make the kernel, not conv_type={kind}, "
             f"conv_filter={model.conv_filter} and conv_streams={streams}",
         ),
         (
             rank > model.conv_window,
-            f"conv_rank={rank}: is above conv_window={model.conv_window}; a kernel of W x W taps "
-            "has at most rank W",
+            f"conv_rank={rank}: is above conv_window={model.conv_window}; taps make at most rank W",
         ),
         (
             is_flash and rank > 1 and width > WIDEST_FLASH_HEAD,
@@ -129,13 +145,6 @@ def problems(model: Any) -> list[str]:
             "ACD; B is conv_type=depthwise with conv_window=4 and conv_init=residual",
         ),
     )
-    given = {name: getattr(model, name, None) for name in _ROPE_NUMBERS}
-    return [
-        *(said for holds, said in table if holds),
-        *given_once_problems(rope, given),
-        *scope_problems(model.temperature_scope, rotates),
-        *filters.problems(model.conv_filter, model.conv_state, kind),
-    ]
 
 
 def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:

@@ -96,33 +96,38 @@ def context_of(
         positions=position_ids,
         arguments={"position_ids": position_ids} | plain,
     )
-    if not config.attends:
-        return context
+    if config.attends:
+        _add_mask(context, rows, inputs_embeds, borders)
+    return context
+
+
+def _add_mask(context: Context, rows: _Rows, inputs_embeds: Tensor, borders: Tensor | None) -> None:
+    """Add what attention reads: a mask or borders, and positions of keys."""
+    config, attention_mask = rows.config, rows.attention_mask
     if config.masks_keys:
         if attention_mask is not None and not _is_plain_mask(attention_mask):
             raise ValueError(
                 f"attention_mask: {attention.pattern(config).title} takes [B, S] with 1 at real "
                 "tokens, not a prepared mask"
             )
-        context.document_borders = borders if real is None else None
-        return context
+        context.document_borders = borders if context.padding is None else None
+        return
     same_document = None
-    if documents is not None:
+    if context.documents is not None:
         same_document = _separate_documents(context, config, inputs_embeds, attention_mask, borders)
     if config.reads_positions:
-        context.key_positions = further.get("key_positions")
+        context.key_positions = rows.further.get("key_positions")
         if context.key_positions is None:
-            context.key_positions = rows.key_positions(position_ids)
+            context.key_positions = rows.key_positions(context.positions)
     context.mask = attention.pattern(config).mask(
         config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
-        past_key_values=cache,
+        past_key_values=context.cache,
         # transformers reads documents off the positions; here they are known.
         position_ids=None,
         and_mask_function=same_document,
     )
-    return context
 
 
 def check_attention(config: AttentionSettings) -> None:

@@ -203,6 +203,8 @@ class LandmarkMixin(LayerStateMixin):
         ends_in_padding: whether a row's newest token is padding behind real ones.
     """
 
+    tensors = (*LayerStateMixin.tensors, "landmarks", "block_state")
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._forget()
@@ -301,9 +303,6 @@ class LandmarkMixin(LayerStateMixin):
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_states(change)
-        for name in ("landmarks", "block_state"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, change(held))
         if self.padding:
             rows = change(torch.arange(len(self.padding), device=self.keys.device)).tolist()
             self.padding = [self.padding[row] for row in rows]
