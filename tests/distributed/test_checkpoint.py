@@ -36,7 +36,7 @@ ACTIONS = (
     "cat_lm.training.checkpoint.run.checksum",
     "cat_lm.training.checkpoint.optimizer_state.read_index",
     "cat_lm.training.checkpoint.run.sync_directory",
-    "cat_lm.training.checkpoint.run.write_marker",
+    "cat_lm.training.checkpoint.files.write_marker",
     "os.rename",
     "cat_lm.training.checkpoint.run.remove_temporary",
     "cat_lm.training.checkpoint.run.write_text",

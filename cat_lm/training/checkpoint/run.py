@@ -42,24 +42,7 @@ from cat_lm.core.folders import (
 )
 from cat_lm.core.plugins import commit
 from cat_lm.training.checkpoint import files, optimizer_state
-from cat_lm.training.checkpoint.files import (
-    ALGORITHM,
-    LATEST,
-    RUN_CONFIG,
-    STATE,
-    WEIGHTS,
-    RunState,
-    Say,
-    StoredFile,
-    lies_in,
-    put_aside,
-    read_marker,
-    read_run_config,
-    read_run_state,
-    step_folders,
-    step_of,
-    write_marker,
-)
+from cat_lm.training.checkpoint.files import Say, StoredFile
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +99,7 @@ class Checkpoints:
     @property
     def newest_step(self) -> int | None:
         """The step of the checkpoint that this process saved or loaded last."""
-        return None if self._current is None else step_of(self._current)
+        return None if self._current is None else files.step_of(self._current)
 
     @property
     def recorded_step(self) -> int:
@@ -124,8 +107,8 @@ class Checkpoints:
 
         0 where it begins with nothing, or with a checkpoint of another folder.
         """
-        is_own = self._current is not None and lies_in(self._current, self.folder)
-        return step_of(self._current) if is_own else 0
+        is_own = self._current is not None and files.lies_in(self._current, self.folder)
+        return files.step_of(self._current) if is_own else 0
 
     def describe_left(self) -> str:
         return files.describe_left(self.folder)
@@ -158,7 +141,7 @@ class Checkpoints:
         wish = self.config.train.resume
         if wish == "never":
             return []
-        return step_folders(self.folder)[::-1] if wish == "auto" else files.candidates(wish)
+        return files.step_folders(self.folder)[::-1] if wish == "auto" else files.candidates(wish)
 
     def _damage(self, folder: Path) -> str | None:
         """Describe what is wrong with a checkpoint, the same on all ranks; None if nothing."""
@@ -179,11 +162,11 @@ class Checkpoints:
         """
         if self.config.train.resume == "auto":
             return
-        own = next((path for path in step_folders(self.folder)[::-1] if _is_ours(path)), None)
+        own = next((path for path in files.step_folders(self.folder)[::-1] if _is_ours(path)), None)
         if own is None:
             return
-        is_own = start is not None and lies_in(start, self.folder)
-        if not is_own or step_of(own) > step_of(start):
+        is_own = start is not None and files.lies_in(start, self.folder)
+        if not is_own or files.step_of(own) > files.step_of(start):
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: already holds {own.name}; "
                 "train.resume=auto goes on from the newest whole checkpoint, "
@@ -255,7 +238,7 @@ class Checkpoints:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        read_marker(folder)
+        files.read_marker(folder)
     except TemporaryError:
         raise
     except UserError:
@@ -296,22 +279,22 @@ def write_own_files(
         (new / random_file(ranks.rank), {}),
     ]
     if ranks.is_first:
-        with causes_told(new / WEIGHTS):
-            save_file(weights, new / WEIGHTS, {"format": "pt"})
-        own.append((new / WEIGHTS, weights))
+        with causes_told(new / files.WEIGHTS):
+            save_file(weights, new / files.WEIGHTS, {"format": "pt"})
+        own.append((new / files.WEIGHTS, weights))
         engine.model.config.save_pretrained(new / "model")
         with causes_told(new / "tokenizer"):
             shutil.copytree(tokenizer, new / "tokenizer")
-        engine.config.save(new / RUN_CONFIG)
+        engine.config.save(new / files.RUN_CONFIG)
         code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}
         state = {"format": 1, **state, "world_size": ranks.world_size, "code": code}
-        write_json(new / STATE, state)
+        write_json(new / files.STATE, state)
         give_usual_mode(new / "tokenizer")
         small = [*(new / "model").rglob("*"), *(new / "tokenizer").rglob("*")]
-        for path in (new / RUN_CONFIG, new / STATE, *small):
+        for path in (new / files.RUN_CONFIG, new / files.STATE, *small):
             if path.is_dir():
                 give_usual_mode(path)
-            elif path != new / WEIGHTS:
+            elif path != new / files.WEIGHTS:
                 own.append((path, {}))
     written = {}
     with ThreadPoolExecutor(4) as pool:
@@ -330,7 +313,7 @@ def flush(path: Path) -> str:
     give_usual_mode(path)
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
-    return checksum(path, ALGORITHM)
+    return checksum(path, files.ALGORITHM)
 
 
 def publish(
@@ -347,12 +330,12 @@ def publish(
             raise OSError(f"{name} has another size here than where it was written")
     for folder in (new, *(path for path in new.rglob("*") if path.is_dir())):
         sync_directory(folder)
-    write_marker(new, written)
+    files.write_marker(new, written)
     if os.path.lexists(final):
-        put_aside(final, "of this step, but no part of this run's past", say)
+        files.put_aside(final, "of this step, but no part of this run's past", say)
     os.rename(new, final)
     sync_directory(final.parent)
-    write_text(final.parent / LATEST, final.name + "\n")
+    write_text(final.parent / files.LATEST, final.name + "\n")
     try:
         remove_temporary(new.parent)
     except UserError as error:
@@ -372,7 +355,7 @@ class Restored:
     """The place where a run goes on, and what of its settings is new, as lines for the log."""
 
     folder: Path
-    state: RunState
+    state: files.RunState
     changed: list[str]
 
 
@@ -382,16 +365,18 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     Raises UserError where it belongs to other data, another model or batch, or to a run in which
     other weights learn.
     """
-    state = read_run_state(folder)
-    if state.step != step_of(folder):
-        raise UserError(f"{folder / STATE}: step is {state.step}, which its folder's name is not")
+    state = files.read_run_state(folder)
+    if state.step != files.step_of(folder):
+        raise UserError(
+            f"{folder / files.STATE}: step is {state.step}, which its folder's name is not"
+        )
     if state.data.fingerprint != fingerprint:
         raise UserError(
             f"{folder}: was trained on other data: its fingerprint is "
             f"{state.data.fingerprint[:12]}, {' + '.join(config.data.folders)} has "
             f"{fingerprint[:12]}"
         )
-    before = read_run_config(folder)
+    before = files.read_run_config(folder)
     changes = changed_values(before.model_dump(mode="json"), config.model_dump(mode="json"))
     fixed = [
         f"{name} (was {a}, is {b})"
@@ -428,7 +413,7 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
     def look() -> tuple[Restored, optimizer_state.StateIndex]:
         restored = read_compatible(folder, config, ranks.world_size, fingerprint)
         # Before the moments, which lie flat and could not say what shape is stored.
-        optimizer_state.check_weights(engine, folder / WEIGHTS)
+        optimizer_state.check_weights(engine, folder / files.WEIGHTS)
         return restored, optimizer_state.read_index(
             folder / "state", restored.state.world_size, engine
         )
@@ -436,7 +421,7 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
     # The first rank alone reads what is the same for all, which many nodes would read slowly.
     found, index = ranks.broadcast(ranks.on_rank_zero(look))
     ranks.on_all_ranks(
-        lambda: optimizer_state.read_state(engine, index, folder / "state", folder / WEIGHTS)
+        lambda: optimizer_state.read_state(engine, index, folder / "state", folder / files.WEIGHTS)
     )
     state = found.state
     optimizer_state.refresh_model(engine, state.step, state.skipped)

@@ -101,6 +101,7 @@ class Probe:
                 if folder.is_dir():
                     os.listdir(folder)
         own = self.file.with_name(f"{self.file.name}-{host_name()}-{os.getpid()}")
+        existed = os.path.exists(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)  # Its error names what is in the way.
             try:
@@ -112,8 +113,8 @@ class Probe:
             text = f"cannot be written to: {where}: {describe_os_error(error)}"
             raise file_error(text, error) from None
         if not is_seen:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.folder)  # It may be this host's own, and empty.
+            if not existed:
+                os.rmdir(self.folder)  # It is this host's own.
             raise UserError(
                 f"is not the folder that rank 0 writes to on {self.host}; "
                 "choose one on a file system that all nodes share"
