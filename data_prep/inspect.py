@@ -87,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         claim_file(arguments.json, "--json", "python -m data_prep.inspect")
     if arguments.out is not None:
-        from data_prep.check.document_lengths import PICTURE
+        from data_prep.check.contents import PICTURE
 
         check_output(arguments.out)
         claim_outputs(arguments.out, PICTURE)
@@ -98,8 +98,7 @@ def main() -> None:
     arguments = parse_arguments()
     from data_prep.check.findings import inspect
 
-    duplicates = inspect(arguments)
-    if arguments.fail_on_duplicates and duplicates.fails(arguments.fail_on_duplicates):
+    if inspect(arguments):
         raise SystemExit(1)
 
 

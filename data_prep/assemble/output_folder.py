@@ -1,98 +1,328 @@
 """The output folder of a preparation: who may write to it, and what is in it after a kill.
 
-.prepare.lock     held while a preparation runs (by the kernel: a kill releases it)
-.setup.lock       held while one of several that run together begins or takes up the work
-unfinished.json   written first, removed last: the arguments, and the files that may be here
-manifest.json     written when everything else is in place: the data are complete
+    .prepare.lock      held while a preparation runs (by the kernel: a kill releases it)
+    .setup.lock        held while one of several that run together begins or takes up the work
+    unfinished/        a temporary folder of this program, in which the result grows
+      preparation.json   the arguments, and what --scratch was
+      parts/             the parts and all that a restart needs to know, unless --scratch has them
+      manifest.json      comes last; then all files of the result move up, the manifest last
+    manifest.json      the data are complete
 
-The parts and all that a restart needs to know lie in `data_prep.encode.work_folder`. What is not
-listed in one of the two files is somebody else's: it stays, and is not written over.
+Earlier data stay until the new ones are complete; then what their manifest lists goes. All else is
+somebody else's: it stays, and is not written over.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import write_json
-from cat_lm.core.folders import Busy, is_marked
-from cat_lm.core.folders import remove_temporary as remove_temporary_folder
-from cat_lm.core.outputs import remove_files
-from cat_lm.data.manifest import MANIFEST, SPLITS, read_manifest
-from cat_lm.data.opening import open_corpus
-from cat_lm.data.verified import NOTE
-from data_prep.common.locks import file_lock
-from data_prep.common.unfinished import (
-    MARKER,
-    PROGRAM,
-    Unfinished,
-    claim,
-    finished_files,
-    is_making,
-    put,
-    read_marker,
-    remove_making,
-    tokenizer_names,
+from cat_lm.core.files import sync_directory, write_json
+from cat_lm.core.folders import (
+    Busy,
+    files_below,
+    hold,
+    is_marked,
+    make_temporary,
+    remove_temporary,
 )
-from data_prep.encode.work_folder import ASSEMBLY, WorkFolder
+from cat_lm.core.outputs import remove_files
+from cat_lm.core.readers import Versioned, read_json, resolve
+from cat_lm.data.manifest import MANIFEST, SPLITS, listed_shards, read_manifest
+from cat_lm.data.opening import open_corpus
+from cat_lm.data.packing import plan_files
+from cat_lm.data.verified import NOTE
+from data_prep.assemble.shards import ASSEMBLY
+from data_prep.encode.plan import TOKENIZER, TOKENIZER_FILES
 
-LOCK = ".prepare.lock"
-SETUP_LOCK = ".setup.lock"
-_TOKENIZER_TEMPORARY = re.compile(r"\.tokenizer\..+\.tmp")
+LOCK, SETUP_LOCK = ".prepare.lock", ".setup.lock"
+UNFINISHED, RECORD, PARTS, REPLACED = "unfinished", "preparation.json", "parts", "replaced"
+MALFORMED = "malformed.log"
 # Arguments that choose among the encoded documents: a change leaves the parts useful.
-SELECTING = ("sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens")
+SELECTING = {"sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens"}
+_STEM = r"(?:part-\d+|(?:shard-)?(?:train|validation)-\d+|plan|assembly|preparation|manifest)"
+_FILE = rf"{_STEM}\.(?:bin|idx|docs|malformed|json|npy)|malformed\.log|\.cat_lm\.json"
+_OURS = re.compile(
+    rf"(?:{PARTS}/|{REPLACED}/)?(?:(?:{_FILE})?|\.(?:{_FILE})\..+\.tmp)|{re.escape(NOTE)}"
+    rf"|{TOKENIZER}/(?:{'|'.join(TOKENIZER_FILES)})?|\.{TOKENIZER}\..+\.tmp/.*"
+)
+# What is made of a choice of documents, in the folder of the result and beside the parts.
+_CHOSEN = re.compile(
+    rf"(?:shard-)?(?:train|validation)-.*|{ASSEMBLY}|{MALFORMED}|{re.escape(NOTE)}"
+)
+
+
+class Preparation(Versioned):
+    """A preparation under way: its arguments, and what --scratch was."""
+
+    program: Literal["cat_lm data_prep.prepare"]
+    identity: dict[str, Any]
+    scratch: str | None
 
 
 @contextmanager
-def locked(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Makes the folder and holds it, alone or together with others that encode parts (`shared`)."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / LOCK, shared, wait=False):
-            try:
-                yield
-            finally:
-                if not shared:
-                    _remove_locks(folder, LOCK)
-    except Busy:
-        raise UserError(f"--out {folder}: another preparation is writing to it") from None
-    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-        if error.filename not in (str(folder), str(folder / LOCK)):
-            raise
-        raise UserError(f"--out {folder}: cannot be written ({error.strerror})") from None
+def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file, as `hold` does; without it, what is written must be safe."""
+    with hold(path, shared=shared, wait=wait) as lock:
+        if lock.error is not None:
+            _note_missing_locks(path.parent, lock.error.strerror)
+        yield
 
 
-def is_complete(folder: Path, identity: dict, overwrite: bool) -> bool:
-    """Return True if the folder already holds the data that `identity` (the arguments) asks for.
+@functools.cache
+def _note_missing_locks(folder: Path, reason: str) -> None:
+    print(
+        f"note: {folder}: no file locks here ({reason}); what is done stays whole, but start no "
+        "two preparations into one folder, they would do the work twice",
+        file=sys.stderr,
+    )
 
-    Raises `UserError` where it holds other data, or files of someone else.
-    """
-    if (folder / MANIFEST).is_file():
-        found = read_manifest(folder).get("arguments", {})  # an error for a manifest of others
+
+def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return what a manifest lists, and what belongs to it; but for itself."""
+    shards = [shard["name"] for shard in listed_shards(manifest)]
+    names = [f"{name}{suffix}" for name in shards for suffix in (".bin", ".idx")]
+    names += [*(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES), NOTE, *plan_files(folder)]
+    return [*names, MALFORMED] if manifest.get("malformed_documents") else names
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """The folders that a command line names; `scratch` is what --scratch names, resolved."""
+
+    out: Path
+    scratch: str | None
+
+    @classmethod
+    def of(cls, out: Path, scratch: Path | None) -> OutputFolder:
+        return cls(out, None if scratch is None else str(resolve(scratch)))
+
+    @property
+    def staging(self) -> Path:
+        """Return the folder in which the result grows."""
+        return self.out / UNFINISHED
+
+    @property
+    def work(self) -> Path:
+        """Return the folder of the parts; the same in every run."""
+        if self.scratch is None:
+            return self.staging / PARTS
+        name = hashlib.sha256(str(resolve(self.out)).encode()).hexdigest()[:16]
+        return Path(self.scratch) / f"cat-lm-prepare-{name}"
+
+    @contextmanager
+    def locked(self, shared: bool = False) -> Iterator[None]:
+        """Make the folder and hold it, alone or with others that encode parts (`shared`)."""
+        lock = self.out / LOCK
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with file_lock(lock, shared, wait=False):
+                try:
+                    yield
+                finally:
+                    if not shared:
+                        _remove_empty(lock)
+        except Busy:
+            raise UserError(f"--out {self.out}: another preparation is writing to it") from None
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            if error.filename not in (str(self.out), str(lock)):
+                raise
+            raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from None
+
+    def setup_lock(self) -> Any:
+        """Hold the lock under which the work is begun or taken up."""
+        return file_lock(self.out / SETUP_LOCK)
+
+    def is_complete(self, identity: dict, overwrite: bool) -> bool:
+        """Return True if the folder holds the data that `identity` (the arguments) asks for.
+
+        Raises:
+            UserError: it holds other data, or files of someone else.
+        """
+        if not self.out.is_dir():
+            return False
+        if not (self.out / MANIFEST).is_file():
+            files = [path.name for path in self.out.iterdir()]
+            foreign = sorted(n for n in files if not n.startswith((LOCK, SETUP_LOCK)))
+            if foreign and not is_marked(self.staging) and foreign != [UNFINISHED]:
+                raise UserError(
+                    f"--out {self.out}: is not empty ({foreign[0]!r} is in it) and was not made by "
+                    "this command; choose another folder"
+                )
+            return False
+        found = read_manifest(self.out).get("arguments", {})  # an error for a manifest of others
         if overwrite:
             return False
         if not (differing := _differing(found, identity)):
             for split in SPLITS:
-                open_corpus(folder, split)  # an error where a shard is gone or cut short
+                open_corpus(self.out, split)  # an error where a shard is gone or cut short
+            self._tidy_complete(identity)
             return True
+        # One that --overwrite has begun goes on without it.
+        record = self.read() if is_marked(self.staging) else None
+        if record and not _differing(record.identity, identity):
+            return False
+        changes = _changes(found, identity, differing)
         raise UserError(
-            f"--out {folder}: holds data made otherwise ({_changes(found, identity, differing)}); "
-            "choose another folder or give --overwrite"
+            f"--out {self.out}: holds data made otherwise ({changes}); choose another folder or "
+            "give --overwrite"
         )
-    # What a kill leaves before there is a marker: a lock, or the marker on its way.
-    files = [path for path in folder.iterdir() if not is_making(path)]
-    foreign = [path.name for path in files if not path.name.startswith((LOCK, SETUP_LOCK))]
-    if foreign and not (folder / MARKER).is_file():
-        raise UserError(
-            f"--out {folder}: is not empty ({sorted(foreign)[0]!r} is in it) and was not made by "
-            "this command; choose another folder"
-        )
-    return False
+
+    def _tidy_complete(self, identity: dict) -> None:
+        if not is_marked(self.staging) or not os.access(self.out, os.W_OK):
+            return  # of a mount that is only read, or somebody else's
+        try:
+            record = self.read()
+        except UserError:
+            return  # a file of that name is somebody else's
+        if record is None or not _differing(record.identity, identity):
+            OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
+
+    def read(self) -> Preparation | None:
+        """Read the record of an unfinished preparation; return None where there is none.
+
+        Raises:
+            UserError: the file is not what this version of the command writes.
+        """
+        path = self.staging / RECORD
+        return read_json(path, Preparation, "move it away") if os.path.lexists(path) else None
+
+    def take_up(self, identity: dict, overwrite: bool, together: bool) -> None:
+        """Take up an unfinished preparation, or begin one.
+
+        Where only the choice of documents has changed, the parts stay.
+
+        Args:
+            together: several machines may work on it.
+
+        Raises:
+            UserError: there is one with other arguments, unless `overwrite`, or one whose parts are
+                not at hand.
+        """
+        record = self.read()
+        differing = _differing(record.identity, identity) if record else []
+        if differing and not overwrite:
+            raise UserError(
+                f"--out {self.out}: holds an unfinished preparation made otherwise "
+                f"({_changes(record.identity, identity, differing)}); give its arguments to "
+                "continue it, or --overwrite for these"
+            )
+        if record and not overwrite:
+            self._check_place(record, together)
+        # Other sets under a limit are other documents; the same arguments are the same ones.
+        is_limited = identity["max_documents"] or identity["max_bytes"]
+        reusable = not differing or (SELECTING.issuperset(differing) and not is_limited)
+        if not (record and reusable and record.scratch == self.scratch and self.work.is_dir()):
+            if record and record.scratch not in (self.scratch, None):
+                print(f"note: parts that other arguments left in {record.scratch} stay there")
+            self.remove()
+        elif differing:
+            for folder in (self.staging, self.work):
+                names = [name for name in files_below(folder) if _CHOSEN.fullmatch(name)]
+                remove_files(folder, names)
+        make_temporary(self.staging)
+        try:
+            make_temporary(self.work)
+        except OSError as error:
+            flag = "--scratch" if self.scratch else "--out"
+            reason = f"cannot be written ({error.strerror})"
+            raise UserError(f"{flag} {self.work.parent}: {reason}") from None
+        program = "cat_lm data_prep.prepare"
+        own = Preparation(format=1, program=program, identity=identity, scratch=self.scratch)
+        write_json(self.staging / RECORD, own.model_dump())
+
+    def _check_place(self, record: Preparation, together: bool) -> None:
+        if record.scratch != self.scratch:
+            raise UserError(
+                f"--out {self.out}: its unfinished preparation keeps its parts in "
+                f"{OutputFolder(self.out, record.scratch).work}; give the same --scratch to "
+                "continue it, or --overwrite"
+            )
+        if together and not self.work.is_dir():
+            raise UserError(
+                f"--scratch {self.work.parent}: the parts that were begun ({self.work.name}) are "
+                "not there; several machines need one that they share (to begin anew: --overwrite)"
+            )
+
+    def remove_unfinished_files(self) -> None:
+        """Remove what killed processes have left between its making and its renaming."""
+        for folder in (self.staging, self.work):
+            for path in folder.glob(".*.tmp"):
+                if is_marked(path):
+                    remove_temporary(path)
+                elif _OURS.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+    def check_free(self, names: Iterable[str], listed: Iterable[str] = ()) -> None:
+        """Raise UserError where a file of someone else would be replaced by one of these."""
+        if (self.out / MANIFEST).is_file():
+            listed = finished_files(self.out, read_manifest(self.out))
+        for name in names:
+            if os.path.lexists(self.out / name) and name not in listed:
+                raise UserError(
+                    f"--out {self.out}: {name} is not of this preparation and would be replaced; "
+                    "move it away"
+                )
+
+    def publish(self) -> None:
+        """Move a result that is whole into its place, where earlier data make room for it.
+
+        What a kill interrupts, the next call completes.
+        """
+        if not is_marked(self.staging) or not (self.staging / MANIFEST).is_file():
+            return
+        made = finished_files(self.staging, read_manifest(self.staging))
+        made = [name for name in made if (self.staging / name).is_file()]
+        replaced, current = self.staging / REPLACED, self.out / MANIFEST
+        earlier = []
+        if (replaced / MANIFEST).is_file():
+            earlier = finished_files(self.out, read_manifest(replaced))
+        self.check_free(made, earlier)
+        if current.is_file():
+            earlier = finished_files(self.out, read_manifest(self.out))
+            replaced.mkdir(exist_ok=True)
+            os.replace(current, replaced / MANIFEST)
+        if earlier:
+            remove_files(self.out, earlier)
+            remove_files(self.staging, [f"{REPLACED}/{MANIFEST}"])
+        for name in (*made, MANIFEST):
+            (self.out / name).parent.mkdir(exist_ok=True)
+            os.replace(self.staging / name, self.out / name)
+        sync_directory(self.out)
+
+    def remove(self) -> None:
+        """Remove an unfinished preparation. Raises UserError where something else is in it."""
+        folders = (self.work, self.staging)
+        for folder in filter(is_marked, folders):
+            if strangers := sorted(n for n in files_below(folder) if not _OURS.fullmatch(n)):
+                raise UserError(
+                    f"{folder}: holds {strangers[0]}, which is not of a preparation; move it away"
+                )
+        for folder in folders:
+            remove_temporary(folder)
+
+    def tidy(self) -> None:
+        """Remove what is left of a preparation that is complete or given up."""
+        try:
+            self.remove()
+        except UserError as error:
+            print(f"note: {error}")
+        _remove_empty(self.out / SETUP_LOCK)
+
+
+def _remove_empty(path: Path) -> None:
+    if path.is_file() and path.stat().st_size == 0:
+        path.unlink(missing_ok=True)
 
 
 def _differing(found: dict, identity: dict) -> list[str]:
@@ -117,176 +347,3 @@ def _changes(found: dict, identity: dict, differing: list[str]) -> str:
             was, now = ({k: source.get(k) for k in keys} for source in (was, now))
         changes.append(f"{key} was {json.dumps(was)}, now {json.dumps(now)}")
     return "; ".join(changes)
-
-
-def begin(
-    folder: Path, work: WorkFolder, identity: dict, overwrite: bool, together: bool = False
-) -> None:
-    """Takes up an unfinished preparation, or marks the folder and removes what is in it.
-
-    A marker stands before the first finished file goes and until the last one has come, so that a
-    kill at any moment leaves either a complete folder or one that the next run continues. What
-    other arguments have left in the work folder goes before there is a marker with the new ones.
-    Where only the choice of documents has changed, the parts stay.
-    Raises `UserError` for an unfinished preparation with other arguments unless `overwrite`, and
-    where one that several machines may work on `together` has its parts where this one has none.
-    """
-    marker = read_marker(folder)
-    complete = (folder / MANIFEST).is_file()
-    if marker and not complete:
-        differing = _differing(marker.identity, identity)
-        if differing and not overwrite:
-            raise UserError(
-                f"--out {folder}: holds an unfinished preparation made otherwise "
-                f"({_changes(marker.identity, identity, differing)}); give its arguments to "
-                "continue it, or --overwrite for these"
-            )
-        if not overwrite and not differing:
-            _check_place(folder, marker, work, together)
-        if _can_continue(marker, work, differing, identity):
-            _continue(folder, marker, work, identity, differing)
-            return
-    files = finished_files(folder, read_manifest(folder)) if complete else []
-    files += marker.files if marker else []
-    if marker and marker.scratch not in (work.scratch, None):
-        print(f"note: parts that other arguments left in {marker.scratch} stay there")
-    # Before the new marker, under which a restart would take it for its own.
-    inside = WorkFolder.of(folder, None)
-    if inside != work and inside.is_ours():
-        inside.remove()
-    work.remove()
-    if os.path.lexists(work.path):
-        raise UserError(f"{work.path}: holds files that are not of a preparation; move it away")
-    own = Unfinished(
-        format=1, program=PROGRAM, identity=identity, scratch=work.scratch, files=files
-    )
-    own.save(folder)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    remove_temporary(folder)
-    remove_files(folder, files)
-    own.model_copy(update={"files": []}).save(folder)
-    _tell_what_stays(folder)
-    claim(folder, [*tokenizer_names(), NOTE])
-    work.make()
-
-
-def _check_place(folder: Path, marker: Unfinished, work: WorkFolder, together: bool) -> None:
-    """Raises `UserError` where the parts of a preparation to be continued are not at hand."""
-    if marker.scratch != work.scratch:
-        there = Path(marker.scratch) if marker.scratch else None
-        raise UserError(
-            f"--out {folder}: its unfinished preparation keeps its parts in "
-            f"{WorkFolder.of(folder, there).path}; give the same --scratch to continue it, or "
-            "--overwrite"
-        )
-    if work.path.is_dir():
-        return
-    if together:
-        raise UserError(
-            f"--scratch {work.path.parent}: the parts that were begun ({work.path.name}) are not "
-            "there; several machines need one that they share (to begin anew: --overwrite)"
-        )
-    print(f"note: the parts that were begun are not in {work.path}; encoding begins anew")
-
-
-def _can_continue(
-    marker: Unfinished, work: WorkFolder, differing: list[str], identity: dict
-) -> bool:
-    # Other sets under a limit are other documents; the same arguments are the same ones.
-    reusable = not differing or (set(differing) <= set(SELECTING) and not _limited(identity))
-    return reusable and marker.scratch == work.scratch and work.path.is_dir()
-
-
-def _continue(
-    folder: Path, marker: Unfinished, work: WorkFolder, identity: dict, differing: list[str]
-) -> None:
-    work.make()
-    if not differing:
-        return
-    # What was chosen, and made of it, goes while the old marker stands.
-    (work.path / ASSEMBLY).unlink(missing_ok=True)
-    work.remove_shards()
-    remove_temporary(folder)
-    kept = tokenizer_names()
-    remove_files(folder, [name for name in marker.files if name not in kept])
-    own = marker.model_copy(update={"identity": identity, "files": kept})
-    own.save(folder)
-    claim(folder, [NOTE])
-
-
-def _tell_what_stays(folder: Path) -> None:
-    ours = (LOCK, SETUP_LOCK, MARKER)
-    others = sorted(path.name for path in folder.iterdir() if path.name not in ours)
-    if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        print(f"note: {folder}: not of the earlier data, and left: {', '.join(others[:5])}{more}")
-
-
-def _limited(identity: dict) -> bool:
-    """Return True if the parts end where --max-documents or --max-bytes, and so the sets, said."""
-    return bool(identity["max_documents"] or identity["max_bytes"])
-
-
-def abandon(folder: Path, work: WorkFolder) -> None:
-    """Removes what a preparation that failed has made, unless there are finished parts in it.
-
-    So a mistake that shows at once leaves nothing in the way of the next attempt.
-    """
-    worth_keeping = any(work.path.glob("part-*.json"))
-    if not worth_keeping:
-        discard(folder, work)
-
-
-def discard(folder: Path, work: WorkFolder) -> None:
-    """Removes an unfinished preparation."""
-    marker = read_marker(folder)
-    if marker and not (folder / MANIFEST).is_file():
-        remove_temporary(folder)
-        remove_files(folder, marker.files)
-        _end(folder, work)
-
-
-def _end(folder: Path, work: WorkFolder) -> None:
-    if work.is_ours():
-        work.remove()
-    _remove_locks(folder, SETUP_LOCK)
-    (folder / MARKER).unlink(missing_ok=True)
-
-
-def _remove_locks(folder: Path, name: str) -> None:
-    """Removes a lock's file, which is empty."""
-    path = folder / name
-    if path.is_file() and path.stat().st_size == 0:
-        path.unlink(missing_ok=True)
-
-
-def remove_temporary(folder: Path) -> None:
-    """Removes what a killed process has left between its making and its renaming."""
-    remove_making(folder)
-    for path in folder.iterdir():
-        if _TOKENIZER_TEMPORARY.fullmatch(path.name) and is_marked(path):
-            remove_temporary_folder(path)
-
-
-def finish(folder: Path, work: WorkFolder, manifest: dict) -> None:
-    """Writes the manifest, which makes the folder complete, and tidies up."""
-    remove_temporary(folder)
-    with put(folder, MANIFEST) as path:
-        write_json(path, manifest)
-    tidy(folder, work)
-
-
-def tidy(folder: Path, work: WorkFolder) -> None:
-    """Removes the parts and the marker of complete data, where a kill has left them."""
-    if not os.access(folder, os.W_OK):
-        return  # of a mount that is only read, or somebody else's
-    try:
-        marker = read_marker(folder)
-    except UserError:
-        return  # a file of that name is somebody else's
-    if marker and marker.scratch != work.scratch:
-        print(
-            f"note: parts are left in {marker.scratch or folder}; the same --scratch removes them"
-        )
-        return
-    _end(folder, work)

@@ -20,7 +20,7 @@ from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, toke
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
 from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.manifest import manifest_of, print_counts
-from data_prep.common.unfinished import TOKENIZER
+from data_prep.encode.plan import TOKENIZER
 
 
 def prepare(arguments: argparse.Namespace) -> None:

@@ -8,15 +8,27 @@ their order in the input.
 
 Up-sampling is whole repetitions and a subset. The repetitions follow one another: first every
 document once, then again those that come twice, and so on.
+
+A histogram of tokens by the upper bits of the hash places tells the bucket in which a subset ends,
+and only the documents of that bucket are looked at one by one; so memory is small for any corpus.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
+from data_prep.common.amounts import SelectionSpec
+from data_prep.encode.encoding import PLACES, Coverage, Rules
+from data_prep.encode.parts import Parts
+from data_prep.encode.plan import MARGIN, place_for
 from data_prep.sources.base import counted_with
+
+BUCKET_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Selection:
     def chosen(
         self, documents: np.ndarray, unit: int, unit_split: str | None, split: str, number: int
     ) -> np.ndarray:
-        """Indices of the documents of a unit that pass `number` (from 0) of a split takes."""
+        """Return the indices of a unit's documents that pass `number` (from 0) of a split takes."""
         taken = self.within(documents, unit, unit_split)
         taken &= (documents["validation"] != 0) == (split == "validation")
         if split == "validation":
@@ -95,9 +107,6 @@ class Selection:
             of_set |= members
         return np.flatnonzero(taken & of_set)
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict) -> Selection:
         train = {
@@ -106,3 +115,185 @@ class Selection:
         }
         ends = {split: tuple(end) for split, end in value["ends"].items()}
         return cls(value["names"], train, value["validation"], ends)
+
+
+class Shortage(Exception):
+    """More has to be encoded first: the training documents of sets below these places."""
+
+    def __init__(self, places: dict[str, int]) -> None:
+        sets = {name: (place, False) for name, place in places.items()}
+        self.coverage = Coverage(sets, (0, False))
+
+
+class Chooser:
+    """Makes the selection that `spec` asks for out of the documents in `parts`.
+
+    `coverage` says which documents those are, `held_out` is the place below which all are held out.
+    """
+
+    def __init__(
+        self, spec: SelectionSpec, parts: Parts, coverage: Coverage, held_out: int
+    ) -> None:
+        self.spec = spec
+        self.names = parts.names
+        self.scan = parts.scan
+        self.coverage = coverage
+        self.held_out = held_out
+        self.histograms = self._histograms()
+        self.tokens = {name: int(h.sum()) for name, h in self.histograms.items()}
+
+    def choose(self) -> Selection:
+        """Choose the documents.
+
+        Raises:
+            Shortage: the estimate of what has to be encoded was too low.
+            UserError: there are not enough of them.
+        """
+        wanted = [name for name in self.names if self.spec.includes(name)]
+        if self.spec.mixture is not None:
+            train = self._mixture(wanted)
+        elif self.spec.repeat is not None:
+            train = self._repeated(wanted)
+        elif self.spec.tokens is not None:
+            train = self._budget(wanted)
+        else:
+            train = {name: Copies(1) for name in wanted}
+        held_out = [name for name in self.names if self.spec.holds_out(name)]
+        return Selection(self.names, train, held_out)
+
+    def _budget(self, wanted: list[str]) -> dict[str, Copies]:
+        budget = self.spec.tokens
+        limit = min((self._covered(name) for name in wanted), default=PLACES)
+        have = sum(self.tokens[name] for name in wanted)
+        cut = self._cuts({"": (wanted, budget)})[""] if have >= budget else None
+        if cut is not None and cut.place < limit:
+            return {name: Copies(0, cut) for name in wanted}
+        if limit < PLACES:
+            further = self._further(limit, have, budget) if cut is None else cut.place + 1
+            raise Shortage(dict.fromkeys(wanted, further))
+        raise UserError(
+            f"--tokens {budget}: the training split has {have:,} tokens; ask for fewer, or for "
+            "repetitions with --mixture"
+        )
+
+    def _mixture(self, wanted: list[str]) -> dict[str, Copies]:
+        shares = self.spec.shares()
+        if self.spec.tokens is None:
+            total = min(Fraction(self.tokens[name]) / shares[name] for name in wanted)
+        else:
+            total = Fraction(self.spec.tokens)
+        targets = {name: ceil(total * shares[name]) for name in wanted}
+        short = {
+            name: self._further(self._covered(name), self.tokens[name], target)
+            for name, target in targets.items()
+            if self.tokens[name] < target and self._covered(name) < PLACES
+        }
+        if short:
+            raise Shortage(short)
+        for name, target in targets.items():
+            self._check_repeats(name, target)
+        return self._copies(targets)
+
+    def _repeated(self, wanted: list[str]) -> dict[str, Copies]:
+        targets = {
+            name: ceil(Fraction(self.spec.repeat.get(name, "1")) * self.tokens[name])
+            for name in wanted
+        }
+        return self._copies(targets)
+
+    def _covered(self, name: str) -> int:
+        return self.coverage.of(name)[0]
+
+    def _check_repeats(self, name: str, target: int) -> None:
+        have, most = self.tokens[name], self.spec.max_repeats
+        if have == 0:
+            raise UserError(f"--mixture {name}: the training split has no document of this set")
+        if target > most * have:
+            raise UserError(
+                f"--mixture {name}={self.spec.mixture[name]}: {target:,} tokens are needed and "
+                f"the set has {have:,}, it would be repeated {target / have:.2f} times; lower its "
+                f"weight or --tokens, or give --max-repeats {ceil(Fraction(target, have))} "
+                f"(now {most})"
+            )
+
+    def _copies(self, targets: dict[str, int]) -> dict[str, Copies]:
+        whole, rest = {}, {}
+        for name, target in targets.items():
+            have = self.tokens[name]
+            whole[name], missing = divmod(target, have) if have else (0, 0)
+            if missing:
+                rest[name] = ([name], missing)
+        cuts = self._cuts(rest)
+        return {name: Copies(whole[name], cuts.get(name)) for name in targets}
+
+    def _further(self, covered: int, have: int, need: int) -> int:
+        """Return the place below which `need` tokens are expected, `have` being below `covered`."""
+        scale = PLACES - self.held_out
+        rate = Fraction(max(0, covered - self.held_out), scale)
+        more = rate * Fraction(need, have) * MARGIN if have else Fraction(1)
+        return place_for(more, self.held_out)
+
+    def _histograms(self) -> dict[str, np.ndarray]:
+        """Count the tokens of each set's training documents by the upper bits of their places."""
+        found = {name: np.zeros(1 << BUCKET_BITS, dtype=np.int64) for name in self.names}
+        for _, documents in self.scan():
+            documents = documents[documents["validation"] == 0]
+            buckets = _buckets(documents)
+            for index in np.unique(documents["set"]).tolist():
+                members = documents["set"] == index
+                sums = np.bincount(
+                    buckets[members], documents["length"][members], minlength=1 << BUCKET_BITS
+                )
+                found[self.names[index]] += sums.astype(np.int64)
+        return found
+
+    def _cuts(self, groups: dict[str, tuple[list[str], int]]) -> dict[str, SubsetEnd]:
+        """Return the document of each group (sets, tokens) that reaches the tokens."""
+        buckets, before = {}, {}
+        for key, (sets, target) in groups.items():
+            sums = np.cumsum(sum(self.histograms[name] for name in sets))
+            buckets[key] = int(np.searchsorted(sums, target))
+            before[key] = int(sums[buckets[key] - 1]) if buckets[key] else 0
+        candidates: dict[str, list[np.ndarray]] = {key: [] for key in groups}
+        for unit, documents in self.scan() if groups else ():
+            documents = documents[documents["validation"] == 0]
+            found = _buckets(documents)
+            for key, (sets, _) in groups.items():
+                inside = documents[found == buckets[key]]
+                members = [index for index, name in enumerate(self.names) if name in sets]
+                inside = inside[np.isin(inside["set"], members)]
+                rows = np.empty((len(inside), 4), dtype=np.uint64)
+                for column, values in enumerate((inside["place"], unit, inside["position"])):
+                    rows[:, column] = values
+                rows[:, 3] = inside["length"]
+                candidates[key].append(rows)
+        cuts = {}
+        for key, (_, target) in groups.items():
+            rows = np.concatenate(candidates[key])
+            rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+            sums = before[key] + np.cumsum(rows[:, 3].astype(np.int64))
+            place, unit, position, _ = rows[int(np.searchsorted(sums, target))].tolist()
+            cuts[key] = SubsetEnd(place, unit, position)
+        return cuts
+
+
+def _buckets(documents: np.ndarray) -> np.ndarray:
+    return (documents["place"] >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
+
+
+def limit_ends(rules: Rules, parts: Parts) -> dict[str, tuple[int, int]]:
+    """Return the document with which --max-documents or --max-bytes is reached, for each split."""
+    ends: dict[str, tuple[int, int]] = {}
+    counts: dict[str, list[int]] = {}
+    for unit, documents in parts.scan() if rules.is_limited else ():
+        split = parts.unit_splits[unit]
+        counted = counted_with(split)
+        seen = counts.setdefault(counted, [0, 0])
+        for size, position in zip(documents["bytes"], documents["position"], strict=True):
+            if counted in ends:
+                break
+            seen[0] += 1
+            seen[1] += int(size)
+            if rules.limit_reached(split, *seen):
+                ends[counted] = (unit, int(position))
+    return ends

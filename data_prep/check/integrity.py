@@ -1,19 +1,21 @@
-"""Comparison of prepared data with their manifest: shards are read whole, in parallel."""
+"""Comparison of prepared data with their manifest, and exact duplicates, by reading all shards."""
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
 from cat_lm.data.corpus import TokenCorpus
-from cat_lm.data.manifest import check_fingerprint, splits_of
+from cat_lm.data.manifest import SPLITS, check_fingerprint, splits_of
 from cat_lm.data.shards import Shard
 from cat_lm.data.verified import check_tokenizer
 from data_prep.common.progress import TextProgress
@@ -21,16 +23,17 @@ from data_prep.common.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
 SMALL_BYTES = 1 << 26  # read before other processes have started
+EXAMPLES = 5  # of duplicates of each kind
 
 
 def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
     """Yield the contradictions in the manifest and of the tokenizer; reads no shard."""
-    for check in (
-        lambda: check_tokenizer(folder, manifest),
-        lambda: check_fingerprint(manifest, str(folder)),
+    for check, given in (
+        (check_tokenizer, (folder, manifest)),
+        (check_fingerprint, (manifest, str(folder))),
     ):
         try:
-            check()
+            check(*given)
         except UserError as error:
             yield str(error)
     for split in splits_of(manifest):
@@ -40,61 +43,11 @@ def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
                 yield f"{folder}: the shards of {split} do not add up to its number of {key}"
 
 
-@dataclass(frozen=True)
-class ShardCheck:
-    """A worker's task: check the files of a shard against what they must hold."""
-
-    path: Path  # without suffix
-    bin_sha256: str
-    idx_sha256: str
-    eod_id: int
-    vocab_size: int
-
-    def __call__(self) -> list[str]:
-        """Everything that is wrong with the shard."""
-        return list(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        try:
-            shard = Shard(self.path)
-        except UserError as error:
-            yield str(error)
-            return
-        again = "its SHA-256 is not the manifest's; prepare the data again"
-        whole = sha256(shard.idx_path) == self.idx_sha256
-        if not whole:
-            yield f"{shard.idx_path}: {again}"
-        digest, eods, outside = self._read(shard)
-        if digest != self.bin_sha256:
-            yield f"{shard.bin_path}: {again}"
-        elif outside:
-            yield f"{shard.bin_path}: ids outside the vocabulary of {self.vocab_size}"
-        elif eods != shard.num_documents:
-            yield f"{shard.bin_path}: {eods} EOD tokens for {shard.num_documents} documents"
-        elif whole and not self._ends_at_eods(shard):
-            yield f"{shard.idx_path}: the documents' lengths do not end at EOD tokens"
-
-    def _read(self, shard: Shard) -> tuple[str, int, bool]:
-        """SHA-256 of the tokens, how many are EOD, and whether any is no id; in one pass."""
-        digest, eods, outside = hashlib.sha256(), 0, False
-        for start in range(0, shard.num_tokens, BLOCK_TOKENS):
-            tokens = shard.read(start, min(start + BLOCK_TOKENS, shard.num_tokens))
-            digest.update(tokens)
-            eods += int(np.count_nonzero(tokens == self.eod_id))
-            outside |= int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0
-        return digest.hexdigest(), eods, outside
-
-    def _ends_at_eods(self, shard: Shard) -> bool:
-        ends = document_ends(shard)
-        if len(ends) == 0:
-            return shard.num_tokens == 0
-        return ends[-1] == shard.num_tokens and bool((shard.tokens[ends - 1] == self.eod_id).all())
-
-
 def document_ends(shard: Shard) -> np.ndarray:
     """Return the end of each document in a shard's tokens, int64; it begins at the end before.
 
-    Raises `UserError` for an index that cannot be: its documents or sequences lie elsewhere.
+    Raises:
+        UserError: the index cannot be: its documents or sequences lie elsewhere.
     """
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     marks = np.asarray(shard.document_marks)
@@ -110,53 +63,135 @@ def document_ends(shard: Shard) -> np.ndarray:
     return ends[marks[1:] - 1]
 
 
+@dataclass(frozen=True)
+class ShardCheck:
+    """A worker's task: compare the files of a shard with what they must hold."""
+
+    path: Path  # without suffix
+    bin_sha256: str
+    idx_sha256: str
+    eod_id: int
+    vocab_size: int
+
+    def __call__(self) -> list[str]:
+        """Return everything that is wrong with the shard."""
+        try:
+            return list(self._problems(Shard(self.path)))
+        except UserError as error:
+            return [str(error)]
+
+    def _problems(self, shard: Shard) -> Iterator[str]:
+        again = "its SHA-256 is not the manifest's; prepare the data again"
+        whole = sha256(shard.idx_path) == self.idx_sha256
+        if not whole:
+            yield f"{shard.idx_path}: {again}"
+        digest, eods, outside = hashlib.sha256(), 0, False
+        for start in range(0, shard.num_tokens, BLOCK_TOKENS):
+            tokens = shard.read(start, min(start + BLOCK_TOKENS, shard.num_tokens))
+            digest.update(tokens)
+            eods += int(np.count_nonzero(tokens == self.eod_id))
+            outside |= int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0
+        if digest.hexdigest() != self.bin_sha256:
+            yield f"{shard.bin_path}: {again}"
+        elif outside:
+            yield f"{shard.bin_path}: ids outside the vocabulary of {self.vocab_size}"
+        elif eods != shard.num_documents:
+            yield f"{shard.bin_path}: {eods} EOD tokens for {shard.num_documents} documents"
+        elif whole and not self._ends_at_eods(shard):
+            yield f"{shard.idx_path}: the documents' lengths do not end at EOD tokens"
+
+    def _ends_at_eods(self, shard: Shard) -> bool:
+        ends = document_ends(shard)
+        last = ends[-1] if len(ends) else 0
+        return last == shard.num_tokens and bool((shard.tokens[ends - 1] == self.eod_id).all())
+
+
 def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:
-    """Everything that is wrong with the shards, in their order; `workers` processes read them."""
-    checks, sizes = [], []
+    """Return everything that is wrong with the shards, in their order."""
+    checks = []
     for corpus in corpora.values():
-        listing = corpus.manifest["splits"][corpus.split]["shards"]
-        for shard, entry in zip(corpus.shards, listing, strict=True):
-            checks.append(
-                ShardCheck(
-                    shard.bin_path.with_suffix(""),
-                    entry["bin_sha256"],
-                    entry["idx_sha256"],
-                    corpus.eod_id,
-                    corpus.vocab_size,
-                )
+        for shard, entry in zip(corpus.shards, corpus.entries, strict=True):
+            path, digests = (
+                shard.bin_path.with_suffix(""),
+                (entry["bin_sha256"], entry["idx_sha256"]),
             )
-            sizes.append(shard.num_tokens * shard.dtype.itemsize)
-    found: list[str] = []
-    with TextProgress("checking", sum(sizes), "of shards") as progress:
-        for size, problems in zip(sizes, in_processes(checks, sizes, workers), strict=True):
-            found += problems
-            progress.update(size)
-    return found
+            checks.append(ShardCheck(path, *digests, corpus.eod_id, corpus.vocab_size))
+    shards = [shard for corpus in corpora.values() for shard in corpus.shards]
+    found = _of_all(checks, shards, "checking", workers)
+    return [problem for problems in found for problem in problems]
 
 
-def in_processes(
-    tasks: Sequence[Callable[[], Any]], sizes: Sequence[int], workers: int
-) -> Iterator[Any]:
-    """Call the tasks, which must pickle, in worker processes; yield the results in their order.
-
-    Args:
-        sizes: the bytes that each reads: so few are read in this process.
-    """
-    if min(workers, len(tasks)) <= 1 or sum(sizes) < SMALL_BYTES:
-        yield from (task() for task in tasks)
-        return
-    done: dict[int, Any] = {}
-    following = 0
-    numbered = enumerate(tasks)
-    for number, result in run_tasks(_call, numbered, min(workers, len(tasks)), lambda _: None):
-        done[number] = result
-        while following in done:
-            yield done.pop(following)
-            following += 1
+def _of_all(
+    tasks: Sequence[Callable[[], Any]], shards: Sequence[Any], label: str, workers: int
+) -> list[Any]:
+    """Return the results of one task a shard, made in worker processes, in their order."""
+    sizes = [shard.num_tokens * shard.dtype.itemsize for shard in shards]
+    workers = min(workers, len(tasks)) if sum(sizes) >= SMALL_BYTES else 1
+    found = {}
+    with TextProgress(label, sum(sizes), "of shards") as progress:
+        for number, result in run_tasks(_call, enumerate(tasks), max(1, workers), progress.update):
+            found[number] = result
+            progress.update(sizes[number])
+    return [found[number] for number in range(len(tasks))]
 
 
-def _call(
-    numbered: tuple[int, Callable[[], Any]], report: Callable[[int], None]
-) -> tuple[int, Any]:
+def _call(numbered: tuple[int, Callable[[], Any]], report: Callable[[int], None]) -> Any:
     number, task = numbered
     return number, task()
+
+
+@dataclass(frozen=True)
+class HashShard:
+    """A worker's task: write a 64-bit hash of each document of a shard into a file."""
+
+    path: Path  # of the shard, without suffix
+    out: Path
+
+    def __call__(self) -> None:
+        shard, begin = Shard(self.path), 0
+        with open(self.out, "wb") as stream:
+            for end in document_ends(shard).tolist():
+                data = shard.read(begin, end).tobytes()
+                stream.write(hashlib.blake2b(data, digest_size=8).digest())
+                begin = end
+
+
+def find_duplicates(
+    corpora: dict[str, TokenCorpus], workers: int, scratch: Path | None
+) -> pd.DataFrame:
+    """Return all documents that are exact copies of an earlier one of their split or of train.
+
+    Only documents whose 64-bit hashes (8 bytes a document in memory and in `scratch`) agree are
+    read again, and compared by 256 bits.
+
+    Returns:
+        Columns: kind (train, validation: copies within the split; across: validation documents that
+        are in train), document, same_as (their numbers in their splits), tokens (EOD included).
+    """
+    shards = [shard for split in SPLITS for shard in corpora[split].shards]
+    with tempfile.TemporaryDirectory(prefix="cat-lm-inspect-", dir=scratch) as folder:
+        files = [Path(folder) / f"{number}" for number in range(len(shards))]
+        paths = [shard.bin_path.with_suffix("") for shard in shards]
+        tasks = [HashShard(path, file) for path, file in zip(paths, files, strict=True)]
+        _of_all(tasks, shards, "hashing documents", workers)
+        hashes = np.concatenate([np.fromfile(file, np.uint64) for file in files])
+    ordered = np.sort(hashes)
+    several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    numbers = np.flatnonzero(np.isin(hashes, several))
+    train = corpora["train"].num_documents
+    rows = []
+    for number in numbers.tolist():
+        split, document = ("train", number) if number < train else ("validation", number - train)
+        tokens = corpora[split].tokens(*corpora[split].document(document))
+        digest = hashlib.sha256(tokens.tobytes()).digest()
+        rows.append((split, document, len(tokens), digest))
+    found = pd.DataFrame(rows, columns=["split", "document", "tokens", "digest"])
+    within = found.assign(same_as=found.groupby(["split", "digest"])["document"].transform("first"))
+    within = within[within["document"] != within["same_as"]].rename(columns={"split": "kind"})
+    originals = found[found["split"] == "train"].drop_duplicates("digest")
+    originals = originals.set_index("digest")["document"]
+    across = found[found["split"] == "validation"].assign(kind="across")
+    across = across.assign(same_as=across["digest"].map(originals)).dropna(subset="same_as")
+    return pd.concat([within, across])[["kind", "document", "same_as", "tokens"]].astype(
+        {"document": int, "same_as": int, "tokens": int}
+    )

@@ -1,91 +1,170 @@
-"""Amounts as they are typed: 15B tokens, a weight for each set, a number or share of lines."""
+"""Values of the command line: amounts, lists, weights of sets, and what they choose together."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import TOKENS, check_whole
+from cat_lm.core.readers import clipped
 
-_MOST_CHARACTERS = 40
-
-
-def amount(flag: str, text: str) -> int:
-    """Read a count such as 500000000, 5e8, 500M or 15B (10^9). Raises UserError for others."""
-    try:
-        return check_whole(text, TOKENS.at_least(1))
-    except ValueError as error:
-        raise UserError(f"{flag} {cut(text)}: {error}") from None
+_MOST_CHARACTERS = 40  # of a number that can be meant
 
 
-def split_sizes(flag: str, text: str) -> list[int]:
-    """Read the sizes of two or three splits, N,N or N,N,N. Raises UserError for others."""
+def kind(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make a type of argparse of a function that raises ValueError with what would be right."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{clipped(text)!r} {error}") from None
+
+    return parse
+
+
+@kind
+def split_sizes(text: str) -> list[int]:
+    """Read the sizes of two or three splits, N,N or N,N,N."""
     sizes = text.split(",")
     if len(sizes) not in (2, 3):
-        raise UserError(f"{flag} {cut(text)}: give two or three numbers, such as 90M,5M,5M")
-    return [amount(flag, size.strip()) for size in sizes]
+        raise ValueError("must be two or three numbers, such as 90M,5M,5M")
+    return [check_whole(size.strip(), TOKENS.at_least(1)) for size in sizes]
 
 
-def cut(text: str) -> str:
-    """Shorten what was typed to what a line can show."""
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _match(pattern: str, text: str) -> re.Match[str] | None:
-    """Match all of a text that is short enough to be a number that can be meant."""
-    return re.fullmatch(pattern, text.strip()) if len(text) <= _MOST_CHARACTERS else None
-
-
-def names(flag: str, text: str, what: str = "the names of sets") -> list[str]:
-    """NAME,NAME as a sorted list without repetitions. Raises UserError where there is none."""
+@kind
+def names(text: str) -> list[str]:
+    """Read NAME,NAME as a sorted list without repetitions."""
     found = sorted({name.strip() for name in text.split(",")} - {""})
     if not found:
-        raise UserError(f"{flag} {text!r}: give {what}, with commas between them")
+        raise ValueError("must be names or patterns, with commas between them")
     return found
 
 
-def patterns(flag: str, text: str) -> list[str]:
-    """Read GLOB,GLOB, as `names` does."""
-    return names(flag, text, "patterns such as encodings/*")
-
-
-def numbers_by_set(flag: str, text: str) -> dict[str, str]:
-    """SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
+@kind
+def numbers_by_set(text: str) -> dict[str, str]:
+    """Read SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
     found: dict[str, str] = {}
     for item in text.split(","):
         name, equals, number = (piece.strip() for piece in item.partition("="))
         good = _match(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", number) and Fraction(number) > 0
         if not name or not equals or not good or name in found:
-            raise UserError(
-                f"{flag} {cut(text)}: {cut(item.strip())!r} is not SET=NUMBER with a positive "
-                "number, each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
+            raise ValueError(
+                f"has {clipped(item.strip())!r}, which is not SET=NUMBER with a positive number, "
+                "each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
             )
         found[name] = number
     return dict(sorted(found.items()))
 
 
+@kind
+def task(text: str) -> tuple[int, int]:
+    """Read I/N, task I of N."""
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise ValueError("must be I/N, with I from 0 to N - 1")
+    return int(match[1]), int(match[2])
+
+
+@kind
+def separator(text: str) -> str:
+    """Read a separator as it is typed in a shell: a backslash and n are a line's end."""
+    try:
+        found = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        found = ""
+    if not found:
+        raise ValueError(r"must be some text, such as '\n\n'")
+    return found
+
+
+@kind
+def key_path(text: str) -> str:
+    """Read a key, or several with dots between."""
+    if not all(text.split(".")):
+        raise ValueError("must be a key, or several with dots between")
+    return text
+
+
+def _match(pattern: str, text: str) -> re.Match[str] | None:
+    return re.fullmatch(pattern, text.strip()) if len(text) <= _MOST_CHARACTERS else None
+
+
 @dataclass(frozen=True)
 class Limit:
-    """The malformed records that are borne: a number of them, or a share of all records."""
+    """The number, or the share of all records, of malformed ones that is borne."""
 
     text: str
     count: int | None = None
     share: Fraction | None = None
-
-    @classmethod
-    def parse(cls, flag: str, text: str) -> Limit:
-        """From `100` or `0.01%`. Raises `UserError` for anything else."""
-        match = _match(r"([0-9]+(?:\.[0-9]+)?)%", text)
-        if match and Fraction(match[1]) <= 100:
-            return cls(text, share=Fraction(match[1]) / 100)
-        if _match(r"[0-9]+", text):
-            return cls(text, count=int(text))
-        raise UserError(f"{flag} {cut(text)}: give a number of lines or a share such as 0.01%")
 
     def exceeded(self, malformed: int, records: int) -> bool:
         """Return True if so many malformed ones among `records` (they included) are too many."""
         if self.count is not None:
             return malformed > self.count
         return malformed > self.share * records
+
+
+@kind
+def limit(text: str) -> Limit:
+    """Read a `Limit` from `100` or `0.01%`."""
+    match = _match(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if match and Fraction(match[1]) <= 100:
+        return Limit(text, share=Fraction(match[1]) / 100)
+    if not _match(r"[0-9]+", text):
+        raise ValueError("must be a number of lines or a share such as 0.01%")
+    return Limit(text, count=int(text))
+
+
+@dataclass(frozen=True)
+class SelectionSpec:
+    """The sets, amounts and repetitions that a command line asks for."""
+
+    sets: Collection[str] | None = None
+    exclude: Collection[str] = ()
+    tokens: int | None = None
+    mixture: dict[str, str] | None = None
+    repeat: dict[str, str] | None = None
+    max_repeats: int = 4
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> SelectionSpec:
+        """Take it from a command line."""
+        exclude = arguments.exclude_sets or ()
+        amounts = (arguments.tokens, arguments.mixture, arguments.repeat, arguments.max_repeats)
+        return cls(arguments.sets, exclude, *amounts)
+
+    def includes(self, name: str) -> bool:
+        """Return True if training documents of this set are wanted."""
+        return self.holds_out(name) and (self.mixture is None or name in self.mixture)
+
+    def holds_out(self, name: str) -> bool:
+        """Return True if held-out documents of this set are wanted, whatever mixture or budget."""
+        return (self.sets is None or name in self.sets) and name not in self.exclude
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """The sets that are named, each with its flag."""
+        flags = {
+            "--sets": self.sets or (),
+            "--exclude-sets": self.exclude,
+            "--mixture": self.mixture or (),
+            "--repeat": self.repeat or (),
+        }
+        return [(flag, name) for flag, found in flags.items() for name in found]
+
+    def check_names(self, there: Collection[str]) -> None:
+        """Raise UserError where a set is named that is not among those of the input."""
+        for flag, name in self.named:
+            if name not in there:
+                raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(there))}")
+
+    def shares(self) -> dict[str, Fraction]:
+        """Return the mixture's weights, adding up to 1."""
+        weights = {name: Fraction(weight) for name, weight in self.mixture.items()}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}

@@ -1,39 +1,25 @@
-"""Worker processes that can be stopped at once, and whose failures end the whole run."""
+"""Worker processes whose failures end the whole run, and which end with their parent."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
-import traceback
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NoReturn
 
 from cat_lm.core.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
-WORKERS_PER_CORE = 8
-END_SECONDS = 10.0  # for workers to tidy up after themselves
-
-
-def useful_workers(asked: int, pieces: int) -> int:
-    """Cap --workers at what the pieces of work and this machine's cores can keep busy.
-
-    Some more than there are cores may wait for a network at once; with few pieces, the cores that
-    none keeps busy help with the others.
-    """
-    cores = len(os.sched_getaffinity(0))
-    return min(asked, max(cores, min(pieces, WORKERS_PER_CORE * cores)))
-
-
-def tell_workers(asked: int, pieces: int) -> None:
-    """Print where fewer workers than were asked for are of use."""
-    if (useful := useful_workers(asked, pieces)) < asked:
-        cores = len(os.sched_getaffinity(0))
-        print(f"note: --workers {asked}: {useful} for {pieces:,} pieces of work on {cores} cores")
+WORKERS_PER_CORE = 8  # of which some may wait for a network at once
+POLL_SECONDS = 0.5  # between looks at the bytes that workers have counted
+SIGNAL_SECONDS = 1.0  # for a signal to a whole job to reach this process, too
+_counter: Any = None  # of a worker: the bytes that all of them have done
 
 
 def run_tasks(
@@ -43,103 +29,81 @@ def run_tasks(
     progress: Callable[[int], None],
     threads: int = 1,
 ) -> Iterator[Any]:
-    """The results of `work(task, report)`, in the order in which they are finished.
+    """Yield the results of `work(task, report)` in the order in which they are finished.
 
-    `work` is a function of a module (workers import it); it calls `report` with the bytes it has
-    done, which reach `progress` here. A task is taken from `tasks` only when a worker is free for
-    it. With one worker and one thread the work is done in this process.
-    Raises `UserError` or `OSError` where a task raised it, and `UserError` where a worker died.
+    A task is taken from `tasks` only when a worker is free for it. With one worker and one thread
+    the work is done in this process.
+
+    Args:
+        work: a function of a module (workers import it), which calls `report` with the bytes that
+            it has done.
+        progress: gets these bytes in this process.
+        threads: of each worker's tokenizer.
+
+    Raises:
+        UserError: a worker died, or a task raised it, as it may raise any other error.
     """
     if workers == 1 and threads == 1:
         for task in tasks:
             yield work(task, progress)
         return
-    crew = _Crew(work, workers, threads)
+    workers = min(workers, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("spawn")  # the tokenizers' threads do not survive a fork
+    counter = context.Value("q")
+    pool = ProcessPoolExecutor(workers, context, _begin, (counter, threads))
     try:
-        yield from crew.run(iter(tasks), progress)
-    finally:
-        crew.stop()
-
-
-class _Crew:
-    def __init__(self, work: Work, workers: int, threads: int) -> None:
-        # "spawn" rather than "fork": the tokenizers' threads do not survive a fork.
-        self._context = multiprocessing.get_context("spawn")
-        self._arguments = (work, threads)
-        self._most = workers
-        self._members: dict[Connection, multiprocessing.Process] = {}
-
-    def run(self, tasks: Iterator[Any], progress: Callable[[int], None]) -> Iterator[Any]:
-        busy: set[Connection] = set()
-        idle: list[Connection] = []
-        while True:
-            while idle or len(self._members) < self._most:
-                task = next(tasks, None)
-                if task is None:
-                    break
-                connection = idle.pop() if idle else self._start()
-                busy.add(connection)
-                self._send(connection, task)
-            if not busy:
-                return
-            for connection in wait(list(busy)):
-                kind, value = self._receive(connection)
-                if kind == "progress":
-                    progress(value)
-                    continue
-                busy.discard(connection)
-                idle.append(connection)
-                yield value
-
-    def _start(self) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, *self._arguments))
-        process.start()
-        theirs.close()
-        self._members[ours] = process
-        return ours
-
-    def _send(self, connection: Connection, task: Any) -> None:
-        try:
-            connection.send(task)
-        except OSError:
-            self._mourn(connection)
-
-    def _receive(self, connection: Connection) -> tuple[str, Any]:
-        try:
-            kind, value = connection.recv()
-        except (EOFError, OSError):
-            self._mourn(connection)
-        if kind == "error":
-            raise value
-        if kind == "crash":
-            raise RuntimeError(f"a worker process failed:\n{value}")
-        return kind, value
-
-    def _mourn(self, connection: Connection) -> None:
-        process = self._members[connection]
-        process.join(END_SECONDS)
-        if process.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            raise KeyboardInterrupt  # all processes of a job are sent the signal at once
+        yield from _results(pool, work, iter(tasks), workers, _reader(counter, progress))
+    except BrokenProcessPool:
+        # All processes of a job are sent SIGTERM at once: then this one is interrupted here.
+        time.sleep(SIGNAL_SECONDS)
         raise UserError(
-            f"a worker process died (exit code {process.exitcode}), most likely for want of "
-            "memory; run the same command again with fewer --workers"
+            "a worker process died, most likely for want of memory; run the same command again "
+            "with fewer --workers"
         ) from None
-
-    def stop(self) -> None:
-        """Ends all workers, those in the middle of something too."""
-        for connection in self._members:
-            connection.close()
-        for process in self._members.values():
+    except BaseException:
+        for process in multiprocessing.active_children():
             process.terminate()
-        for process in self._members.values():
-            process.join(END_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _serve(connection: Connection, work: Work, threads: int) -> None:
+def _results(
+    pool: ProcessPoolExecutor,
+    work: Work,
+    tasks: Iterator[Any],
+    workers: int,
+    look: Callable[[], None],
+) -> Iterator[Any]:
+    pending: set[Future] = set()
+    while True:
+        for task in itertools.islice(tasks, workers - len(pending)):
+            pending.add(pool.submit(_work, work, task))
+        if not pending:
+            return
+        done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
+        look()
+        for future in done:
+            yield future.result()
+
+
+def _reader(counter: Any, progress: Callable[[int], None]) -> Callable[[], None]:
+    seen = 0
+
+    def look() -> None:
+        nonlocal seen
+        # Without its lock, with which a worker may have died.
+        done = counter.get_obj().value
+        if done > seen:
+            progress(done - seen)
+            seen = done
+
+    return look
+
+
+def _begin(counter: Any, threads: int) -> None:
+    global _counter
+    _counter = counter
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, _end)
     # The processes share the cores; threads in each would only get in each other's way.
@@ -147,28 +111,24 @@ def _serve(connection: Connection, work: Work, threads: int) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def report(done: int) -> None:
-        connection.send(("progress", done))
 
-    with suppress(EOFError, OSError):  # the parent has no more work, or has gone
-        while True:
-            task = connection.recv()
-            if not multiprocessing.parent_process().is_alive():
-                return  # a task may outlive its parent in the pipe, while others begin anew
-            try:
-                answer = ("result", work(task, report))
-            except (UserError, OSError) as error:
-                answer = ("error", error)
-            except Exception:
-                answer = ("crash", traceback.format_exc())
-            connection.send(answer)
-
-
-def _end(*_: object) -> None:
+def _end(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _end_with_parent() -> None:
-    """A killed parent cannot stop its workers, and they would go on for ever."""
+def _end_with_parent() -> NoReturn:
+    # A killed parent cannot stop its workers, and they would go on for ever.
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+def _work(work: Work, task: Any) -> Any:
+    try:
+        return work(task, _report)
+    except SystemExit:  # of SIGTERM, once `work` has removed its temporary files
+        os._exit(128 + signal.SIGTERM)
+
+
+def _report(done: int) -> None:
+    with _counter.get_lock():
+        _counter.value += done

@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
-from data_prep.common.locks import file_lock
-from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part, remove_temporary
-from data_prep.sources import Source
-from data_prep.sources.documents import MAX_DOCUMENT, Document, Malformed, too_large
-from data_prep.sources.units import Unit
+from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part
+from data_prep.sources.base import Source, Unit
+from data_prep.sources.documents import Document, Malformed
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1000
@@ -32,73 +28,34 @@ def hash_place(text: bytes, seed: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def place_of(document: Document, seed: int) -> float:
-    """The hash place of a document as a number in [0, 1)."""
-    return hash_place(document.text.encode(), seed) / PLACES
-
-
-def split_of(document: Document, seed: int, validation_fraction: float) -> str:
-    """The split of a document: its own, or else decided by a hash of the seed and the text.
-
-    So a document and its exact copies fall on one side, whatever the order of the input.
-    """
-    if document.split:
-        return document.split
-    return "validation" if place_of(document, seed) < validation_fraction else "train"
-
-
-class Range(NamedTuple):
-    """The documents of a set that a round encodes: hash places [low, high), held-out ones or not"""
-
-    low: int
-    high: int
-    held_out: bool
-
-
 @dataclass(frozen=True)
-class Ranges:
-    """The documents that a round encodes: a range for each set, and one for all others."""
+class Rules:
+    """The split of a document, and where --max-documents and --max-bytes end the input."""
 
-    sets: dict[str, Range]
-    other: Range
-
-    def of(self, name: str) -> Range:
-        return self.sets.get(name, self.other)
-
-    def to_json(self) -> dict:
-        return {"sets": {n: list(r) for n, r in sorted(self.sets.items())}, "other": [*self.other]}
-
-    @classmethod
-    def from_json(cls, value: dict) -> Ranges:
-        return cls({n: Range(*r) for n, r in value["sets"].items()}, Range(*value["other"]))
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """The settings of a preparation that every worker needs."""
-
-    source: Source
-    work: Path
-    tokenizer_folder: Path
-    tokenizer: TokenizerInfo
-    dtype: str
     seed: int
     validation_fraction: float
     max_documents: int | None = None
     max_bytes: int | None = None
 
-    def key(self, unit: Unit, round_number: int, ranges: Ranges) -> str:
-        """The identity of a part: everything that decides its bytes."""
-        decides = {
-            "source": self.source.kind,
-            "reading": asdict(self.source.reading) if hasattr(self.source, "reading") else None,
-            "tokenizer": [self.tokenizer.sha256, self.tokenizer.eod_id, self.dtype],
-            "split": [self.seed, repr(self.validation_fraction)],
-            "limits": [self.max_documents, self.max_bytes],
-            "unit": [unit.number, unit.split, unit.listing_sha256],
-            "round": [round_number, ranges.to_json()],
-        }
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    def place_of(self, document: Document) -> float:
+        """Return the hash place of a document as a number in [0, 1)."""
+        return hash_place(document.text.encode(), self.seed) / PLACES
+
+    def split_of(self, document: Document) -> str:
+        """Return a document's own split, or else the one of the hash of the seed and its text.
+
+        So a document and its exact copies fall on one side, whatever the order of the input.
+        """
+        is_held_out = self.place_of(document) < self.validation_fraction
+        return document.split or ("validation" if is_held_out else "train")
+
+    def held_out_below(self, source: Source) -> int:
+        """Return the place below which all is held out, 0 where the source says what is."""
+        return 0 if source.has_validation else int(self.validation_fraction * PLACES)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.max_documents is not None or self.max_bytes is not None
 
     def limit_reached(self, split: str | None, documents: int, text_bytes: int) -> bool:
         """Return True if --max-documents or --max-bytes is reached.
@@ -111,20 +68,60 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class UnitTask:
-    """One round of encoding of one unit."""
+class Coverage:
+    """The documents that are encoded, of each set and of all others.
 
-    encoding: Encoding
-    unit: Unit
-    round: int
-    ranges: Ranges
+    That is the hash place below which the training documents are, and whether held-out ones are.
+    """
 
-    @property
-    def key(self) -> str:
-        return self.encoding.key(self.unit, self.round, self.ranges)
+    sets: dict[str, tuple[int, bool]]
+    other: tuple[int, bool]
+
+    def of(self, name: str) -> tuple[int, bool]:
+        """Return the place and the choice of a set."""
+        return self.sets.get(name, self.other)
+
+    def join(self, more: Coverage) -> Coverage:
+        """Return what covers both, with entries for sets that are unlike the others alone."""
+        other = _join(self.other, more.other)
+        sets = {name: _join(self.of(name), more.of(name)) for name in {**self.sets, **more.sets}}
+        return Coverage({name: pair for name, pair in sets.items() if pair != other}, other)
+
+    @classmethod
+    def from_json(cls, value: dict) -> Coverage:
+        return cls({n: tuple(pair) for n, pair in value["sets"].items()}, tuple(value["other"]))
 
 
-@dataclass
+def _join(one: tuple[int, bool], other: tuple[int, bool]) -> tuple[int, bool]:
+    return max(one[0], other[0]), one[1] or other[1]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The settings of a preparation that every worker needs."""
+
+    source: Source
+    work: Path
+    tokenizer_folder: Path
+    tokenizer: TokenizerInfo
+    dtype: str
+    rules: Rules
+    coverage: Coverage
+
+    def key(self, unit: Unit) -> str:
+        """Return the identity of a part: everything that decides its bytes."""
+        decides = {
+            "source": self.source.kind,
+            "reading": asdict(self.source.reading) if hasattr(self.source, "reading") else None,
+            "tokenizer": [self.tokenizer.sha256, self.tokenizer.eod_id, self.dtype],
+            "rules": asdict(self.rules),
+            "unit": [unit.number, unit.split, unit.listing_sha256],
+            "coverage": asdict(self.coverage),
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A document on its way to its tokens."""
 
@@ -141,62 +138,35 @@ class UnitCounts:
     """Counts of a unit's documents, encoded or not."""
 
     text_bytes: int = 0
-    documents: int = 0  # with text, of any set: the number of the next one
-    encoded: int = 0
+    found: int = 0  # documents with text, of any set: the number of the next one
+    documents: int = 0  # encoded
     encoded_bytes: int = 0
     empty: int = 0
     malformed: int = 0
     first_malformed: str | None = None
     tokens: int = 0
     sets: list[str] = field(default_factory=list)
-    seen: dict[str, dict[str, Counter]] = field(default_factory=dict)
-
-    def record(self, task: UnitTask) -> dict:
-        return {
-            "key": task.key,
-            "documents": self.encoded,
-            "tokens": self.tokens,
-            "encoded_bytes": self.encoded_bytes,
-            "text_bytes": self.text_bytes,
-            "empty": self.empty,
-            "malformed": self.malformed,
-            "first_malformed": self.first_malformed,
-            "sets": self.sets,
-            "seen": {
-                name: {split: dict(counts) for split, counts in sorted(by_split.items())}
-                for name, by_split in sorted(self.seen.items())
-            },
-        }
+    seen: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
 
-def encode_unit(task: UnitTask, report: Callable[[int], None]) -> tuple[int, dict]:
-    """Makes the part of a unit unless it is there already; the unit's number and its record.
+def encode_unit(task: tuple[Encoding, Unit], report: Callable[[int], None]) -> tuple[int, dict]:
+    """Make the part of a unit unless it is there already; return the unit's number and its record.
 
     `report` is called with bytes of text now and then.
     """
-    encoding, number = task.encoding, task.unit.number
-    done = finished_part(encoding.work, number, task.round, task.key)
-    if done is None:
-        with file_lock(encoding.work / f"part-{number:05d}.lock") as alone:
-            # Another process may have made it while this one waited for it.
-            done = finished_part(encoding.work, number, task.round, task.key)
-            if done is None:
-                if alone:
-                    remove_temporary(encoding.work, number)
-                return number, _encode(task, report)
-    report(done["text_bytes"])
-    return number, done
-
-
-def _encode(task: UnitTask, report: Callable[[int], None]) -> dict:
-    encoding = task.encoding
+    encoding, unit = task
+    key = encoding.key(unit)
+    done = finished_part(encoding.work, unit.number, key)
+    if done is not None:  # another process has made it meanwhile
+        report(done["text_bytes"])
+        return unit.number, done
     encoder = _encoder(
         encoding.tokenizer_folder, encoding.tokenizer.eod_id, encoding.tokenizer.vocab_size
     )
     dtype = np.dtype(encoding.dtype).newbyteorder("<")
-    with PartWriter(encoding.work, task.unit.number, task.round) as writer:
+    with PartWriter(encoding.work, unit.number) as writer:
         tally, reported = UnitCounts(), 0
-        for chunk in chunks(_candidates(task, tally, writer)):
+        for chunk in chunks(_candidates(encoding, unit, tally, writer)):
             tokens, lengths = encoder.encode_documents([c.text for c in chunk], dtype)
             writer.write("bin", np.ascontiguousarray(tokens, dtype).tobytes())
             writer.write("docs", _describe(chunk, lengths, tally.sets).tobytes())
@@ -204,7 +174,7 @@ def _encode(task: UnitTask, report: Callable[[int], None]) -> dict:
             report(tally.text_bytes - reported)
             reported = tally.text_bytes
         report(tally.text_bytes - reported)
-        return writer.finish(tally.record(task))
+        return unit.number, writer.finish({"key": key, **asdict(tally)})
 
 
 @functools.lru_cache(maxsize=1)
@@ -212,49 +182,46 @@ def _encoder(folder: Path, eod_id: int, vocab_size: int) -> DocumentEncoder:
     return DocumentEncoder(folder, eod_id, vocab_size)
 
 
-def _candidates(task: UnitTask, tally: UnitCounts, writer: PartWriter) -> Iterator[Candidate]:
-    """The documents of a unit that this round encodes; everything else is counted."""
-    encoding, split = task.encoding, task.unit.split
-    held_out_below = 0 if split else encoding.validation_fraction
-    for part in task.unit.parts:
-        for item in encoding.source.read(part):
-            if isinstance(item, Document) and len(item.text) > MAX_DOCUMENT:
-                item = too_large(part.name, item.text)
-            if isinstance(item, Malformed):
-                tally.malformed += 1
-                # Keys that are quoted may hold what UTF-8 cannot.
-                line = f"{item.where}: {item.reason}".encode("utf-8", "backslashreplace")
-                tally.first_malformed = tally.first_malformed or line.decode()
-                if task.round == 0:
-                    writer.write("malformed", line + b"\n")
-                continue
-            if not item.text:
-                tally.empty += 1
-                continue
-            text = item.text.encode()
-            tally.text_bytes += len(text)
-            place = hash_place(text, encoding.seed)
-            validation = split == "validation" or place / PLACES < held_out_below
-            candidate = Candidate(
-                item.text, item.set, len(text), place, tally.documents, validation
-            )
-            tally.documents += 1
-            if _count(candidate, tally, task.ranges):
-                yield candidate
-                if encoding.limit_reached(split, tally.encoded, tally.encoded_bytes):
-                    return
+def _candidates(
+    encoding: Encoding, unit: Unit, tally: UnitCounts, writer: PartWriter
+) -> Iterator[Candidate]:
+    """Yield the documents of a unit that are to be encoded; everything else is counted."""
+    rules = encoding.rules
+    held_out_below = 0 if unit.split else rules.validation_fraction
+    for item in (item for part in unit.parts for item in encoding.source.read(part)):
+        if isinstance(item, Malformed):
+            tally.malformed += 1
+            # Keys that are quoted may hold what UTF-8 cannot.
+            line = f"{item.where}: {item.reason}".encode("utf-8", "backslashreplace")
+            tally.first_malformed = tally.first_malformed or line.decode()
+            writer.write("malformed", line + b"\n")
+            continue
+        if not item.text:
+            tally.empty += 1
+            continue
+        text = item.text.encode()
+        place = hash_place(text, rules.seed)
+        validation = unit.split == "validation" or place / PLACES < held_out_below
+        candidate = Candidate(item.text, item.set, len(text), place, tally.found, validation)
+        if _count(candidate, tally, encoding.coverage):
+            yield candidate
+            if rules.limit_reached(unit.split, tally.documents, tally.encoded_bytes):
+                return
 
 
-def _count(candidate: Candidate, tally: UnitCounts, ranges: Ranges) -> bool:
-    """Counts a document; whether this round encodes it."""
+def _count(candidate: Candidate, tally: UnitCounts, coverage: Coverage) -> bool:
+    """Count a document, and return whether it is to be encoded."""
     split = "validation" if candidate.validation else "train"
-    counts = tally.seen.setdefault(candidate.set, {}).setdefault(split, Counter())
+    by_split = tally.seen.setdefault(candidate.set, {})
+    counts = by_split.setdefault(split, {"documents": 0, "bytes": 0})
     counts["documents"] += 1
     counts["bytes"] += candidate.bytes
-    low, high, held_out = ranges.of(candidate.set)
-    wanted = held_out if candidate.validation else low <= candidate.place < high
+    tally.text_bytes += candidate.bytes
+    tally.found += 1
+    below, held_out = coverage.of(candidate.set)
+    wanted = held_out if candidate.validation else candidate.place < below
     if wanted:
-        tally.encoded += 1
+        tally.documents += 1
         tally.encoded_bytes += candidate.bytes
         if candidate.set not in tally.sets:
             tally.sets.append(candidate.set)
@@ -267,7 +234,7 @@ def _count(candidate: Candidate, tally: UnitCounts, ranges: Ranges) -> bool:
 
 
 def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
-    """Groups documents into chunks of bounded size, encoded in one call."""
+    """Group documents into chunks of bounded size, encoded in one call."""
     chunk: list[Candidate] = []
     size = 0
     for document in documents:
@@ -281,12 +248,10 @@ def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
 
 
 def _describe(chunk: list[Candidate], lengths: np.ndarray, sets: list[str]) -> np.ndarray:
-    """The `DOCUMENT` of each document of a chunk."""
     described = np.zeros(len(chunk), DOCUMENT)
     described["place"] = np.array([c.place for c in chunk], dtype=np.uint64)
-    described["position"] = [c.position for c in chunk]
+    for name in ("position", "bytes", "validation"):
+        described[name] = [getattr(c, name) for c in chunk]
     described["length"] = lengths
-    described["bytes"] = [c.bytes for c in chunk]
     described["set"] = [sets.index(c.set) for c in chunk]
-    described["validation"] = [c.validation for c in chunk]
     return described

@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.manifest import SPLITS
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.job import Job
 from data_prep.encode.parts import DOCUMENT
-from data_prep.encode.work_folder import ASSEMBLY
-from data_prep.sources.units import task_units
+from data_prep.sources.base import task_units
 
 DISK_MARGIN = 1.1
 INDEX_BYTES = 20  # of a document in an .idx
@@ -27,121 +25,95 @@ READ_BYTES_PER_SECOND = 100e6  # of text: reading, parsing and hashing what is n
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes in bytes, as far as the input's size is known; `None` otherwise."""
+    """About the tokens, bytes of disk and seconds that a preparation takes in all."""
 
-    out: Path
-    work: Path
-    units: int
-    of_units: int
-    file_bytes: int
-    text_bytes: int | None
-    bytes_per_second: float
-    workers: int
-    train_tokens: float | None
-    held_out_tokens: float | None
-    result_bytes: int
-    parts_bytes: int
-    parts_to_come: int
-    out_to_come: int  # where the parts make room on the same disk
-    all_out_to_come: int
-    seconds: float | None
+    train_tokens: float
+    held_out_tokens: float
+    result_bytes: float
+    parts_bytes: float
+    seconds_per_byte: float  # of text
 
     @classmethod
-    def of(cls, job: Job, arguments: argparse.Namespace) -> Estimate:
-        """The estimate for what is still to be done by this process, disk for all of them."""
+    def of(cls, job: Job) -> Estimate:
+        """Estimate it from the plan. Raises UserError for --tokens far beyond what there is."""
         measured = job.plan.measured
-        units = task_units(job.units, arguments.task)
-        here = dict(
-            out=arguments.out,
-            work=job.work,
-            units=len(units),
-            of_units=len(job.units),
-            file_bytes=sum(unit.bytes for unit in units),
-            text_bytes=measured.text_bytes,
-            bytes_per_second=measured.bytes_per_second,
-            workers=job.workers,
-        )
-        if measured.text_bytes is None:
-            unknown = dict.fromkeys(("result_bytes", "parts_bytes"), 0)
-            unknown |= dict.fromkeys(("parts_to_come", "out_to_come", "all_out_to_come"), 0)
-            unknown |= dict.fromkeys(("train_tokens", "held_out_tokens", "seconds"))
-            return cls(**here, **unknown)
-        train, held_out = _result_tokens(job)
-        tokens = train + held_out
-        encoded = _encoded_share(job)
+        share = _held_out_share(job)
+        train, held_out = _result_tokens(job, share)
+        encoded = _encoded_share(job, share)
         item, document = np.dtype(job.plan.dtype).itemsize, 1 / max(1.0, measured.document_bytes)
-        result = tokens * item
-        result += tokens / max(1e-9, measured.tokens_per_byte) * document * INDEX_BYTES
-        parts = encoded * measured.text_bytes
-        parts *= measured.tokens_per_byte * item + document * DOCUMENT.itemsize
-        rounds = range(len(job.plan.rounds))
-        records = (job.record(unit, number) for unit in job.units for number in rounds)
-        parts_there = sum(sum(record["bytes"].values()) for record in records if record)
-        out_there = sum(
-            file.stat().st_size for split in SPLITS for file in arguments.out.glob(f"{split}-*")
-        )
-        own = sum(r["text_bytes"] for unit in units if (r := job.record(unit, 0)))
-        share = sum(unit.bytes for unit in units) / max(1, sum(unit.bytes for unit in job.units))
-        text = max(0.0, measured.text_bytes * share - own)
-        if (job.work / ASSEMBLY).is_file():  # all was encoded, what is gone is in shards
-            text, parts_there = 0.0, parts * DISK_MARGIN
-        speed = encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND
-        peak = _peak(job, result, held_out / max(1.0, tokens), arguments)
+        tokens = train + held_out
+        documents = tokens / max(1e-9, measured.tokens_per_byte) * document
+        per_byte = measured.tokens_per_byte * item + document * DOCUMENT.itemsize
         return cls(
-            **here,
-            train_tokens=train,
-            held_out_tokens=held_out,
-            result_bytes=int(result),
-            parts_bytes=int(parts),
-            parts_to_come=max(0, int(parts * DISK_MARGIN - parts_there)),
-            out_to_come=max(0, int(peak * DISK_MARGIN) - out_there),
-            all_out_to_come=max(0, int(result * DISK_MARGIN) - out_there),
-            seconds=text * speed / job.workers,
+            train,
+            held_out,
+            tokens * item + documents * INDEX_BYTES,
+            encoded * measured.text_bytes * per_byte,
+            encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND,
         )
 
-    def lines(self) -> list[str]:
-        """Return the lines that are printed before the start."""
-        of = "" if self.units == self.of_units else f" of {self.of_units:,}"
-        size = f"input: {self.units:,}{of} units, {_bytes(self.file_bytes)} in files"
-        if self.text_bytes is None:
-            return [f"{size}; how much text that is, and what it takes, is not known beforehand"]
-        return [
-            f"{size}, about {_bytes(self.text_bytes)} of text in all, "
-            f"about {self.train_tokens:,.0f} training tokens and {self.held_out_tokens:,.0f} "
-            "held-out ones come out",
-            f"disk: about {_bytes(self.result_bytes)} in {self.out}, "
-            f"{_bytes(self.parts_bytes)} for a time in {self.work}",
-            f"time: about {_duration(self.seconds)} still to encode with {self.workers} workers "
-            f"({self.bytes_per_second / 1e6:.1f} MB of text a second and core)",
-        ]
 
-    def check_disk(self) -> None:
-        """Raises `UserError` for what would not fit, as far as sizes are known."""
-        out, work = _existing(self.out), _existing(self.work)
-        if out.stat().st_dev == work.stat().st_dev:
-            places = [("--out", self.out, out, self.parts_to_come + self.out_to_come)]
-        else:
-            # Parts go as shards come only where they share the disk.
-            places = [
-                ("--out", self.out, out, self.all_out_to_come),
-                ("--scratch", self.work, work, self.parts_to_come),
-            ]
-        for flag, folder, existing, size in places:
-            free = shutil.disk_usage(existing).free
-            if size > free:
-                raise UserError(
-                    f"{flag} {folder}: about {size / 1e9:.3f} GB are needed and {free / 1e9:.3f} "
-                    "GB are free; choose another folder, or less text with --tokens or --max-bytes"
-                )
+def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
+    """Print the work that is left to this process, and the disk that all of them take."""
+    found, measured = Estimate.of(job), job.plan.measured
+    units = task_units(job.units, arguments.task)
+    of = "" if len(units) == len(job.units) else f" of {len(job.units):,}"
+    file_bytes = sum(unit.bytes for unit in units)
+    share = file_bytes / max(1, sum(unit.bytes for unit in job.units))
+    done = sum(record["text_bytes"] for unit in units if (record := job.record(unit)))
+    seconds = max(0.0, measured.text_bytes * share - done) * found.seconds_per_byte / job.workers
+    print(
+        f"input: {len(units):,}{of} units, {_bytes(file_bytes)} in files, about "
+        f"{_bytes(measured.text_bytes)} of text in all, about {found.train_tokens:,.0f} training "
+        f"tokens and {found.held_out_tokens:,.0f} held-out ones come out"
+    )
+    print(
+        f"disk: about {_bytes(found.result_bytes)} in {arguments.out}, "
+        f"{_bytes(found.parts_bytes)} for a time in {job.work}"
+    )
+    print(
+        f"time: about {_duration(seconds)} still to encode with {job.workers} workers "
+        f"({measured.bytes_per_second / 1e6:.1f} MB of text a second and core)"
+    )
 
 
-def _result_tokens(job: Job) -> tuple[float, float]:
-    """About how many training and held-out tokens come out.
+def check_disk(job: Job, shard_tokens: int) -> None:
+    """Raise UserError where the shards and the parts would not fit on their disks."""
+    found = Estimate.of(job)
+    places = [
+        ("--out", job.staging, found.result_bytes - _size(job.staging)),
+        ("--scratch", job.work, found.parts_bytes - _size(job.work)),
+    ]
+    out, work = _existing(job.staging), _existing(job.work)
+    if out.stat().st_dev == work.stat().st_dev:
+        size = found.parts_bytes + _growth(job, found, shard_tokens)
+        there = sum(_size(folder) for folder in {job.staging, job.work})
+        places = [("--out", job.staging, size - there)]
+    for flag, folder, needed in places:
+        free = shutil.disk_usage(_existing(folder)).free
+        if needed * DISK_MARGIN > free:
+            raise UserError(
+                f"{flag} {folder}: about {needed * DISK_MARGIN / 1e9:.3f} GB are needed and "
+                f"{free / 1e9:.3f} GB are free; choose another folder, or less text with --tokens "
+                "or --max-bytes"
+            )
 
-    Raises `UserError` for --tokens far beyond what there is.
-    """
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+
+
+def _growth(job: Job, found: Estimate, shard_tokens: int) -> float:
+    """Return the bytes of shards that are written before the parts make room for others."""
+    if job.spec.mixture or job.spec.repeat:  # the parts are read more than once
+        return found.result_bytes
+    shards = (job.workers + 1) * shard_tokens * np.dtype(job.plan.dtype).itemsize
+    held_out = found.held_out_tokens / max(1.0, found.train_tokens + found.held_out_tokens)
+    return min(found.result_bytes, held_out * found.result_bytes + shards)
+
+
+def _result_tokens(job: Job, share: float) -> tuple[float, float]:
     spec, measured = job.spec, job.plan.measured
-    share = _held_out_share(job)
     of_set = {name: measured.text_bytes * rate for name, rate in measured.set_tokens.items()}
     train = {name: (1 - share) * n for name, n in of_set.items() if spec.includes(name)}
     held_out = sum(share * n for name, n in of_set.items() if spec.holds_out(name))
@@ -163,37 +135,23 @@ def _result_tokens(job: Job) -> tuple[float, float]:
 
 
 def _held_out_share(job: Job) -> float:
-    """About which share of the text is held out: of all sets, since only --sets leaves any out."""
     if job.held_out_below:
         return job.held_out_below / PLACES
     sizes = Counter()
     for unit in job.units:
         sizes[unit.split] += unit.bytes
-    share = sizes["validation"] / max(1, sizes.total())
-    limited = job.encoding.max_documents or job.encoding.max_bytes
-    return min(share, job.encoding.validation_fraction) if limited else share
+    share, rules = sizes["validation"] / max(1, sizes.total()), job.encoding.rules
+    return min(share, rules.validation_fraction) if rules.is_limited else share
 
 
-def _encoded_share(job: Job) -> float:
-    """About which share of the text the rounds encode."""
-    rates, held_out = job.plan.measured.set_tokens, _held_out_share(job)
+def _encoded_share(job: Job, held_out: float) -> float:
     encoded = 0.0
+    rates = job.plan.measured.set_tokens
     for name, rate in rates.items():
-        train = job.plan.covered(name) - job.held_out_below
-        encoded += rate * (1 - held_out) * max(0, train) / (PLACES - job.held_out_below)
-        encoded += rate * held_out * job.spec.holds_out(name)
+        below, with_held_out = job.plan.coverage.of(name)
+        train = max(0, below - job.held_out_below) / (PLACES - job.held_out_below)
+        encoded += rate * ((1 - held_out) * train + held_out * with_held_out)
     return encoded / max(1e-12, sum(rates.values()))
-
-
-def _peak(job: Job, result: float, held_out: float, arguments: argparse.Namespace) -> float:
-    """Estimate the bytes that the output folder grows by before the parts make room.
-
-    `held_out`: which share of the result that is.
-    """
-    if job.spec.mixture or job.spec.repeat:  # the parts are read more than once
-        return result
-    shard = arguments.shard_tokens * np.dtype(job.plan.dtype).itemsize
-    return min(result, held_out * result + (job.workers + 1) * shard)
 
 
 def _existing(folder: Path) -> Path:

@@ -1,173 +1,290 @@
-"""The plan of a preparation: tokenizer, held-out share, and which documents each round encodes."""
+"""The plan of a preparation: its tokenizer, the share held out, and what is to be encoded.
+
+It follows from samples of the input, and all processes of a preparation share it.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
-from cat_lm.core.files import sha256, sync_directory
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import sha256
 from cat_lm.core.folders import make_temporary, remove_temporary
 from cat_lm.data.shards import token_dtype
-from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, verify_tokenizer
-from data_prep.common.selection_spec import SelectionSpec
-from data_prep.common.unfinished import TOKENIZER_FILES
-from data_prep.encode.encoding import PLACES, Encoding, Range, Ranges, split_of
+from cat_lm.data.tokenizers import (
+    DocumentEncoder,
+    TokenizerInfo,
+    build_tokenizer,
+    verify_tokenizer,
+)
+from data_prep.common.amounts import SelectionSpec
+from data_prep.encode.encoding import PLACES, Coverage, Rules, hash_place
 from data_prep.encode.parts import read_record, write_record
-from data_prep.encode.sample import Measured
-from data_prep.sources import Source, sample_texts
-from data_prep.sources.documents import Document
+from data_prep.sources.base import Part, Source, counted_with
+from data_prep.sources.documents import Document, Malformed
 
+TOKENIZER = "tokenizer"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "sentencepiece.model")
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from
 CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified on
+SAMPLED_PARTS = 64
+# Of the sample by which sizes are estimated: files, the text that is read and encoded of them.
+MEASURED_PARTS, READ_BYTES, ENCODED_BYTES = 16, 4_000_000, 1_000_000
+# Sources up to this size are looked through first, so that no split comes out empty by chance.
+FEW_DOCUMENTS, FEW_CHARACTERS = 500, 100_000_000
+ALL_MALFORMED = 100  # as many bad records at the beginning are no accident
 PLAN = "plan.json"
-EVERYTHING = Range(0, PLACES, True)
-NOTHING = Range(0, 0, False)
 MARGIN = Fraction(5, 4)  # how much more is encoded than an estimate says is needed
-ALMOST_ALL = Fraction(4, 5)  # from this share on all is encoded: a second round costs more
+ALMOST_ALL = Fraction(4, 5)  # from this share on all is encoded: encoding twice costs more
 
 
-class Shortage(Exception):
-    """More has to be encoded first: the places below `sets[name]`, below `other` in other sets."""
+@dataclass(frozen=True)
+class Measured:
+    """Estimates of the whole input from a sample."""
 
-    def __init__(self, sets: dict[str, int], other: int) -> None:
-        self.sets = sets
-        self.other = other
+    text_bytes: int
+    bytes_per_second: float  # of text, that one core encodes
+    tokens_per_byte: float
+    document_bytes: float
+    set_tokens: dict[str, float]  # tokens of each set for a byte of text of all sets
+
+    def tokens(self, spec: SelectionSpec) -> float:
+        """Return about how many tokens there are in the training sets that are wanted."""
+        rates = (rate for name, rate in self.set_tokens.items() if spec.includes(name))
+        return self.text_bytes * sum(rates)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """The plan that all processes of a preparation share; the first one makes it."""
 
     tokenizer: TokenizerInfo
-    dtype: str
     validation_fraction: float
-    rounds: list[Ranges]
+    coverage: Coverage
     measured: Measured
 
+    @property
+    def dtype(self) -> str:
+        """Return the name of the dtype of the tokens on disk."""
+        return token_dtype(self.tokenizer.vocab_size).name
+
     def save(self, work: Path) -> None:
-        """Writes the plan into the work folder."""
-        value = {**asdict(self), "rounds": [ranges.to_json() for ranges in self.rounds]}
-        write_record(work / PLAN, value)
+        """Write the plan into the work folder."""
+        write_record(work / PLAN, asdict(self))
 
     @classmethod
     def load(cls, work: Path, tokenizer_folder: Path) -> Plan | None:
-        """The plan in the work folder; None where there is none, or its tokenizer is damaged."""
+        """Read the plan; return None where there is none, or its tokenizer is damaged."""
         value = read_record(work / PLAN, cls.__dataclass_fields__)
         file = tokenizer_folder / "tokenizer.json"
         if value is None or not file.is_file() or sha256(file) != value["tokenizer"]["sha256"]:
             return None
         return cls(
             TokenizerInfo(**value["tokenizer"]),
-            value["dtype"],
             value["validation_fraction"],
-            [Ranges.from_json(ranges) for ranges in value["rounds"]],
+            Coverage.from_json(value["coverage"]),
             Measured(**value["measured"]),
         )
 
-    def covered(self, name: str) -> int:
-        """The place below which the training documents of a set are encoded."""
-        return max(ranges.of(name).high for ranges in self.rounds)
 
-    def further_round(self, names: Iterable[str], spec: SelectionSpec) -> Ranges | None:
-        """Return what the sets that occur lack altogether after a change of arguments, or None."""
-        lacking = {}
-        for name in names:
-            train = spec.includes(name) and self.covered(name) == 0
-            held_out = spec.holds_out(name) and not any(
-                ranges.of(name).held_out for ranges in self.rounds
-            )
-            if train or held_out:
-                low = self.covered(name)
-                lacking[name] = Range(low, PLACES if train else low, held_out)
-        return Ranges(lacking, NOTHING) if lacking else None
+def held_out_fraction(source: Source, rules: Rules, spec: SelectionSpec) -> float:
+    """Return --validation-fraction, or one that holds out at least one document and not all.
 
-    def round_for(self, names: Iterable[str], spec: SelectionSpec, shortage: Shortage) -> Ranges:
-        """Return the further round that a shortage asks for."""
-        sets = {}
-        for name in names:
-            low = self.covered(name)
-            high = max(low, shortage.sets.get(name, shortage.other))
-            if spec.includes(name) and high > low:
-                sets[name] = Range(low, high, False)
-        return Ranges(sets, NOTHING)
+    With a handful of documents the hash often leaves a split empty. Then the fraction moves to
+    between the two documents whose hashes are nearest to it.
 
-
-def first_round(spec: SelectionSpec, measured: Measured, held_out: int) -> Ranges:
-    """Return the first round: all that is wanted, or what a budget is estimated to need.
-
-    `held_out` is the place below which all documents are held out.
+    Raises:
+        UserError: the input begins with nothing but malformed records.
     """
-    sets = {name: _wanted(spec, name, PLACES) for _, name in spec.named}
-    wants_others = spec.sets is None
-    rest_in_training = wants_others and spec.mixture is None
-    other = Range(0, PLACES if rest_in_training else 0, wants_others)
-    total = measured.tokens(spec)
-    if spec.tokens is None or not total:
-        return Ranges(sets, other)
-    if spec.mixture is None:
-        high = place_for(Fraction(spec.tokens / total) * MARGIN, held_out)
-        sets = {name: _wanted(spec, name, high) for name in sets}
-        return Ranges(sets, Range(0, min(other.high, high), other.held_out))
-    for name, share in spec.shares().items():
-        tokens = measured.text_bytes * measured.set_tokens.get(name, 0.0)
-        need = spec.tokens * share
-        high = place_for(need / Fraction(tokens) * MARGIN, held_out) if tokens else PLACES
-        sets[name] = _wanted(spec, name, high)
-    return Ranges(sets, other)
+    fraction, size = rules.validation_fraction, 0
+    places: set[float] = set()
+    for document in _first_documents(source, rules, spec):
+        size += len(document.text)
+        if document.split or len(places) >= FEW_DOCUMENTS or size > FEW_CHARACTERS:
+            return fraction
+        if spec.holds_out(document.set):
+            places.add(rules.place_of(document))
+    ordered = sorted(places)
+    if len(ordered) < 2 or ordered[0] < fraction <= ordered[-1]:
+        return fraction
+    neighbours = ordered[:2] if fraction <= ordered[0] else ordered[-2:]
+    return sum(neighbours) / 2
 
 
-def place_for(rate: Fraction, held_out: int) -> int:
-    """The place below which this share of the training documents lies; `PLACES` for almost all."""
-    if rate >= ALMOST_ALL:
-        return PLACES
-    return held_out + ceil(rate * (PLACES - held_out))
+def _first_documents(source: Source, rules: Rules, spec: SelectionSpec) -> Iterator[Document]:
+    # The limits count the documents of wanted sets alone, as where they are encoded.
+    counts: dict[str, Counter] = {}
+    first, good, malformed = None, False, 0
+    for part in source.parts:
+        seen = counts.setdefault(counted_with(part.split), Counter())
+        if rules.limit_reached(part.split, seen["documents"], seen["bytes"]):
+            continue
+        for item in source.read(part):
+            if isinstance(item, Malformed):
+                first, malformed = first or item, malformed + 1
+                if malformed >= ALL_MALFORMED and not good:
+                    raise UserError(f"{first.where}: {first.reason}")
+                continue
+            good = True
+            if not item.text:
+                continue
+            yield item
+            if spec.holds_out(item.set):
+                seen.update(documents=1, bytes=len(item.text.encode()))
+            if rules.limit_reached(part.split, seen["documents"], seen["bytes"]):
+                break
+    if malformed and not good:
+        raise UserError(f"{first.where}: {first.reason}")
 
 
-def _wanted(spec: SelectionSpec, name: str, high: int) -> Range:
-    return Range(0, high if spec.includes(name) else 0, spec.holds_out(name))
+def sample(
+    source: Source, rules: Rules, parts: int, share: int
+) -> Iterator[tuple[Part, list[Document]]]:
+    """Yield training documents from the beginnings of parts that a hash of the seed chooses.
+
+    Args:
+        parts: at most so many.
+        share: of each part so many characters, and the last document whole.
+    """
+    found = [part for part in source.parts if part.split != "validation"]
+    found.sort(key=lambda part: hashlib.sha256(f"{rules.seed} {part.name}".encode()).digest())
+    for part in found[:parts]:
+        documents, taken = [], 0
+        for item in source.read(part):
+            if taken >= share:
+                break
+            if isinstance(item, Document) and item.text and rules.split_of(item) == "train":
+                documents.append(item)
+                taken += len(item.text)
+        yield part, documents
+
+
+def sample_texts(source: Source, rules: Rules, characters: int) -> Iterator[str]:
+    """Yield about so many characters of training text, of each of some files its share."""
+    number = sum(part.split != "validation" for part in source.parts)
+    share = max(1, characters // min(number, SAMPLED_PARTS))
+    total, longest = 0, max(share, characters // 16)
+    for _, documents in sample(source, rules, number, share):
+        for document in documents:
+            if total >= characters:
+                return
+            yield document.text[:longest]
+            total += min(len(document.text), longest)
+
+
+def measure(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> Measured:
+    """Read the beginnings of some files and encode a little of them, in a second or two.
+
+    Args:
+        folder: holds the tokenizer.
+    """
+    documents: list[Document] = []
+    expected = actual = 0  # bytes of text in files that are read to their end
+    for part, found in sample(source, rules, MEASURED_PARTS, READ_BYTES):
+        documents += found
+        size = sum(len(document.text.encode()) for document in found)
+        if size < READ_BYTES:
+            expected += part.text_bytes
+            actual += size
+    bytes_of, encoded_of, tokens_of = Counter(), Counter(), Counter()
+    for document in documents:
+        bytes_of[document.set] += len(document.text.encode())
+    chosen = _spread(documents, rules.seed)
+    texts = [document.text[: ENCODED_BYTES // 8] for document in chosen]
+    encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
+    encoder.encode_batch(texts[:4])  # The library's start is not measured.
+    start = time.perf_counter()
+    encoded = encoder.encode_batch(texts)
+    seconds = time.perf_counter() - start
+    for document, text, ids in zip(chosen, texts, encoded, strict=True):
+        encoded_of[document.set] += len(text.encode())
+        tokens_of[document.set] += len(ids) + 1
+    overall = tokens_of.total() / max(1, encoded_of.total())
+    rates = {n: tokens_of[n] / encoded_of[n] if encoded_of[n] else overall for n in bytes_of}
+    mean = bytes_of.total() / max(1, len(documents))
+    total = source.text_bytes() * (actual / expected if actual else 1)
+    limits = (rules.max_bytes, rules.max_documents and int(rules.max_documents * mean * 2))
+    return Measured(
+        text_bytes=min(int(total), *(limit for limit in limits if limit is not None), 2**63),
+        bytes_per_second=encoded_of.total() / max(seconds, 1e-9),
+        tokens_per_byte=overall,
+        document_bytes=mean,
+        set_tokens={n: bytes_of[n] / bytes_of.total() * rates[n] for n in sorted(bytes_of)},
+    )
+
+
+def _spread(documents: list[Document], seed: int) -> list[Document]:
+    order = sorted(documents, key=lambda document: hash_place(document.text.encode(), seed + 1))
+    chosen, size = [], 0
+    for document in order:
+        if size >= ENCODED_BYTES:
+            break
+        chosen.append(document)
+        size += min(len(document.text), ENCODED_BYTES // 8)
+    return chosen
 
 
 def make_tokenizer(
-    spec: str, eod_token: str | None, folder: Path, source: Source, encoding: Encoding
+    spec: str, eod_token: str | None, folder: Path, source: Source, rules: Rules
 ) -> TokenizerInfo:
-    """Makes the tokenizer of the prepared data, verifies it on a sample and puts it in `folder`.
+    """Make the tokenizer of the prepared data, verify it on a sample and put it into `folder`.
 
     Several processes may do so at once: what they make is the same, and each file comes whole.
     """
-    sampling = _sampling(source, encoding)
     making = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     make_temporary(making)
     try:
         made = making / folder.name
-        info = build_tokenizer(spec, made, lambda: sampling(TRAINING_SAMPLE), eod_token)
-        verify_tokenizer(info, made, list(sampling(CHECK_SAMPLE)))
-        folder.mkdir(exist_ok=True)
+        texts = functools.partial(sample_texts, source, rules, TRAINING_SAMPLE)
+        info = build_tokenizer(spec, made, texts, eod_token)
+        verify_tokenizer(info, made, list(sample_texts(source, rules, CHECK_SAMPLE)))
+        folder.mkdir(parents=True, exist_ok=True)
         # tokenizer.json goes last: the plan knows its checksum.
         for name in reversed(TOKENIZER_FILES):
             if (made / name).is_file():
                 os.replace(made / name, folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
-        sync_directory(folder)
     finally:
         remove_temporary(making)
     return info
 
 
-def dtype_name(info: TokenizerInfo) -> str:
-    """The name of the dtype of the tokens on disk."""
-    return token_dtype(info.vocab_size).name
+def coverage_for(spec: SelectionSpec, measured: Measured, held_out: int) -> Coverage:
+    """Return all that is wanted, or what a budget is estimated to need.
+
+    Args:
+        held_out: the place below which all documents are held out.
+    """
+    places = dict.fromkeys((name for _, name in spec.named), PLACES)
+    rest, total = PLACES, measured.tokens(spec)
+    if spec.tokens is not None and total and spec.mixture is None:
+        rest = place_for(Fraction(spec.tokens / total) * MARGIN, held_out)
+        places = dict.fromkeys(places, rest)
+    elif spec.tokens is not None and total:
+        for name, share in spec.shares().items():
+            tokens = measured.text_bytes * measured.set_tokens.get(name, 0.0)
+            if tokens:
+                rate = spec.tokens * share / Fraction(tokens) * MARGIN
+                places[name] = place_for(rate, held_out)
+    wants_others = spec.sets is None
+    sets = {n: (p if spec.includes(n) else 0, spec.holds_out(n)) for n, p in places.items()}
+    other = (rest if wants_others and spec.mixture is None else 0, wants_others)
+    return Coverage(sets, other).join(Coverage({}, (0, False)))
 
 
-def _sampling(source: Source, encoding: Encoding) -> Callable[[int], Iterator[str]]:
-    """A function from a number of bytes to a sample of training texts of that size."""
-
-    def is_training(document: Document) -> bool:
-        return split_of(document, encoding.seed, encoding.validation_fraction) == "train"
-
-    return lambda max_bytes: sample_texts(source, encoding.seed, max_bytes, is_training)
+def place_for(rate: Fraction, held_out: int) -> int:
+    """Return the place below which this share of the training documents lies; all for almost."""
+    if rate >= ALMOST_ALL:
+        return PLACES
+    return held_out + ceil(rate * (PLACES - held_out))

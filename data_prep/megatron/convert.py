@@ -21,7 +21,7 @@ from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, s
 from cat_lm.data.verified import Notes, note_line
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.common.progress import TextProgress
-from data_prep.common.unfinished import TOKENIZER
+from data_prep.encode.plan import TOKENIZER
 from data_prep.megatron.text_bytes import TextBytes
 from data_prep.megatron.validate import count_tokens, document_lengths, scan
 

@@ -1,8 +1,8 @@
 """A source of documents: parts in a fixed order, and a way to read each.
 
-A part is a file, here or on the Hub, or a split that is streamed; so documents have one order, on
-every machine and for any number of workers. Files are in natural order, in which runs of digits
-count as numbers (chunk2 before chunk10); training text comes before validation text.
+A part is a file, here or on the Hub; so documents have one order, on every machine and for any
+number of workers. Files are in natural order, in which runs of digits count as numbers (chunk2
+before chunk10); training text comes before validation text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from cat_lm.core.files import sha256
 from cat_lm.core.readers import clipped
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
+UNIT_BYTES = 256_000_000  # of input files; some minutes of one core
+UNITS_AT_LEAST = 64  # as far as there are files, so that small sources have work for all cores
 HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
 UNKNOWN_SET = "unknown"
 NAMED_IN_MANIFEST, NAMED_IN_LOG = 20, 3  # of files that are left out
@@ -37,24 +39,26 @@ class Piece:
 class Part:
     """A piece of a source that is read in one go: a file, with the split it is known to be of.
 
-    `name` is the same on every machine, and for a copy and the Hub. `size` is in bytes, None for a
-    split that `datasets` streams; `sha256` is there where the Hub lists it. With `piece` the part
-    is that much of the file's only document, and `size` counts the bytes of that text.
+    `name` is the same on every machine, and for a copy and the Hub. `size` is in bytes; `sha256` is
+    there where the Hub lists it. With `piece` the part is that much of the file's only document,
+    and `size` counts the bytes of that text.
     """
 
     path: Path | str
     name: str
     split: str | None = None
-    size: int | None = None
+    size: int = 0
     sha256: str | None = None
     piece: Piece | None = None
 
     @property
-    def text_bytes(self) -> int | None:
-        """About how many bytes of text there are; None where it cannot be known beforehand."""
-        if self.size is None or self.piece:
-            return self.size
-        return int(TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0) * self.size)
+    def text_bytes(self) -> int:
+        """Return about how many bytes of text there are."""
+        return (
+            self.size
+            if self.piece
+            else int(TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0) * self.size)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ class Source:
     left_out: Sequence[LeftOut] = ()
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
-        """The documents of one part, in order, and in their places the lines that hold none.
+        """Yield the documents of one part, in order, and in their places the lines that hold none.
 
-        Raises `UserError` for a part that cannot be read as a whole.
+        Raises:
+            UserError: the part cannot be read as a whole.
         """
         raise NotImplementedError
 
@@ -102,16 +107,16 @@ class Source:
         return all(part.split for part in self.parts)
 
     def notes(self, held_out: float) -> list[str]:
-        """Lines for the log on what is left out or, where that is not asked for, held out.
+        """Return lines for the log on what is left out or, where it is not asked for, held out.
 
-        `held_out` is the share of documents that is, where the source brings no split of its own.
+        Args:
+            held_out: the share of documents where the source brings no split of its own.
         """
         return [entry.note() for entry in self.left_out]
 
-    def text_bytes(self) -> int | None:
-        """About how many bytes of text there are; None where it cannot be known beforehand."""
-        sizes = [part.text_bytes for part in self.parts]
-        return None if None in sizes else sum(sizes)
+    def text_bytes(self) -> int:
+        """Return about how many bytes of text there are."""
+        return sum(part.text_bytes for part in self.parts)
 
     def describe(self) -> dict:
         """Describe the source for the manifest; equal for equal input, on every machine.
@@ -120,13 +125,14 @@ class Source:
         Larger ones only by names and sizes, because reading terabytes to find that nothing is to
         be done takes hours: there, an edit that keeps a file's size is not noticed.
 
-        Raises UserError where a file cannot be read.
+        Raises:
+            UserError: a file cannot be read.
         """
         listing = "".join(
             " ".join(filter(None, (part.name, str(part.size), part.sha256))) + "\n"
             for part in self.parts
         )
-        size = None if any(p.size is None for p in self.parts) else sum(p.size for p in self.parts)
+        size = sum(part.size for part in self.parts)
         description = {
             "kind": self.kind,
             "files": len({part.path for part in self.parts}),
@@ -167,7 +173,7 @@ def read_once(
 
 
 def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
-    """The named set that a record belongs to; `default` where it names none.
+    """Return the named set that a record belongs to; `default` where it names none.
 
     The objects on the way to it may be written out as JSON, as in some parquet mirrors. A name
     that cannot be printed comes with escapes.
@@ -185,40 +191,8 @@ def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
     return value if value.isprintable() else value.encode("unicode_escape").decode()
 
 
-def sample_texts(
-    source: Source,
-    seed: int,
-    max_bytes: int,
-    is_training: Callable[[Document], bool],
-    max_parts: int = 64,
-) -> Iterator[str]:
-    """About `max_bytes` of training text from up to `max_parts` parts, chosen by a hash of `seed`.
-
-    Each part gives its share from its beginning, so that a sample of a huge corpus reads little.
-    """
-    parts = [part for part in source.parts if part.split != "validation"]
-    parts.sort(key=lambda part: hashlib.sha256(f"{seed} {part.name}".encode()).digest())
-    share = max(1, max_bytes // min(len(parts), max_parts))
-    total = 0
-    for part in parts:
-        taken = 0
-        for document in source.read(part):
-            if taken >= share or total >= max_bytes:
-                break
-            if isinstance(document, Malformed) or not document.text:
-                continue
-            if not is_training(document):
-                continue
-            text = document.text[: max(share, max_bytes // 16)]
-            taken += len(text)
-            total += len(text)
-            yield text
-        if total >= max_bytes:
-            return
-
-
 def in_natural_order(parts: Iterable[Part]) -> list[Part]:
-    """Parts by name, runs of digits in it taken as numbers: chunk1, chunk2, …, chunk10."""
+    """Sort parts by name, runs of digits taken as numbers: chunk1, chunk2, …, chunk10."""
 
     def key(part: Part) -> tuple[list[str | int], str]:
         pieces = re.split(r"([0-9]+)", part.name)  # text and digits in turn
@@ -228,7 +202,6 @@ def in_natural_order(parts: Iterable[Part]) -> list[Part]:
 
 
 def _contents_sha256(parts: Iterable[Part]) -> str:
-    """One hash over the hashes of the parts' files, in the parts' order."""
     total = hashlib.sha256()
     for part in parts:
         try:
@@ -237,3 +210,51 @@ def _contents_sha256(parts: Iterable[Part]) -> str:
             text = f"{part.path}: cannot be read ({describe_os_error(error)})"
             raise file_error(text, error) from None
     return total.hexdigest()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the work: consecutive files of one split; `bytes` are theirs on disk.
+
+    The units follow from the names, order and sizes of the files alone. So every process on every
+    machine has the same ones, and a unit that one of them has encoded is done for all.
+    """
+
+    number: int
+    parts: tuple[Part, ...]
+    bytes: int
+
+    @property
+    def split(self) -> str | None:
+        return self.parts[0].split
+
+    @property
+    def listing_sha256(self) -> str:
+        """Return the hash of what the unit consists of."""
+        listing = "".join(f"{part.name} {part.size}\n" for part in self.parts)
+        return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def units_of(source: Source) -> list[Unit]:
+    """Return the units of a source; no file is cut."""
+    target = min(UNIT_BYTES, sum(part.size for part in source.parts) // UNITS_AT_LEAST)
+    groups: list[list[Part]] = []
+    sizes: list[int] = []
+    for part in source.parts:
+        same_split = groups and part.split == groups[-1][0].split
+        if same_split and part.size and sizes[-1] and sizes[-1] + part.size <= target:
+            groups[-1].append(part)
+            sizes[-1] += part.size
+        else:
+            groups.append([part])
+            sizes.append(part.size)
+    pairs = zip(groups, sizes, strict=True)
+    return [Unit(number, tuple(parts), size) for number, (parts, size) in enumerate(pairs)]
+
+
+def task_units(units: list[Unit], task: tuple[int, int] | None) -> list[Unit]:
+    """Return the units of task I of N: every N-th, beginning with unit I; all of them for None."""
+    if task is None:
+        return units
+    index, count = task
+    return units[index::count]

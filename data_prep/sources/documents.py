@@ -10,7 +10,6 @@ import bz2
 import codecs
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -19,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO
+from typing import IO, TypeVar
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.readers import clipped
@@ -48,7 +47,6 @@ KNOWN_KINDS = (
     f"{', '.join((*PLAIN, *LINES))}, each also with {', '.join(PACKED)}; JSON lines as .json.gz "
     "and so on; .parquet"
 )
-_NOT_BLANK = re.compile(rb"\S")
 # A string of JSON; one that does not end reaches to the end, so that a search never goes back.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 COMPRESSED = (*PACKED, ".parquet")  # of these no file has no bytes
@@ -90,10 +88,11 @@ class Reading:
 
 
 Record = tuple[str, dict]
+T = TypeVar("T")
 
 
 def suffix_of(path: PurePath | str) -> str | None:
-    """The known suffix that the file's name ends with, or None."""
+    """Return the known suffix that a file's name ends with, or None."""
     name = PurePath(path).name.lower()
     return next((suffix for suffix in TEXT_PER_FILE_BYTE if name.endswith(suffix)), None)
 
@@ -104,10 +103,11 @@ def is_plain(path: PurePath | str) -> bool:
 
 
 def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Record | Malformed]:
-    """The documents of a file on disk in order, as `read_records` gives them.
+    """Yield the documents of a file on disk in order, as `read_records` does.
 
-    Raises `UserError` too where it has not `size` bytes, or is written to while it is read: what
-    the manifest says of the input would not be true.
+    Raises:
+        UserError: it has not `size` bytes, or is written to while it is read: what the manifest
+            says of the input would not be true.
     """
     try:
         with open(path, "rb") as stream:
@@ -126,37 +126,47 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
 def read_records(
     stream: IO[bytes], path: str, name: str, reading: Reading
 ) -> Iterator[Record | Malformed]:
-    """The documents of an open file in order: each one's text, and its record ({} in plain text).
+    """Yield the documents of an open file in order: each one's text, and its record ({} in text).
 
-    `path` tells the kind of the file by its suffix. Raises `UserError` that names `path` for a file
-    that is damaged, lacks the text's column or holds more records than text packs into its bytes;
-    `name` says where a `Malformed` is.
+    Args:
+        path: tells the kind of the file by its suffix.
+        name: is where a `Malformed` is said to be.
+
+    Raises:
+        UserError: names `path`, which is damaged, lacks the text's column or holds more records
+            than text packs into its bytes.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(0)
-    most = MOST_RECORDS + RECORDS_PER_BYTE * size
-    for number, record in enumerate(_records(stream, path, name, reading)):
-        if number == most:
-            raise UserError(f"{path}: more than {most:,} records in {size:,} bytes are no text")
-        yield record
+    yield from _at_most(_records(stream, path, name, reading, size), path, size)
 
 
 def _records(
-    stream: IO[bytes], path: str, name: str, reading: Reading
+    stream: IO[bytes], path: str, name: str, reading: Reading, size: int
 ) -> Iterator[Record | Malformed]:
     suffix = suffix_of(path)
-    if is_plain(path):
-        yield from _read_text(_blocks(stream, path, suffix), path, name, reading)
-    elif suffix == ".parquet":
+    if suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
             yield _parse_row(row, f"{name}: row {number}", reading)
-    else:
-        for number, line in _lines(_blocks(stream, path, suffix)):
+        return
+    unpacked = io.BufferedReader(_Stream(_blocks(stream, path, suffix)), BLOCK)
+    if is_plain(path):
+        yield from _read_text(_decoded(unpacked, path), name, reading.separator)
+        return
+    for number, line in enumerate(_at_most(_lines(unpacked), path, size), 1):
+        if line is None or not line.isspace():
             yield _parse_line(line, f"{name}:{number}", reading)
 
 
-def record_of(record: object, where: str, reading: Reading) -> Record | Malformed:
-    """A JSON value or a row as a document: its text and itself."""
+def _at_most(items: Iterator[T], path: str, size: int) -> Iterator[T]:
+    most = MOST_RECORDS + RECORDS_PER_BYTE * size
+    for number, item in enumerate(items):
+        if number == most:
+            raise UserError(f"{path}: more than {most:,} records in {size:,} bytes are no text")
+        yield item
+
+
+def _document_of(record: object, where: str, reading: Reading) -> Record | Malformed:
     if not isinstance(record, dict):
         return Malformed(where, f"a JSON object is needed, not {type(record).__name__}")
     text = record.get(reading.text_key)
@@ -169,6 +179,8 @@ def record_of(record: object, where: str, reading: Reading) -> Record | Malforme
         return Malformed(
             where, _one_line(f"{reason}; its keys are {keys} (choose with --text-key)")
         )
+    if len(text) > MAX_DOCUMENT:
+        return _too_large(where, text)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -190,7 +202,7 @@ def _parse_line(line: bytes | None, where: str, reading: Reading) -> Record | Ma
         return Malformed(where, _not_utf8(error))
     except (ValueError, RecursionError) as error:
         return Malformed(where, _one_line(f"not a JSON line ({error})"))
-    return record_of(record, where, reading)
+    return _document_of(record, where, reading)
 
 
 def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
@@ -202,67 +214,46 @@ def _one_line(text: str) -> str:
 
 
 def _read_text(
-    blocks: Iterable[bytes], path: str, name: str, reading: Reading
+    pieces: Iterable[str], name: str, separator: str | None
 ) -> Iterator[Record | Malformed]:
-    """The documents of a text; its file may be larger than memory, no document may be."""
-    separator, document, end = reading.separator, _Growing(name), ""
-    for piece in _decoded(blocks, path):
-        *texts, rest = (end + piece).split(separator) if separator else [piece]
-        for text in texts:
-            yield document.ended(text)
-        # The next piece may complete a separator that its last characters begin.
-        settled = max(0, len(rest) - len(separator) + 1) if separator else len(rest)
-        document.add(rest[:settled])
-        end = rest[settled:]
-        if separator is None and document.is_too_large:
-            break  # which the rest of the file, perhaps hundreds of gigabytes, does not mend
-    yield document.ended(end)
+    """Yield the documents of a text; its file may be larger than memory, no document may be."""
+    text, begin = "", None  # what a document that is too large begins with
+    for piece in pieces:
+        *texts, text = (text + piece).split(separator) if separator else [text + piece]
+        for whole in texts:
+            yield _ended(name, whole, begin)
+            begin = None
+        if len(text) > MAX_DOCUMENT + len(separator or ""):
+            begin = text[:SHOWN] if begin is None else begin
+            if separator is None:
+                break  # which the rest of the file, perhaps hundreds of gigabytes, does not mend
+            # The next piece may complete a separator that the last characters begin.
+            text = text[len(text) - len(separator) + 1 :]
+    yield _ended(name, text, begin)
 
 
-class _Growing:
-    """A document that comes in pieces; of one that is too large the beginning alone is held."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pieces: list[str] = []
-        self._size = 0
-
-    @property
-    def is_too_large(self) -> bool:
-        return self._size > MAX_DOCUMENT
-
-    def add(self, piece: str) -> None:
-        self._pieces.append(piece)
-        self._size += len(piece)
-        if self.is_too_large:
-            self._pieces = ["".join(self._pieces)[:SHOWN]]
-
-    def ended(self, piece: str) -> Record | Malformed:
-        """Return what there is with the last piece; the next document begins."""
-        if not self._size and len(piece) <= MAX_DOCUMENT:
-            return piece, {}  # nearly all, where documents are small
-        self.add(piece)
-        text, is_too_large = "".join(self._pieces), self.is_too_large
-        self._pieces, self._size = [], 0
-        return too_large(self._name, text) if is_too_large else (text, {})
+def _ended(name: str, text: str, begin: str | None) -> Record | Malformed:
+    if begin is not None or len(text) > MAX_DOCUMENT:
+        return _too_large(name, begin or text)
+    return text, {}
 
 
-def _decoded(blocks: Iterable[bytes], path: str) -> Iterator[str]:
-    """The characters of a UTF-8 file without its byte order mark, a block at a time."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def _decoded(stream: io.BufferedReader, path: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     read = 0
-    for block in itertools.chain(blocks, [b""]):
-        data = block if read else block.removeprefix(codecs.BOM_UTF8)
-        first = read + len(block) - len(data) - len(decoder.getstate()[0])
+    while True:
+        block = stream.read(BLOCK)
+        first = read - len(decoder.getstate()[0])
         try:
-            yield decoder.decode(data, final=not block)
+            yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: {_not_utf8(error, first)}; convert it first") from None
+        if not block:
+            return
         read += len(block)
 
 
-def too_large(where: str, begin: str) -> Malformed:
-    """The complaint about a document that cannot be encoded in one piece; it begins so."""
+def _too_large(where: str, begin: str) -> Malformed:
     return Malformed(
         where,
         f"a document of more than {MAX_DOCUMENT / 1e6:.0f} million characters (it begins "
@@ -272,7 +263,7 @@ def too_large(where: str, begin: str) -> Malformed:
 
 
 def _blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
-    """Yield a file's bytes, unpacked, in blocks of at most `BLOCK` that are not empty."""
+    # All blocks hold at most `BLOCK` bytes, and are not empty.
     kind = suffix.rpartition(".")[2]
     if f".{kind}" not in PACKED:
         yield from iter(lambda: stream.read(BLOCK), b"")
@@ -327,43 +318,33 @@ def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
         raise EOFError("cut short")
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the numbers and contents of a stream's lines that are not blank.
+class _Stream(io.RawIOBase):
+    """A stream of blocks."""
 
-    None stands in the place of one that is longer than `MAX_LINE`.
-    """
-    rest: list[bytes] = []
-    size = number = 0
-    for block in blocks:
-        if b"\n" not in block:
-            size += len(block)
-            rest.append(block)
-            if size > MAX_LINE:
-                rest.clear()
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        data = self._left or memoryview(next(self._blocks, b""))
+        count = min(len(data), len(buffer))
+        buffer[:count] = data[:count]
+        self._left = data[count:]
+        return count
+
+
+def _lines(stream: io.BufferedReader) -> Iterator[bytes | None]:
+    """Yield a stream's lines; None stands for one that is longer than `MAX_LINE`."""
+    while line := stream.readline(MAX_LINE + 1):
+        if len(line) <= MAX_LINE or line.endswith(b"\n"):
+            yield line
             continue
-        head, _, block = block.partition(b"\n")
-        line = None if size + len(head) > MAX_LINE else b"".join([*rest, head])
-        rest, size = [], 0  # before the line is used: it may be large
-        number += 1
-        if line is None or line.strip():
-            yield number, line
-        lines = io.BytesIO(block)
-        for line in lines:
-            if not line.endswith(b"\n"):
-                rest, size = [line], len(line)
-                break
-            number += 1
-            if not line.isspace():
-                yield number, line
-                continue
-            # Some kB may hold millions of blank lines: those that follow are skipped at once.
-            begin, text = lines.tell(), _NOT_BLANK.search(block, lines.tell())
-            end = block.rfind(b"\n", 0, text.start() if text else None) + 1
-            number += block.count(b"\n", begin, end)
-            lines.seek(end)
-    line = None if size > MAX_LINE else b"".join(rest)
-    if line is None or line.strip():
-        yield number + 1, line
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(BLOCK)
+        yield None
 
 
 def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[dict | Exception]:
@@ -394,10 +375,8 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
 
 
 def _rows(batch) -> Iterator[dict | Exception]:
-    """The rows of a batch; the error in the place of one with a value that Python cannot hold.
-
-    Such as text that is not UTF-8, or a time after the year 9999.
-    """
+    # An error stands in the place of a row with a value that Python cannot hold, such as text that
+    # is not UTF-8, or a time after the year 9999.
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):
@@ -415,4 +394,4 @@ def _parse_row(row: dict | Exception, where: str, reading: Reading) -> Record | 
         return Malformed(where, _not_utf8(row))
     if isinstance(row, Exception):
         return Malformed(where, _one_line(f"not readable ({row})"))
-    return record_of(row, where, reading)
+    return _document_of(row, where, reading)

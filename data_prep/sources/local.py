@@ -19,8 +19,6 @@ from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.folders import MARK
 from cat_lm.core.readers import clipped
 from cat_lm.data.manifest import MANIFEST
-from data_prep.common.amounts import cut
-from data_prep.common.unfinished import MARKER
 from data_prep.sources.base import LeftOut, Part, Source, in_natural_order, read_once, set_name
 from data_prep.sources.documents import (
     KNOWN_KINDS,
@@ -66,11 +64,8 @@ class PythonStdlib(Source):
         )
         if not chosen:
             raise UserError(f"{root}: no source files of the standard library; use --source files")
-        sizes = ((root / name).stat().st_size for name in chosen)
-        self.parts = [
-            Part(root / name, name, size=size) for name, size in zip(chosen, sizes, strict=True)
-        ]
-        (found,) = left_in([Found(self.parts)], exclude)
+        parts = [Part(root / name, name, size=(root / name).stat().st_size) for name in chosen]
+        (found,) = left_in([Found(parts)], exclude)
         self.parts = found.parts
 
     def read(self, part: Part) -> Iterator[Document]:
@@ -93,10 +88,8 @@ class Files(Source):
     """Text, markdown, JSON lines (packed or not) and parquet: a file, a folder, or a glob pattern.
 
     A document's set is what it names under the set key, or else the kind of its file ("jsonl").
-    Files that a pattern of `exclude` matches are left out, see `left_in`.
-    With `validation_fraction`, a single document is divided: that share of it, at its end, is the
-    validation split. So are text files that are larger than that share of the whole, of which none
-    can be held out. All other documents are left to the hash of their texts.
+    With `validation_fraction`, texts that are too large to be held out are divided, see `divide`.
+    All other documents are left to the hash of their texts.
     """
 
     kind = "files"
@@ -112,18 +105,21 @@ class Files(Source):
         self.path = path
         self.reading = reading
         self.divisions: list[Division] = []
-        if validation_path is None:
-            (found,) = left_in([find_files(path, "--path")], exclude)
-            self.parts, repeated = read_once(found.parts, found.identity)
-            self.left_out = [*found.left_out(), *repeated]
-            if validation_fraction is not None:
-                self.divisions = divide(self.parts, reading, validation_fraction)
-            if self.divisions:
-                divided = {division.file.path: division.parts() for division in self.divisions}
-                pieces = [divided.get(part.path, [part]) for part in with_text(self.parts)]
-                held_out = [last for _, *rest in pieces for last in rest]
-                self.parts = [first for first, *_ in pieces] + held_out
+        if validation_path is not None:
+            self._read_both(path, validation_path, exclude)
             return
+        (found,) = left_in([find_files(path, "--path")], exclude)
+        self.parts, repeated = read_once(found.parts, found.identity)
+        self.left_out = [*describe_unread(found.others), *repeated]
+        if validation_fraction is not None:
+            self.divisions = divide(self.parts, reading, validation_fraction)
+        if self.divisions:
+            divided = {division.file.path: division.parts() for division in self.divisions}
+            pieces = [divided.get(part.path, [part]) for part in with_text(self.parts)]
+            held_out = [last for _, *rest in pieces for last in rest]
+            self.parts = [first for first, *_ in pieces] + held_out
+
+    def _read_both(self, path: str, validation_path: str, exclude: Sequence[str]) -> None:
         both_paths = (path, "--path"), (validation_path, "--validation-path")
         both = left_in([find_files(*where) for where in both_paths], exclude)
         held_out = set(map(both[1].identity, both[1].parts))
@@ -134,10 +130,11 @@ class Files(Source):
             )
         self.parts, self.left_out = [], []
         for split, found in zip(("train", "validation"), both, strict=True):
-            found = found.below(split)
-            parts, repeated = read_once(found.parts, found.identity)
+            own = [replace(p, name=f"{split}/{p.name}", split=split) for p in found.parts]
+            parts, repeated = read_once(own, found.identity)
             self.parts += parts
-            self.left_out += [*found.left_out(), *repeated]
+            others = describe_unread([f"{split}/{name}" for name in found.others])
+            self.left_out += [*others, *repeated]
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
         kind = suffix_of(part.path).removeprefix(".")
@@ -158,11 +155,11 @@ class Files(Source):
         description = {**super().describe(), "path": self.path}
         if not self.divisions:
             return description
-        entries = [division.describe() for division in self.divisions]
-        if len(entries) > 1:
-            sums = {k: sum(e[k] for e in entries) for k in ("train_bytes", "validation_bytes")}
-            entries = [{"files": len(entries), **sums}]
-        return {**description, "divided": entries[0]}
+        keys = ("train_bytes", "validation_bytes")
+        sums = {key: sum(getattr(cut, key) for cut in self.divisions) for key in keys}
+        if len(self.divisions) > 1:
+            return {**description, "divided": {"files": len(self.divisions), **sums}}
+        return {**description, "divided": {"at_end_of": self.divisions[0].place, **sums}}
 
 
 # What a file is known by whatever its name: device, inode, size and time of the last change. The
@@ -181,21 +178,6 @@ class Found:
     def identity(self, part: Part) -> Identity:
         """Return what is equal for all names and links of a file."""
         return self.identities[part.path]
-
-    def below(self, split: str) -> Found:
-        """Return the same files as those of a split."""
-        parts = [replace(part, name=f"{split}/{part.name}", split=split) for part in self.parts]
-        return replace(self, parts=parts, others=[f"{split}/{name}" for name in self.others])
-
-    def without(self, patterns: Sequence[str]) -> Found:
-        """Return what no pattern matches."""
-        parts = [part for part in self.parts if not _matches_any(part.name, patterns)]
-        others = [name for name in self.others if not _matches_any(name, patterns)]
-        return replace(self, parts=parts, others=others)
-
-    def left_out(self) -> list[LeftOut]:
-        """Return an entry on the others, if there are any."""
-        return describe_unread(self.others)
 
 
 def describe_unread(names: Sequence[str]) -> list[LeftOut]:
@@ -226,11 +208,15 @@ def left_in(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
         if not any(_matches_any(name, [pattern]) for name in itertools.chain(names, others)):
             example = max(names, key=lambda name: "/" in name)  # the first below a folder
             raise UserError(
-                f"--exclude {cut(pattern)}: matches no file; they have names such as {example}"
+                f"--exclude {clipped(pattern)}: matches no file; they have names such as {example}"
             )
-    kept = [files.without(exclude) for files in found]
+    kept = []
+    for files in found:
+        parts = [part for part in files.parts if not _matches_any(part.name, exclude)]
+        others = [name for name in files.others if not _matches_any(name, exclude)]
+        kept.append(replace(files, parts=parts, others=others))
     if not all(files.parts for files in kept):
-        raise UserError(f"--exclude {cut(','.join(exclude))}: leaves no file")
+        raise UserError(f"--exclude {clipped(','.join(exclude))}: leaves no file")
     return kept
 
 
@@ -267,43 +253,13 @@ def _leads_up(target: Path, way: Sequence[Path]) -> bool:
     return any(folder.is_relative_to(target) for folder in way)
 
 
-def matches(pattern: str) -> Iterator[Path]:
-    """Yield what a glob matches; ** goes through folders as `_below` does.
-
-    The library's goes forty times through a link to a folder above, and past what it cannot list.
-    """
-    pieces = Path(pattern).parts
-    if "**" not in pieces:
-        yield from map(Path, glob.iglob(pattern))
-        return
-    cut = pieces.index("**")
-    begin = Path(*pieces[:cut])
-    tops = [Path(name) for name in glob.glob(str(begin))] if cut else [begin]
-    for top in tops:
-        if top.is_dir():
-            files = ((file, file.relative_to(top).parts) for file in _below(top))
-            for file, names in files:
-                # What a hidden folder holds might fit; it is a match by itself, to be named.
-                hidden = file.name.startswith(".") and file.is_dir()
-                ends = range(cut + 1, len(pieces) + 1) if hidden else (len(pieces),)
-                if any(_fits(names, pieces[cut:end]) for end in ends):
-                    yield file
-
-
-def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
-    """Return True if a path's names are what a pattern's pieces stand for, ** for any number."""
-    if not pieces:
-        return not names
-    if pieces[0] == "**":
-        rests = (names[start:] for start in range(len(names) + 1))
-        return len(pieces) == 1 or any(_fits(rest, pieces[1:]) for rest in rests)
-    return bool(names) and fnmatch.fnmatchcase(names[0], pieces[0]) and _fits(names[1:], pieces[1:])
-
-
 def find_files(path: str, flag: str) -> Found:
-    """Files that `path` (a file, folder or glob) stands for, with names relative to it.
+    """Find the files that `path` (a file, folder or glob) stands for, with names relative to it.
 
     The names of a glob's matches are relative to the folders before its first wildcard.
+
+    Raises:
+        UserError: there are none; begins with `flag`.
     """
     root = Path(path)
     if root.is_file():
@@ -314,7 +270,7 @@ def find_files(path: str, flag: str) -> Found:
     if root.is_dir():
         candidates = _below(root)
     else:
-        candidates = list(matches(path))
+        candidates = [Path(name) for name in glob.iglob(path, recursive=True)]
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
@@ -341,13 +297,13 @@ def find_files(path: str, flag: str) -> Found:
 def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity]) -> list[str]:
     """Return the names of the files that somebody may miss.
 
-    Not those of our own prepared folders, perhaps of the one that is being made: the manifest would
-    differ after a restart. Nor other names of files that are read: the Hub's cache has hashes. Nor
-    hidden files of no known kind, git's folder and caches.
+    Not those of our own folders, perhaps of the one that is being made: the manifest would differ
+    after a restart. Nor other names of files that are read: the Hub's cache has hashes. Nor hidden
+    files of no known kind, git's folder and caches.
     """
-    ours = {file.parent for file in others if file.name in (MARKER, MARK)}
     indexed = {file.parent for file in others if file.suffix == ".idx"}
-    ours |= indexed & {file.parent for file in others if file.name == MANIFEST}
+    ours = indexed & {file.parent for file in others if file.name == MANIFEST}
+    ours |= {file.parent for file in others if file.name == MARK}
     ours.discard(root)
     ours |= {file for file in others if file.is_dir() and _is_passed_over(file)}
     read = set(identities.values())
@@ -361,16 +317,12 @@ def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity
 
 
 def _is_passed_over(folder: Path) -> bool:
-    """Return True if nothing is in a folder but what our commands, git or caches keep there."""
-    marks = (MARK, MARKER, "train-00000.idx")
-    if folder.name in (".git", ".cache"):
+    if folder.name in (".git", ".cache") or (folder / MARK).is_file():
         return True
     try:
-        names = os.listdir(folder)
+        return all((inner / MARK).is_file() for inner in folder.iterdir())
     except OSError:
         return False
-    inner = [[os.path.lexists(folder / name / mark) for mark in marks] for name in names]
-    return not set(marks).isdisjoint(names) or all(map(any, inner))
 
 
 def _is_hidden(file: Path, root: Path) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from cat_lm.core.errors import UserError
 from data_prep.sources.base import Source
 from data_prep.sources.documents import Reading
-from data_prep.sources.hub import HUB_PREFIX, SAMPLE, WHOLE, Hub
 from data_prep.sources.local import Files, PythonStdlib
-from data_prep.sources.slimpajama import Snapshot
+from data_prep.sources.slimpajama import HUB_PREFIX, SAMPLE, WHOLE, Hub, Snapshot
 
 LACKING_PATH = {
     "files": "a file, a folder or a glob",
@@ -26,12 +25,13 @@ def open_source(
     validation_fraction: float | None = None,
     exclude: Sequence[str] = (),
 ) -> Source:
-    """Opens the source; with `validation_fraction`, one of a single document is divided for it.
+    """Open the source; with `validation_fraction`, one of a single document is divided for it.
 
     Args:
         exclude: patterns of files that are left out; of python-stdlib and files only.
 
-    Raises `UserError` where there is no such thing, and for a pattern that no file matches.
+    Raises:
+        UserError: there is no such thing, or no file matches a pattern.
     """
     if kind == "python-stdlib":
         if path or validation_path:

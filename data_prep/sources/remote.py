@@ -7,10 +7,11 @@ is retried up to `RETRIES` times in a row; a byte of progress begins the count a
 from __future__ import annotations
 
 import hashlib
-import io
 import sys
 from collections.abc import Callable
 from typing import TypeVar
+
+from fsspec.spec import AbstractBufferedFile
 
 from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 
@@ -60,84 +61,37 @@ def is_transient(error: Exception) -> bool:
     return isinstance(error, (OSError, EOFError)) or module in HTTP_LIBRARIES
 
 
-class RemoteFile(io.RawIOBase):
-    """A file of known size behind a network; `read` gives all bytes asked for, or `UserError`.
-
-    `fetch(start, stop)` gets these bytes of it in one request; a request that fails is repeated.
-    Whoever reads on gets the next `READ_AHEAD` bytes at once. With `digest`, a file that is read
-    from beginning to end must have this SHA-256.
-    """
+class RemoteFile(AbstractBufferedFile):
+    """A file of known size behind a network; it is read ahead, a request that fails is repeated."""
 
     def __init__(
         self, fetch: Callable[[int, int], bytes], what: str, size: int, digest: str | None = None
     ) -> None:
-        super().__init__()
-        self._fetch = fetch
-        self._what = what
-        self._size = size
-        self._digest = digest
-        self._position = 0
-        self._block, self._block_start = b"", 0
-        self._hash = hashlib.sha256()
-        self._hashed = 0
+        """Open it.
 
-    def readable(self) -> bool:
-        return True
+        Args:
+            fetch: gets the bytes [start, stop) in one request.
+            what: begins the error of a file that cannot be read.
+            digest: the SHA-256 that a file must have which is read from beginning to end.
+        """
+        self._fetch, self._what, self._digest = fetch, what, digest
+        self._hash, self._hashed = hashlib.sha256(), 0
+        super().__init__(None, what, block_size=READ_AHEAD, size=size)
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Up to `size` bytes (all that are left by default); fewer only at the file's end."""
-        left = max(0, self._size - self._position)
-        stop = self._position + (left if size is None or size < 0 else min(size, left))
-        pieces = []
-        while self._position < stop:
-            pieces.append(self._piece(stop))
-            self._position += len(pieces[-1])
-        return b"".join(pieces)
-
-    def readinto(self, buffer) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _piece(self, stop: int) -> bytes:
-        """The bytes from the position to `stop`, or to the end of the block that holds it."""
-        end = self._block_start + len(self._block)
-        if not self._block_start <= self._position < end:
-            last = max(stop, self._position + READ_AHEAD) if self._position == end else stop
-            self._load(min(last, self._size))
-        offset = self._position - self._block_start
-        return self._block[offset : stop - self._block_start]
-
-    def _load(self, stop: int) -> None:
-        start = self._position
-
+    def _fetch_range(self, start: int, end: int) -> bytes:
         def fetch() -> bytes:
-            data = self._fetch(start, stop)
-            if len(data) != stop - start:
-                raise ConnectionError(f"{len(data)} bytes came, {stop - start} were asked for")
+            data = self._fetch(start, end)
+            if len(data) != end - start:
+                raise ConnectionError(f"{len(data)} bytes came, {end - start} were asked for")
             return data
 
-        self._block, self._block_start = read_patiently(fetch, self._what), start
+        data = read_patiently(fetch, self._what)
         if start == self._hashed:
-            self._hash.update(self._block)
-            self._hashed = stop
-            if stop == self._size:
-                self._compare(self._hash.hexdigest())
-
-    def _compare(self, found: str) -> None:
-        if self._digest and found != self._digest:
-            raise UserError(
-                f"{self._what} (what came has the SHA-256 {found[:16]}…, "
-                f"the server lists {self._digest[:16]}…)"
-            )
+            self._hash.update(data)
+            self._hashed = end
+            if end == self.size and self._digest not in (None, self._hash.hexdigest()):
+                raise UserError(
+                    f"{self._what} (what came has the SHA-256 {self._hash.hexdigest()[:16]}…, the "
+                    f"server lists {self._digest[:16]}…)"
+                )
+        return data

@@ -10,7 +10,6 @@ from cat_lm.core.errors import UserError
 from data_prep.sources.base import Part, Piece
 from data_prep.sources.documents import (
     COMPRESSED,
-    MAX_DOCUMENT,
     Malformed,
     Reading,
     Record,
@@ -37,50 +36,29 @@ class Division:
     validation_bytes: int
 
     def parts(self) -> list[Part]:
-        """The two pieces, each a part of its own."""
-        file = self.file
-        ranges = {
-            "train": (0, self.start, self.train_bytes),
-            "validation": (self.start, self.characters, self.validation_bytes),
-        }
+        """Return the two pieces, each as a part of its own."""
         return [
-            Part(
-                file.path,
-                f"{split}/{file.name}",
-                split,
-                size,
-                piece=Piece(start, stop, file.size),
-            )
-            for split, (start, stop, size) in ranges.items()
+            self._part("train", 0, self.start, self.train_bytes),
+            self._part("validation", self.start, self.characters, self.validation_bytes),
         ]
 
-    def note(self) -> str:
-        """The line that the log has of it."""
-        total = self.train_bytes + self.validation_bytes
-        return (
-            f"held out: the last {self.validation_bytes:,} of the {total:,} bytes of "
-            f"{self.file.path}, a single document, from the end of a {self.place} on"
-        )
-
-    def describe(self) -> dict:
-        """Describe it for the manifest."""
-        return {
-            "at_end_of": self.place,
-            "train_bytes": self.train_bytes,
-            "validation_bytes": self.validation_bytes,
-        }
+    def _part(self, split: str, start: int, stop: int, size: int) -> Part:
+        file = self.file
+        piece = Piece(start, stop, file.size)
+        return Part(file.path, f"{split}/{file.name}", split, size, piece=piece)
 
 
 def describe_divisions(divisions: Sequence[Division]) -> str:
     """Return the line that the log has of all texts that are divided."""
-    if len(divisions) == 1:
-        return divisions[0].note()
+    first = divisions[0]
     held_out = sum(division.validation_bytes for division in divisions)
     total = held_out + sum(division.train_bytes for division in divisions)
-    return (
-        f"held out: the last {held_out:,} of the {total:,} bytes of {len(divisions)} texts, each "
-        f"larger than what is held out of all files; the first is {divisions[0].file.path}"
-    )
+    begin = f"held out: the last {held_out:,} of the {total:,} bytes of"
+    if len(divisions) == 1:
+        place = f"from the end of a {first.place} on"
+        return f"{begin} {first.file.path}, a single document, {place}"
+    larger = "each larger than what is held out of all files"
+    return f"{begin} {len(divisions)} texts, {larger}; the first is {first.file.path}"
 
 
 def with_text(files: list[Part]) -> list[Part]:
@@ -138,7 +116,6 @@ def _cut(file: Part, text: str, fraction: float) -> Division | None:
 
 
 def _only_text(file: Part, reading: Reading) -> str | None:
-    """The text of a file's only document; None for none, more than one, or one too large."""
     text = None
     for number, item in enumerate(read_file(file.path, file.name, file.size, reading)):
         if number == LOOKED_AT:
@@ -150,7 +127,7 @@ def _only_text(file: Part, reading: Reading) -> str | None:
         if text is not None:
             return None
         text = item[0]
-    return text if text is None or len(text) <= MAX_DOCUMENT else None
+    return text
 
 
 def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
@@ -172,7 +149,7 @@ def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
 
 
 def take_piece(records: Iterator[Record | Malformed], part: Part) -> Iterator[Record | Malformed]:
-    """The part's piece of the only document among `records`.
+    """Yield the part's piece of the only document among `records`.
 
     What is no document or has no text comes out with the training piece alone, to be counted once.
     """

@@ -173,7 +173,7 @@ TARGETS = (
     Target(
         *("prepare-on", "data_prep.prepare", "plain", _UNFINISHED),
         needs=("text", "unfinished"),
-        files=("unfinished/*", "unfinished/parts/*"),
+        files=("unfinished/unfinished/*", "unfinished/unfinished/parts/*"),
         outputs=("unfinished",),
         file_weight=4,
         line_weight=0,
@@ -181,7 +181,7 @@ TARGETS = (
     Target(
         *("prepare-over", "data_prep.prepare", "plain", (*_UNFINISHED, "--overwrite")),
         needs=("text", "unfinished"),
-        files=("unfinished/*", "unfinished/parts/*"),
+        files=("unfinished/unfinished/*", "unfinished/unfinished/parts/*"),
         outputs=("unfinished",),
         file_weight=3,
         line_weight=0,

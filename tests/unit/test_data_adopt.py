@@ -368,8 +368,8 @@ def mistral_ids(path):
 def test_bytes_of_text_are_counted_exactly_without_decoding(
     tmp_path, shared_data, monkeypatch, capsys, name, code, made
 ):
-    from data_prep.sources import open_source
     from data_prep.sources.documents import Reading
+    from data_prep.sources.open import open_source
 
     path = shared_data / "tokenizers" / name
     source = open_source("slimpajama", str(shared_data / "slimpajama_sample"), Reading())

@@ -72,45 +72,24 @@ def test_intact_data(tiny_corpus, tmp_path, monkeypatch, capsys):
     assert sum(buckets.values()) == manifest["splits"]["train"]["documents"]
 
 
-def test_the_first_document_is_shown_as_it_was(tiny_corpus, capsys):
-    inspect(tiny_corpus, "--samples", 1)
-    shown = capsys.readouterr().out
-    text = (tiny_corpus.parent / "text.txt").read_text()
-    sample = shown.split("train document 0")[1].split("\n", 1)[1].split("[EOD")[0]
-    assert len(sample) > 100
-    assert sample.removeprefix("[window 0]").removesuffix(" …") in text
-
-
 def flip(file, offset):
     data = bytearray(file.read_bytes())
     data[offset] ^= 0x01
     file.write_bytes(bytes(data))
 
 
-def test_window_edges_and_ends_of_documents_are_marked(tiny_corpus, capsys):
-    from cat_lm.data.opening import open_corpus
-
-    inspect(tiny_corpus, "--samples", 1, "--context-length", 64, "--no-duplicates")
+def test_samples_have_window_edges_and_ends_of_documents_marked(write_data, capsys):
+    long = "".join(map(str, range(100, 300)))
+    folder = write_data(train=["first", "second", "a third that goes on", long], validation=["x"])
+    inspect(folder, "--samples", 4, "--context-length", 20, "--no-duplicates")
     shown = capsys.readouterr().out
-    corpus = open_corpus(tiny_corpus, "train")
-    _, stop = corpus.document(0)
-    stream = bytes(corpus.tokens(0, min(stop - 1, 400)).tolist()).decode()
-    cut = [stream[start : start + 64] for start in range(0, len(stream), 64)]
-    marked = "".join(f"[window {number}]{text}" for number, text in enumerate(cut))
-    assert marked in shown
-    window = shown.split("----- train window 0 of 64: tokens 0 to 64")[1]
-    assert f"[window 0]{stream[:64]}" in window
-    assert window.split("-----")[0].rstrip().endswith("[window 1]")
-
-
-def test_a_window_shows_the_documents_that_end_in_it(write_data, capsys):
-    folder = write_data(train=["first", "second", "a third that goes on"], validation=["other"])
-    inspect(folder, "--samples", 1, "--context-length", 20, "--no-duplicates")
-    window = capsys.readouterr().out.split("----- train window 0")[1].split("-----")[0]
-    assert window == (
-        " of 20: tokens 0 to 20, 2 documents end in it\n"
-        "[window 0]first[EOD 256]\nsecond[EOD 256]\na third[window 1]\n"
-    )
+    assert "train document 0: tokens 0 to 6, window 0\n[window 0]first[EOD 256]\n" in shown
+    assert "windows 0 to 1\na third[window 1] that goes on[EOD 256]\n" in shown
+    assert "train window 0: tokens 0 to 20\n[window 0]first[EOD 256]\nsecond[EOD 256]" in shown
+    assert shown.count(" …\n") >= 1  # of the document that is too long to be shown
+    inspect(folder, "--samples", 4, "--context-length", 1000, "--no-duplicates")
+    shown = capsys.readouterr().out
+    assert f"{long[:80]} … {long[-80:]}[EOD 256]" in shown
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx", "validation-00000.bin"])
@@ -287,79 +266,65 @@ def test_all_damage_is_listed_and_workers_find_the_same(copy, monkeypatch, capsy
 TWICE = ["a document that is there twice", "one that is not"]
 
 
+def duplicates_of(folder, tmp_path, *flags):
+    inspect(folder, "--samples", 0, "--json", tmp_path / "found.json", *flags)
+    return json.loads((tmp_path / "found.json").read_text())["duplicates"]
+
+
 def test_planted_duplicates_are_found(write_data, tmp_path, monkeypatch, capsys):
     train = [*generated_text(60), TWICE[0], *generated_text(60, seed=1), *TWICE]
     validation = [*generated_text(20, seed=2), TWICE[1], TWICE[1]]
     folder = write_data(train, validation)
     assert len(list(folder.glob("train-*.bin"))) > 5
-    found = inspect(folder, "--samples", 0, "--json", tmp_path / "found.json")
-    assert (found.train.documents, found.train.tokens) == (1, len(TWICE[0]) + 1)
-    assert found.validation.documents == 1
-    assert (found.across.documents, found.across.tokens) == (2, 2 * len(TWICE[1]) + 2)
+    found = duplicates_of(folder, tmp_path)
+    assert found["train"] == {"documents": 1, "tokens": len(TWICE[0]) + 1}
+    assert found["validation"]["documents"] == 1
+    assert found["across"] == {"documents": 2, "tokens": 2 * len(TWICE[1]) + 2}
     pair = {"document": 121, "same_as": 60, "tokens": len(TWICE[0]) + 1}
-    assert found.examples["train"] == [pair]
-    assert [(e["document"], e["same_as"]) for e in found.examples["across"]] == [
-        (20, 122),
-        (21, 122),
-    ]
-    assert json.loads((tmp_path / "found.json").read_text())["duplicates"] == found.to_json()
+    assert found["examples"]["train"] == [pair]
+    across = [(e["document"], e["same_as"]) for e in found["examples"]["across"]]
+    assert across == [(20, 122), (21, 122)]
     shown = capsys.readouterr().out
     assert "train document 121 is train document 60 (31 tokens)" in shown
     assert "validation document 20 is train document 122 (16 tokens)" in shown
     with monkeypatch.context() as patch:
         patch.setattr(integrity, "SMALL_BYTES", 0)
-        assert inspect(folder, "--no-checksums", "--samples", 0, "--workers", 2) == found
-    for kind, code in (("across", 1), ("any", 1)):
+        assert duplicates_of(folder, tmp_path, "--no-checksums", "--workers", 2) == found
+    for kind in ("across", "any"):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, folder, "--samples", 0, "--fail-on-duplicates", kind)
-        assert ended.value.code == code
+        assert ended.value.code == 1
     assert capsys.readouterr().out.endswith("intact: checksums, counts, EOD and ids\n")
 
 
 def test_duplicates_within_train_are_no_leak(write_data, monkeypatch):
     folder = write_data(["twice", "twice"], ["held out"])
     run(monkeypatch, folder, "--fail-on-duplicates", "across")
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, folder, "--fail-on-duplicates", "any")
-    assert ended.value.code == 1
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, folder, "--fail-on-duplicates", "any", "--no-duplicates")
-    assert ended.value.code == 2
+    for more, code in (((), 1), (("--no-duplicates",), 2)):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, folder, "--fail-on-duplicates", "any", *more)
+        assert ended.value.code == code
 
 
-def test_equal_hashes_alone_are_no_duplicates(write_data, monkeypatch):
-    """With one hash for all documents only the tokens tell them apart, in several parts too."""
-    import hashlib
-
-    from data_prep.check import duplicates
-
-    folder = write_data(["aa", "ab", "aa", "abc"], ["ab", "b", "abc", "abc"])
-    expected = inspect(folder)
-    counts = [getattr(expected, kind).documents for kind in ("train", "validation", "across")]
-    assert counts == [1, 1, 3]
-    monkeypatch.setattr(duplicates, "PART_DOCUMENTS", 2)
-    monkeypatch.setattr(duplicates, "CHUNK_HASHES", 1)
-    assert inspect(folder) == expected
-    same = hashlib.blake2b(b"", digest_size=8)
-    monkeypatch.setattr(duplicates, "blake2b", lambda *_, **__: same)
-    assert inspect(folder) == expected
-
-
-def test_parts_of_the_hashes_find_what_all_at_once_do(write_data, monkeypatch):
-    from data_prep.check import duplicates
-
+def test_duplicates_are_those_of_plain_counting(write_data, tmp_path):
     texts = [f"{number % 37}" for number in range(150)]
-    folder = write_data(texts, texts[:50], shard_tokens=40)
-    expected = inspect(folder, "--samples", 0)
-    assert (expected.train.documents, expected.across.documents) == (113, 50)
-    monkeypatch.setattr(duplicates, "PART_DOCUMENTS", 7)
-    monkeypatch.setattr(duplicates, "BLOCK_TOKENS", 5)
-    assert inspect(folder, "--samples", 0) == expected
+    held_out = [*texts[:50], "another", "another"]
+    found = duplicates_of(write_data(texts, held_out, shard_tokens=40), tmp_path)
+    counts = [found[kind]["documents"] for kind in ("train", "validation", "across")]
+    assert counts == [150 - 37, 52 - 38, 50]
+
+
+def test_equal_hashes_alone_are_no_duplicates(write_data, tmp_path, monkeypatch):
+    folder = write_data(["aa", "ab", "aa", "abc"], ["ab", "b", "abc", "abc"])
+    expected = duplicates_of(folder, tmp_path)
+    same = integrity.hashlib.blake2b(b"", digest_size=8)
+    monkeypatch.setattr(integrity.hashlib, "blake2b", lambda *_, **__: same)
+    assert duplicates_of(folder, tmp_path) == expected
 
 
 def test_an_empty_split_and_one_document(write_data, tmp_path, capsys):
-    found = inspect(write_data(["only this"], []), "--out", tmp_path / "pictures")
-    assert not found.fails("any")
+    folder = write_data(["only this"], [])
+    assert not inspect(folder, "--out", tmp_path / "pictures", "--fail-on-duplicates", "any")
     shown = capsys.readouterr().out
     assert "validation: no documents" in shown
     assert "only this[EOD 256]" in shown

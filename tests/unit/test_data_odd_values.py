@@ -112,20 +112,3 @@ def test_damaged_parquet_is_one_line(odd, tmp_path, monkeypatch, capsys, damage)
     given = ["--source", "files", "--path", file, "--tokenizer", "bytes", "--workers", 1]
     line = answer(prepare, monkeypatch, capsys, [*given, "--out", tmp_path / "out"])
     assert str(file) in line
-
-
-@pytest.mark.parametrize("workers", [40, 4096])
-def test_workers_are_capped_at_the_work(odd, tmp_path, prepare, capsys, workers):
-    from data_prep.common import workers as module
-
-    out, started = tmp_path / "out", []
-    given = ["--source", "files", "--path", odd["text"], "--tokenizer", "bytes"]
-    given += ["--document-separator", r"\n\n", "--validation-fraction", 0.4]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.os, "sched_getaffinity", lambda pid: {0})
-        patch.setattr(module, "_Crew", lambda *a: started.append(a))
-        prepare(out, *given, "--workers", workers)
-    assert (
-        f"note: --workers {workers}: 1 for 1 pieces of work on 1 cores" in capsys.readouterr().out
-    )
-    assert started == []

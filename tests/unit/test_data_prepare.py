@@ -18,8 +18,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
 from data_prep.assemble import output_folder, pipeline
-from data_prep.encode.encoding import chunks, split_of
-from data_prep.prepare import parse_arguments
+from data_prep.encode.encoding import Rules
 from data_prep.sources.documents import Document
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
 from tests.prepared_data import digests
@@ -54,10 +53,10 @@ def test_every_document_is_in_one_split_whole_and_in_order(
     expected = [text for text in many_texts() if text]
     held_out = list(texts_of(out, "validation"))
     assert held_out == [
-        text for text in expected if split_of(Document(text, "x"), 0, 0.05) == "validation"
+        text for text in expected if Rules(0, 0.05).split_of(Document(text, "x")) == "validation"
     ]
     assert list(texts_of(out, "train")) == [
-        text for text in expected if split_of(Document(text, "x"), 0, 0.05) == "train"
+        text for text in expected if Rules(0, 0.05).split_of(Document(text, "x")) == "train"
     ]
     assert 90 < len(held_out) < 220
     manifest = json.loads((out / "manifest.json").read_text())
@@ -91,21 +90,6 @@ def test_many_small_chunks_come_back_in_order(tmp_path, prepare, some_documents,
     assert digests(prepare(tmp_path / "2", *flags(some_documents, "--workers", 2))) == expected
 
 
-def test_data_that_are_being_replaced_are_not_taken_for_finished(
-    tmp_path, prepare, some_documents, monkeypatch
-):
-    out = prepare(tmp_path / "out", *flags(some_documents, "--workers", 1))
-
-    def killed(*_):
-        with pytest.raises(UserError, match="holds no finished data"):
-            open_corpus(out, "train")
-        raise UserError("stop")
-
-    monkeypatch.setattr(pipeline, "assemble", killed)
-    with pytest.raises(UserError, match="stop"):
-        prepare(out, *flags(some_documents, "--seed", 1, "--overwrite"))
-
-
 def read_only(patched):
     """Let the system say what it says of a disk that is only read."""
 
@@ -122,15 +106,16 @@ def test_what_a_kill_left_of_complete_data_goes_where_it_can(
 ):
     given = flags(some_documents, "--workers", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(output_folder, "_end", lambda *_: None)
+        patched.setattr(output_folder.OutputFolder, "tidy", lambda *_: None)
         out = prepare(tmp_path / "out", *given)
-    assert (out / "parts").is_dir() and (out / "unfinished.json").is_file()
+    assert (out / "unfinished/parts").is_dir()
     with monkeypatch.context() as patched:
         read_only(patched)
         prepare(out, *given)
-    assert capsys.readouterr().out.endswith("nothing to do\n") and (out / "parts").is_dir()
+    assert capsys.readouterr().out.endswith("nothing to do\n")
+    assert (out / "unfinished/parts").is_dir()
     prepare(out, *given)
-    assert not (out / "parts").exists() and not (out / "unfinished.json").exists()
+    assert not (out / "unfinished").exists()
 
 
 def test_again_with_the_same_arguments_does_nothing(
@@ -145,7 +130,7 @@ def test_again_with_the_same_arguments_does_nothing(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
     with monkeypatch.context() as patched:  # as where nothing can be written
-        patched.delattr(output_folder, "locked")
+        patched.delattr(output_folder.OutputFolder, "locked")
         read_only(patched)
         prepare(out, *flags(some_documents))
     with pytest.raises(UserError, match=r"made otherwise \(seed was 0, now 1\).*--overwrite"):
@@ -251,20 +236,20 @@ def test_manifest_has_the_keys_of_the_contract(tiny_corpus):
         data = (tiny_corpus / f"{shard['name']}.{kind}").read_bytes()
         assert hashlib.sha256(data).hexdigest() == shard[f"{kind}_sha256"]
     assert [path.name for path in tiny_corpus.glob(".*")] == [".verified.jsonl"]
-    assert not (tiny_corpus / "unfinished.json").exists()
+    assert not (tiny_corpus / "unfinished").exists()
 
 
 def test_the_split_is_a_hash_of_seed_and_text():
     texts = [str(number) for number in range(20_000)]
     first, second = (
-        {text for text in texts if split_of(Document(text, "x"), seed, 0.1) == "validation"}
+        {text for text in texts if Rules(seed, 0.1).split_of(Document(text, "x")) == "validation"}
         for seed in (0, 1)
     )
     assert 1800 < len(first) < 2200
     assert 150 < len(first & second) < 260
     # Held-out documents of a smaller fraction are among those of a larger one.
     assert {
-        text for text in texts if split_of(Document(text, "x"), 0, 0.05) == "validation"
+        text for text in texts if Rules(0, 0.05).split_of(Document(text, "x")) == "validation"
     } < first
 
 
@@ -317,8 +302,8 @@ def test_files_behind_a_limit_are_not_encoded(tmp_path, prepare, limit):
     common += ("--validation-fraction", 0.3, "--workers", 1, *limit)
     out = prepare(tmp_path / "out", *common, "--stage", "encode")
     # Units 0 to 5 are the files of train, 6 to 11 those of validation.
-    assert [file.name for file in sorted((out / "parts").glob("part-*.json"))] == [
-        f"part-{number:05d}.0.json" for number in (0, 1, 6)
+    assert [file.name for file in sorted((out / "unfinished/parts").glob("part-*.json"))] == [
+        f"part-{number:05d}.json" for number in (0, 1, 6)
     ]
     prepare(out, *common)
     assert list(texts_of(out, "train")) == ["0a", "0b", "1a"]
@@ -340,14 +325,6 @@ def test_large_vocabularies_go_to_disk_as_int32(tmp_path, prepare, some_document
     assert corpus.tokens(0, 2).tolist() == [70_001, 70_000]
 
 
-def test_chunks_are_bounded(monkeypatch):
-    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_BYTES", 10)
-    monkeypatch.setattr("data_prep.encode.encoding.CHUNK_DOCUMENTS", 3)
-    sizes = [4, 4, 4, 1, 1, 1, 1, 20, 1]
-    found = list(chunks(Document("x" * size, "txt") for size in sizes))
-    assert [[len(d.text) for d in chunk] for chunk in found] == [[4, 4, 4], [1, 1, 1], [1, 20], [1]]
-
-
 def test_help_is_quick_and_complete():
     start = os.times()
     done = run("--help")
@@ -355,15 +332,6 @@ def test_help_is_quick_and_complete():
     assert end.children_user + end.children_system < start.children_user + start.children_system + 2
     for flag in ("--source", "--path", "--tokenizer", "--out", "--workers", "--overwrite"):
         assert flag in done.stdout
-
-
-def test_separators_are_typed_with_escapes():
-    def separator(text):
-        required = ("--source", "files", "--tokenizer", "bytes", "--out", "x")
-        return parse_arguments([*required, "--document-separator", text]).document_separator
-
-    assert separator(r"\n\n") == "\n\n"
-    assert separator("=é=漢") == "=é=漢"
 
 
 def test_the_sample_in_slimpajamas_layout(tmp_path, prepare, shared_data):

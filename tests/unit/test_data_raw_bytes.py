@@ -131,8 +131,8 @@ def test_the_current_folder_and_a_link_are_folders(file, tmp_path, monkeypatch):
     ("options", "said"),
     [
         ({"splits": "9M,1,1"}, "--splits 9000000,1,1: are 9,000,002 bytes, and "),
-        ({"splits": "9"}, "--splits 9: give two or three numbers, such as 90M,5M,5M"),
-        ({"splits": "1,0,1"}, "--splits 0: must be from 1 to 1,000"),
+        ({"splits": "9"}, "--splits: '9' must be two or three numbers, such as 90M,5M,5M"),
+        ({"splits": "1,0,1"}, "--splits: '1,0,1' must be from 1 to 1,000"),
         ({"splits": None}, "--source raw-bytes needs --splits: bytes of each split"),
         ({"path": None}, "--source raw-bytes needs --path: a file"),
         ({"path": "/nowhere/enwik8"}, "--path /nowhere/enwik8: no such file; raw-bytes reads one"),
@@ -149,5 +149,5 @@ def test_one_line_says_what_is_wrong(options, said, file, tmp_path):
 
 def test_splits_go_with_raw_bytes_alone(tmp_path):
     flags = ["--source", "python-stdlib", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="--splits 1,1: only with --source raw-bytes"):
+    with pytest.raises(UserError, match="--splits: only with --source raw-bytes"):
         parse_arguments([*flags, "--splits", "1,1"])

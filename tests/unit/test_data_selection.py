@@ -9,8 +9,8 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from data_prep.assemble import token_budget
-from data_prep.common.amounts import Limit, amount
+from data_prep.assemble import selection
+from data_prep.common.amounts import limit
 from data_prep.encode import plan
 from data_prep.encode.encoding import hash_place
 from tests.conftest import generated_text
@@ -85,7 +85,7 @@ def manifest_of(out):
 def test_a_budget_is_the_documents_with_the_lowest_places(
     tmp_path, prepare, sets, monkeypatch, budget, bits
 ):
-    monkeypatch.setattr(token_budget, "BUCKET_BITS", bits)  # few: many documents in each bucket
+    monkeypatch.setattr(selection, "BUCKET_BITS", bits)  # few: many documents in each bucket
     out = prepare(tmp_path / "out", *flags(sets, "--tokens", budget, "--seed", 3))
     every = [text for _, text in input_documents(sets)]
     expected = lowest(every, budget, seed=3)
@@ -127,15 +127,15 @@ def test_an_estimate_that_was_too_low_costs_a_round_and_changes_nothing(
     tmp_path, prepare, sets, monkeypatch, wishes, capsys
 ):
     expected = digests(prepare(tmp_path / "a", *flags(sets, *wishes)))
-    assert "a further round" not in capsys.readouterr().out
+    assert "it is encoded again" not in capsys.readouterr().out
     monkeypatch.setattr(plan, "MARGIN", Fraction(1, 5))
     assert digests(prepare(tmp_path / "b", *flags(sets, *wishes))) == expected
-    assert "a further round" in capsys.readouterr().out
+    assert "it is encoded again" in capsys.readouterr().out
 
 
 def test_a_small_budget_encodes_little_more_than_it_needs(tmp_path, prepare, sets):
     out = prepare(tmp_path / "out", *flags(sets, "--tokens", "20K", "--stage", "encode"))
-    encoded = sum(file.stat().st_size for file in (out / "parts").glob("part-*.bin")) / 2
+    encoded = sum(file.stat().st_size for file in (out / "unfinished/parts").glob("part-*.bin")) / 2
     assert 20_000 < encoded < 40_000 < sum(size(text) for _, text in input_documents(sets))
 
 
@@ -184,7 +184,7 @@ def test_too_many_repetitions_are_refused_and_a_higher_limit_continues(
     with pytest.raises(UserError, match=r"Small=2: 40,000 tokens .* repeated \d\.\d\d times; .*"):
         prepare(tmp_path / "out", *flags(sets, *wishes))
     monkeypatch.setattr(
-        "data_prep.encode.encoding._encode", None
+        "data_prep.encode.job.encode_unit", None
     )  # nothing is encoded a second time
     prepare(tmp_path / "out", *flags(sets, *wishes, "--max-repeats", 9))
     assert manifest_of(tmp_path / "out")["selection"]["Small"]["whole"] > 4
@@ -198,7 +198,7 @@ def test_another_choice_of_an_unfinished_preparation_keeps_what_is_encoded(
     wishes = flags(sets, "--sets", "Large,Middle")
     with pytest.raises(UserError, match=r"unfinished .*sets was null, now .* or --overwrite"):
         prepare(tmp_path / "out", *wishes)
-    monkeypatch.setattr("data_prep.encode.encoding._encode", None)
+    monkeypatch.setattr("data_prep.encode.job.encode_unit", None)
     prepare(tmp_path / "out", *wishes, "--overwrite")
     monkeypatch.undo()
     assert digests(tmp_path / "out") == expected
@@ -290,16 +290,6 @@ def test_a_fraction_is_held_out_beside_a_budget(tmp_path, prepare, sets):
     assert Counter(texts_of(some, "train")) == lowest(texts_of(whole, "train"), 20_000)
 
 
-def test_amounts_and_limits():
-    assert [amount("--tokens", text) for text in ("15B", "15g", "1.5m", "5e8", "7")] == [
-        *(15 * 10**9, 15 * 10**9, 1_500_000, 500_000_000, 7)
-    ]
-    for text in ("0", "-1", "0.5", "1.5", "x", "", "nan", "1e-3", "M"):
-        with pytest.raises(UserError, match=r"must be (from 1 to|a whole number)"):
-            amount("--tokens", text)
-    for text in ("1e16", "1e30", "9" * 5000):
-        with pytest.raises(UserError, match=r"^--tokens .*must be (from 1 to|a whole number)"):
-            amount("--tokens", text)
-    assert Limit.parse("--x", "0.01%").exceeded(2, 10_000)
-    assert not Limit.parse("--x", "0.01%").exceeded(1, 10_000)
-    assert Limit.parse("--x", "3").exceeded(4, 10**9) and not Limit.parse("--x", "3").exceeded(3, 3)
+def test_limits_are_numbers_or_shares():
+    assert limit("0.01%").exceeded(2, 10_000) and not limit("0.01%").exceeded(1, 10_000)
+    assert limit("3").exceeded(4, 10**9) and not limit("3").exceeded(3, 3)

@@ -9,8 +9,9 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
-from data_prep.sources import open_source, single
+from data_prep.sources import single
 from data_prep.sources.documents import Document, Malformed, Reading
+from data_prep.sources.open import open_source
 from tests.conftest import generated_text
 from tests.prepared_data import digests
 from tests.unit.test_data_prepare import flags, texts_of
@@ -154,8 +155,7 @@ def test_a_text_too_large_to_encode_is_told_to_be_divided_by_a_separator(
     tmp_path, prepare, monkeypatch
 ):
     (tmp_path / "one.txt").write_text(TEXT)
-    for module in ("encode.encoding", "encode.sample", "sources.single"):
-        monkeypatch.setattr(f"data_prep.{module}.MAX_DOCUMENT", len(TEXT) - 1)
+    monkeypatch.setattr("data_prep.sources.documents.MAX_DOCUMENT", len(TEXT) - 1)
     with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
         prepare(tmp_path / "out", *flags(tmp_path / "one.txt", "--workers", 1))
 
@@ -192,8 +192,7 @@ def test_an_empty_compressed_file_beside_one_text_is_damaged(tmp_path):
 
 def test_a_document_that_is_too_large_is_one_that_a_separator_divides(tmp_path, monkeypatch):
     """The other one was said to be a single document by the separator."""
-    for module in ("documents", "single"):
-        monkeypatch.setattr(f"data_prep.sources.{module}.MAX_DOCUMENT", 100)
+    monkeypatch.setattr("data_prep.sources.documents.MAX_DOCUMENT", 100)
     (tmp_path / "a.txt").write_text("a line\n" * 50 + "---" + "a line\n" * 10)
     reading = Reading(separator="---")
     source = open_source("files", str(tmp_path), reading, validation_fraction=0.1)

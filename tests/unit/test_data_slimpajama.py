@@ -9,8 +9,9 @@ import pytest
 import zstandard
 
 from cat_lm.core.errors import UserError
-from data_prep.sources import KNOWN_SETS, open_source
 from data_prep.sources.documents import Malformed, Reading
+from data_prep.sources.open import open_source
+from data_prep.sources.slimpajama import KNOWN_SETS
 from tests.conftest import generated_text
 from tests.hub_server import NAME, serving
 from tests.prepared_data import digests

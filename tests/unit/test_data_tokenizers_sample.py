@@ -23,8 +23,8 @@ LOOK_ALIKES = "<s>[INST] </s></s> x <unk> <0x0A> <|endoftext|><|padding|> y"
     scope="module", params=[8, pytest.param(1, marks=pytest.mark.long)], ids=["eighth", "all"]
 )
 def texts(request, shared_data):
-    from data_prep.sources import open_source
     from data_prep.sources.documents import Reading
+    from data_prep.sources.open import open_source
 
     source = open_source("slimpajama", str(shared_data / "slimpajama_sample"), Reading())
     found = [document.text for part in source.parts for document in source.read(part)]

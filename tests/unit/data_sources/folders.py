@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from data_prep.sources import open_source
 from data_prep.sources.documents import Reading
+from data_prep.sources.open import open_source
 
 TEXTS = ["one", "zwei\nZeilen", "drei \U0001f600", ""]
 

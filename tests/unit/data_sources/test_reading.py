@@ -6,7 +6,6 @@ import hashlib
 import io
 import lzma
 import re
-import time
 import tracemalloc
 
 import pyarrow
@@ -16,8 +15,8 @@ import zstandard
 
 from cat_lm.core.errors import UserError
 from data_prep.sources import documents as documents_module
-from data_prep.sources import open_source
 from data_prep.sources.documents import Document, Malformed, Reading
+from data_prep.sources.open import open_source
 from tests.unit.data_sources.folders import (
     TEXTS,
     documents,
@@ -74,12 +73,6 @@ def test_runs_of_blank_lines_are_skipped_and_counted(monkeypatch):
         records = documents_module.read_records(io.BytesIO(content), "x.jsonl", "x", Reading())
         first, bad, last = records
         assert (first[0], bad.where, last[0]) == ("a", "x:22", "b")
-    monkeypatch.setattr(documents_module, "BLOCK", 1 << 20)
-    packed = zstandard.compress(b"\n" * (1 << 26) + b"x")
-    start = time.process_time()
-    (bad,) = documents_module.read_records(io.BytesIO(packed), "x.jsonl.zst", "x", Reading())
-    assert bad.where == f"x:{(1 << 26) + 1}"
-    assert time.process_time() - start < 3, "it took ten times as long, line by line"
 
 
 def parquet_of(values):
@@ -93,6 +86,7 @@ def test_more_records_than_text_packs_into_bytes_are_refused(monkeypatch):
     monkeypatch.setattr(documents_module, "MOST_RECORDS", 1000)
     for name, data, separator in (
         ("x.jsonl.zst", zstandard.compress(b"x\n" * (1 << 20)), None),
+        ("x.jsonl.zst", zstandard.compress(b"\n" * (1 << 26)), None),
         ("x.txt.gz", gzip.compress(b"\n" * (1 << 24)), "\n"),
         ("x.parquet", parquet_of([""] * (1 << 16)), None),
     ):

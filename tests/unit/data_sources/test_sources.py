@@ -12,9 +12,11 @@ import pytest
 import zstandard
 
 from cat_lm.core.errors import UserError
-from data_prep.sources import Part, open_source, sample_texts
-from data_prep.sources.base import in_natural_order
+from data_prep.encode.encoding import Rules
+from data_prep.encode.plan import sample_texts
+from data_prep.sources.base import Part, in_natural_order
 from data_prep.sources.documents import Document, Reading
+from data_prep.sources.open import open_source
 from tests.unit.data_sources.folders import (
     TEXTS,
     documents,
@@ -228,12 +230,12 @@ def test_a_sample_is_training_text_of_many_files_and_bounded(tmp_path):
         (tmp_path / f"{number:03d}.txt").write_text(f"{number:03d}:" + "x" * 996)
     source = open_source("files", str(tmp_path), Reading())
 
-    def sample(seed, size, wanted=lambda document: True):
-        return list(sample_texts(source, seed, size, wanted))
+    def sample(seed, size, held_out=0.0):
+        return list(sample_texts(source, Rules(seed, held_out), size))
 
     chosen = sample(0, 20_000)
     assert chosen == sample(0, 20_000) != sample(1, 20_000)
     assert 20_000 <= sum(map(len, chosen)) <= 21_000
     assert len({text[:3] for text in chosen}) >= 20
-    held_out = sample(0, 10**6, lambda document: document.text < "050")
-    assert sorted(text[:3] for text in held_out) == [f"{number:03d}" for number in range(50)]
+    some = sample(0, 10**6, held_out=0.5)
+    assert 30 < len(some) < 70 and set(some) < set(sample(0, 10**6))

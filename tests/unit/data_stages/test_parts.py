@@ -19,7 +19,7 @@ from tests.unit.test_data_selection import flags as set_flags
 def test_a_damaged_part_is_noticed_and_made_again(tmp_path, sets, expected, prepare, capsys, kind):
     out = tmp_path / "out"
     prepare(out, *set_flags(sets, *WISHES, "--stage", "encode"))
-    damaged, cut, gone = (out / "parts" / f"part-0000{n}.0.{kind}" for n in (1, 2, 3))
+    damaged, cut, gone = (out / "unfinished/parts" / f"part-0000{n}.{kind}" for n in (1, 2, 3))
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
@@ -33,16 +33,20 @@ def test_a_damaged_part_is_noticed_and_made_again(tmp_path, sets, expected, prep
 def test_whole_records_of_another_kind_are_not_taken(tmp_path, sets, expected, prepare):
     out = tmp_path / "out"
     prepare(out, *set_flags(sets, *WISHES, "--stage", "encode"))
-    shutil.copy(out / "parts" / "plan.json", out / "parts" / "part-00001.0.json")
-    shutil.copy(out / "parts" / "part-00002.0.json", out / "parts" / "assembly.json")
+    shutil.copy(
+        out / "unfinished/parts" / "plan.json", out / "unfinished/parts" / "part-00001.json"
+    )
+    shutil.copy(
+        out / "unfinished/parts" / "part-00002.json", out / "unfinished/parts" / "assembly.json"
+    )
     prepare(out, *set_flags(sets, *WISHES))
     assert digests(out) == expected
 
 
-@pytest.mark.parametrize("name", ["plan", "part-00001.0"])
+@pytest.mark.parametrize("name", ["plan", "part-00001"])
 def test_records_of_another_version_are_refused(tmp_path, sets, expected, prepare, name):
     out = prepare(tmp_path / "out", *set_flags(sets, *WISHES, "--stage", "encode"))
-    path = out / "parts" / f"{name}.json"
+    path = out / "unfinished/parts" / f"{name}.json"
     record, _ = opened(json.loads(path.read_text()))
     del record["format"]
     write_sealed(path, record)
@@ -66,7 +70,7 @@ def test_a_part_that_is_damaged_while_shards_are_written_is_made_again(
         patched.setattr("data_prep.assemble.stage.write_shard", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(out, *set_flags(sets, *WISHES))
-    damaged, gone = (out / "parts" / f"part-0000{n}.0.bin" for n in (0, 4))
+    damaged, gone = (out / "unfinished/parts" / f"part-0000{n}.bin" for n in (0, 4))
     damaged.write_bytes(bytes(damaged.stat().st_size))
     gone.unlink()
     prepare(out, *set_flags(sets, *WISHES))
@@ -78,8 +82,8 @@ def test_parts_of_other_work_are_never_taken(tmp_path, sets, prepare):
     out = tmp_path / "out"
     prepare(out, *set_flags(sets, "--stage", "encode"))
     prepare(tmp_path / "other", *set_flags(sets, "--sets", "Large", "--stage", "encode"))
-    for file in (tmp_path / "other" / "parts").glob("part-*"):
-        shutil.copy(file, out / "parts")
+    for file in (tmp_path / "other/unfinished/parts").glob("part-*"):
+        shutil.copy(file, out / "unfinished/parts")
     prepare(out, *set_flags(sets))
     assert digests(out) == digests(prepare(tmp_path / "whole", *set_flags(sets)))
 
@@ -94,9 +98,14 @@ def test_parts_go_when_the_shards_that_read_them_are_done(
     def remove(*given):
         real(*given)
         folder = tmp_path / "out"
-        left.append((len(list(folder.glob("parts/*.bin"))), len(list(folder.glob("train-*.idx")))))
+        left.append(
+            (
+                len(list(folder.glob("unfinished/parts/*.bin"))),
+                len(list(folder.glob("unfinished/train-*.idx"))),
+            )
+        )
 
-    monkeypatch.setattr("data_prep.assemble.stage.remove_part", remove)
+    monkeypatch.setattr("data_prep.encode.job.remove_part", remove)
     arguments = set_flags(sets, "--shard-tokens", "5K")
     if not own_validation:  # held-out documents come from all parts
         arguments = ("--source", "files", "--path", sets / "train", *arguments[4:])

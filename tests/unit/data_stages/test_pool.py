@@ -1,40 +1,39 @@
-"""Tasks of a check in worker processes: their results in order, and what ends them."""
+"""Tasks in worker processes: their results, their progress, and what ends them."""
 
 import errno
-import functools
 import os
 import time
 
 import pytest
 
 from cat_lm.core.errors import UserError
-from data_prep.check import integrity
+from data_prep.common import workers as workers_module
+from data_prep.common.workers import run_tasks
 
 
-def late(number: int) -> int:
+def square(number, report):
     time.sleep(0.3 if number == 0 else 0)
+    report(number)
     return number * number
 
 
-def unreadable(number: int) -> int:
+def unreadable(number, report):
     raise PermissionError(errno.EACCES, "Permission denied", "shard.bin")
 
 
-def wrong(number: int) -> int:
+def wrong(number, report):
     raise UserError("shard.idx: is damaged")
 
 
-def deadly(number: int) -> int:
+def deadly(number, report):
     os.kill(os.getpid(), 9)
 
 
-def results(task, workers=2):
-    tasks = [functools.partial(task, number) for number in range(5)]
-    return list(integrity.in_processes(tasks, [integrity.SMALL_BYTES] * 5, workers))
-
-
-def test_results_come_in_the_order_of_the_tasks():
-    assert results(late) == results(late, workers=1) == [0, 1, 4, 9, 16]
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_and_progress_of_all_tasks_come(workers):
+    done = []
+    assert sorted(run_tasks(square, range(5), workers, done.append)) == [0, 1, 4, 9, 16]
+    assert sum(done) == 10
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,32 @@ def test_results_come_in_the_order_of_the_tasks():
     [
         (unreadable, PermissionError, "Permission denied: 'shard.bin'"),
         (wrong, UserError, "shard.idx: is damaged"),
-        (deadly, UserError, r"a worker process died \(exit code -9\).*fewer --workers"),
+        (deadly, UserError, r"a worker process died, .*fewer --workers"),
     ],
 )
 def test_errors_come_as_they_are(task, kind, said):
     with pytest.raises(kind, match=said):
-        results(task)
+        list(run_tasks(task, range(5), 2, print))
+
+
+def test_tasks_are_taken_when_a_worker_is_free():
+    taken = []
+    tasks = (taken.append(number) or number for number in range(9))
+    results = run_tasks(square, tasks, 2, print)
+    next(results)
+    assert len(taken) <= 4
+    results.close()
+
+
+def test_workers_are_capped_by_cores(monkeypatch):
+    asked = []
+
+    def pool(workers, *_):
+        asked.append(workers)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(workers_module, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with pytest.raises(RuntimeError, match="enough"):
+        list(run_tasks(square, range(9), 4096, print))
+    assert asked == [workers_module.WORKERS_PER_CORE]

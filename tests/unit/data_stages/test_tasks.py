@@ -4,17 +4,15 @@ import json
 import re
 import shutil
 import subprocess
-from fractions import Fraction
 
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError
-from data_prep.assemble import output_folder, stage
-from data_prep.encode import plan
-from data_prep.encode.estimate import Estimate
-from data_prep.sources import open_source
+from data_prep.assemble import output_folder
+from data_prep.assemble.output_folder import OutputFolder
+from data_prep.sources.base import task_units, units_of
 from data_prep.sources.documents import Reading
-from data_prep.sources.units import task_units, units_of
+from data_prep.sources.open import open_source
 from tests.conftest import REPOSITORY, write_jsonl
 from tests.prepared_data import digests
 from tests.unit.data_stages.wishes import WISHES
@@ -59,12 +57,12 @@ def test_a_scratch_folder_that_another_machine_does_not_have_is_an_error(tmp_pat
 
 def test_array_tasks_share_the_folder_and_keep_others_out(tmp_path, sets, prepare):
     encode = (*set_flags(sets), "--stage", "encode", "--task", "0/2")
-    with output_folder.locked(tmp_path / "out", shared=True):
+    with OutputFolder(tmp_path / "out", None).locked(shared=True):
         prepare(tmp_path / "out", *encode)
         with pytest.raises(UserError, match="another preparation is writing to it"):
             prepare(tmp_path / "out", *set_flags(sets, "--stage", "assemble"))
     with (
-        output_folder.locked(tmp_path / "out"),
+        OutputFolder(tmp_path / "out", None).locked(),
         pytest.raises(UserError, match="another preparation"),
     ):
         prepare(tmp_path / "out", *encode)
@@ -81,12 +79,14 @@ def test_a_task_that_cannot_begin_leaves_the_others_their_work(
         raise kind("failed")
 
     def encoding(*_):
-        before = {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())}
+        before = {path.name for path in (*out.iterdir(), *(out / "unfinished/parts").iterdir())}
         with monkeypatch.context() as patched:
             patched.setattr("data_prep.assemble.pipeline.held_out_fraction", failing)
             with pytest.raises(kind, match="failed"):
                 prepare(out, *encode, "1/2")
-        assert {path.name for path in (*out.iterdir(), *(out / "parts").iterdir())} == before
+        assert {
+            path.name for path in (*out.iterdir(), *(out / "unfinished/parts").iterdir())
+        } == before
 
     with monkeypatch.context() as patched:
         patched.setattr("data_prep.encode.job.Job.encode", encoding)
@@ -103,7 +103,7 @@ def test_what_may_pass_leaves_what_was_begun(tmp_path, sets, prepare, monkeypatc
     monkeypatch.setattr("data_prep.encode.job.Job.encode", failing)
     with pytest.raises(TemporaryError):
         prepare(out, *set_flags(sets))
-    assert (out / "parts/plan.json").is_file()
+    assert (out / "unfinished/parts/plan.json").is_file()
     kind = UserError
     with pytest.raises(UserError):
         prepare(out, *set_flags(sets))
@@ -117,9 +117,9 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    monkeypatch.setattr("data_prep.common.locks._noted", False)
+    output_folder._note_missing_locks.cache_clear()
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
-    assert capsys.readouterr().err.count("no file locks here (Operation not supported)") == 1
+    assert "no file locks here (Operation not supported)" in capsys.readouterr().err
     assert digests(tmp_path / "out") == expected
 
 
@@ -142,7 +142,9 @@ def test_units_are_groups_of_files_of_one_split_and_follow_from_the_listing(tmp_
 
 def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
     prepare(tmp_path / "out", *set_flags(sets, "--stage", "encode"))
-    with pytest.raises(UserError, match=r"its parts in .*/out/parts; give the same --scratch"):
+    with pytest.raises(
+        UserError, match=r"its parts in .*/out/unfinished/parts; give the same --scratch"
+    ):
         prepare(tmp_path / "out", *set_flags(sets, "--scratch", tmp_path / "s"))
 
 
@@ -179,25 +181,9 @@ def test_tasks_with_a_limit_keep_each_others_parts(tmp_path, sets, prepare, limi
     parts: dict[str, int] = {}
     for task in range(2):
         out = prepare(tmp_path / "out", *arguments, "--stage", "encode", "--task", f"{task}/2")
-        there = {path.name: path.stat().st_ino for path in (out / "parts").glob("part-*.json")}
+        there = {
+            path.name: path.stat().st_ino for path in (out / "unfinished/parts").glob("part-*.json")
+        }
         assert parts.items() < there.items()
         parts = there
     assert digests(prepare(out, *arguments, "--stage", "assemble")) == whole
-
-
-def test_a_restart_asks_for_no_disk_for_parts_that_are_there(tmp_path, sets, prepare, monkeypatch):
-    """Those of further rounds were asked for again, and might not fit a second time."""
-
-    def stop(*_):
-        raise UserError("stopped")
-
-    to_come = []
-    monkeypatch.setattr(plan, "MARGIN", Fraction(1, 5))  # the estimate comes out too low
-    monkeypatch.setattr(stage, "plan_shards", stop)
-    monkeypatch.setattr(Estimate, "check_disk", lambda self: to_come.append(self.parts_to_come))
-    for _ in range(2):
-        with pytest.raises(UserError, match="stopped"):
-            prepare(tmp_path / "out", *set_flags(sets, "--tokens", "60K"))
-    first, second = (list((tmp_path / "out/parts").glob(f"part-*.{n}.bin")) for n in (0, 1))
-    assert len(first) == len(second) == 7
-    assert to_come[1] < 0.2 * sum(file.stat().st_size for file in second)

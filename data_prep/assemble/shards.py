@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,16 +15,9 @@ from cat_lm.core.files import atomic_write, sha256
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.selection import Selection
-from data_prep.common.unfinished import MAKING
-from data_prep.encode.parts import (
-    Parts,
-    UnitDocuments,
-    disk_errors,
-    part_path,
-    read_record,
-    write_record,
-)
+from data_prep.encode.parts import Parts, disk_errors, part_path, read_record, write_record
 
+ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22
 # The held-out split goes first: it is small and reads all parts, which the other one then frees.
 ORDER = ("validation", "train")
@@ -64,7 +59,7 @@ class PlannedShard:
 def plan_shards(
     parts: Parts, selection: Selection, shard_tokens: int
 ) -> tuple[list[PlannedShard], dict[str, dict[str, Counter]]]:
-    """All shards in the order in which they are made, and counts by set and split.
+    """Return all shards in the order in which they are made, and counts by set and split.
 
     A shard takes documents in order until the next one would make it larger than `shard_tokens`;
     a document that is larger than that has a shard of its own.
@@ -74,8 +69,7 @@ def plan_shards(
     for split in ORDER:
         made: list[PlannedShard] = []
         for number in range(selection.passes if split == "train" else 1):
-            for unit in sorted(parts.records):
-                documents = parts.read(unit).documents
+            for unit, documents in parts.scan():
                 chosen = documents[
                     selection.chosen(documents, unit, parts.unit_splits[unit], split, number)
                 ]
@@ -93,7 +87,6 @@ def _cut(
     documents: np.ndarray,
     shard_tokens: int,
 ) -> None:
-    """Appends the documents of a unit to the last shard and as many new ones as it takes."""
     lengths, sizes = documents["length"], documents["bytes"]
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
@@ -136,19 +129,18 @@ class ShardTask:
     key: str
 
 
-def shard_record_path(work: Path, name: str) -> Path:
-    """The file that says that a shard is finished, and what it holds."""
-    return work / "shards" / f"{name}.json"
+def _record_path(work: Path, name: str) -> Path:
+    return work / f"shard-{name}.json"
 
 
 def token_counts_path(work: Path, name: str) -> Path:
-    """The file with the number of times that each token occurs in a shard, int64 [vocab_size]."""
-    return work / "shards" / f"{name}.npy"
+    """Return the file that counts each token of a shard, int64 [vocab_size]."""
+    return work / f"shard-{name}.npy"
 
 
 def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
     """Describe a finished shard; None where it is not there, not whole, or of another plan."""
-    record = read_record(shard_record_path(work, name), ("key", "shard", "counts_sha256"))
+    record = read_record(_record_path(work, name), ("key", "shard", "counts_sha256"))
     if record is None or record["key"] != key:
         return None
     info = ShardInfo(**record["shard"])
@@ -163,15 +155,13 @@ def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) ->
 
 
 def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
-    """Writes a shard, verified, into its place, then its record; `report` gets bytes of tokens."""
+    """Write a shard, verified, then its record; `report` gets bytes of tokens."""
     shard, work = task.shard, task.parts.work
     dtype = np.dtype(task.dtype).newbyteorder("<")
     counts = np.zeros(task.vocab_size, dtype=np.int64)
     with (
         disk_errors(task.folder),
-        ShardWriter(
-            task.folder, shard.split, dtype, shard.tokens, task.folder / MAKING, shard.number
-        ) as writer,
+        ShardWriter(task.folder, shard.split, dtype, shard.tokens, first=shard.number) as writer,
     ):
         for tokens, documents in _blocks(task, dtype):
             writer.write(tokens, documents["length"], documents["bytes"])
@@ -188,54 +178,43 @@ def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
         with atomic_write(path, "wb") as stream:
             np.save(stream, counts)
         record = {"key": task.key, "shard": info.to_json(), "counts_sha256": sha256(path)}
-        write_record(shard_record_path(work, shard.name), record)
+        write_record(_record_path(work, shard.name), record)
     return shard.name
 
 
 def _blocks(task: ShardTask, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens and the documents of a shard, some million tokens at a time."""
+    # Some million tokens at a time, and their documents.
+    parts = task.parts
     for number, unit, first, count in task.shard.pieces:
-        found = task.parts.read(unit)
-        split = task.parts.unit_splits[unit]
-        chosen = task.selection.chosen(found.documents, unit, split, task.shard.split, number)
+        documents, split = parts.read(unit), parts.unit_splits[unit]
+        stops = np.cumsum(documents["length"], dtype=np.int64)
+        chosen = task.selection.chosen(documents, unit, split, task.shard.split, number)
         chosen = chosen[first : first + count]
-        maps = [
-            _token_map(part_path(task.parts.work, unit, index, "bin"), dtype, record["tokens"])
-            for index, record in enumerate(task.parts.records[unit])
-        ]
-        ends = np.cumsum(found.documents["length"][chosen], dtype=np.int64)
+        path, size = part_path(parts.work, unit, "bin"), (parts.records[unit]["tokens"],)
+        tokens = np.memmap(path, dtype, mode="r", shape=size)
+        ends = np.cumsum(documents["length"][chosen], dtype=np.int64)
         begin = 0
         while begin < len(chosen):
             before = int(ends[begin - 1]) if begin else 0
             stop = int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right"))
             some = chosen[begin : max(stop, begin + 1)]
-            yield _gather(found, some, maps), found.documents[some]
+            starts = stops[some] - documents["length"][some]
+            yield _gather(tokens, starts, stops[some]), documents[some]
             begin += len(some)
 
 
-def _token_map(path: Path, dtype: np.dtype, tokens: int) -> np.ndarray:
-    if tokens == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r", shape=(tokens,))
-
-
-def _gather(found: UnitDocuments, chosen: np.ndarray, maps: list[np.ndarray]) -> np.ndarray:
-    """The tokens of these documents; neighbours in a file are copied together."""
-    rounds, starts = found.round[chosen], found.start[chosen]
-    ends = starts + found.documents["length"][chosen]
-    new = np.ones(len(chosen), dtype=bool)
-    new[1:] = (starts[1:] != ends[:-1]) | (rounds[1:] != rounds[:-1])
-    firsts = np.flatnonzero(new)
-    lasts = np.append(firsts[1:], len(chosen)) - 1
-    runs = zip(rounds[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True)
-    return np.concatenate([maps[index][start:end] for index, start, end in runs])
+def _gather(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return these ranges of tokens, one behind the other; neighbours are copied together."""
+    firsts = np.flatnonzero(np.append(True, starts[1:] != stops[:-1]))
+    lasts = np.append(firsts[1:], len(starts)) - 1
+    runs = zip(starts[firsts].tolist(), stops[lasts].tolist(), strict=True)
+    return np.concatenate([tokens[start:stop] for start, stop in runs])
 
 
 @dataclass
 class Assembly:
     """The plan of the assembly; once written, what has been decided stays, whatever is deleted."""
 
-    rounds: int
     selection: Selection
     shards: list[PlannedShard]
     counts: dict[str, dict[str, dict]]
@@ -243,12 +222,20 @@ class Assembly:
     empty: int
     malformed: int
 
-    def to_json(self) -> dict:
-        value = {**asdict(self), "shards": [asdict(shard) for shard in self.shards]}
-        return {**value, "selection": self.selection.to_json()}
+    @property
+    def key(self) -> str:
+        """Return the identity of the shards: everything that decides them."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def save(self, work: Path) -> None:
+        write_record(work / ASSEMBLY, asdict(self))
 
     @classmethod
-    def from_json(cls, value: dict) -> Assembly:
+    def load(cls, work: Path) -> Assembly | None:
+        """Read the plan; return None where there is none."""
+        value = read_record(work / ASSEMBLY, cls.__dataclass_fields__)
+        if value is None:
+            return None
         shards = [PlannedShard.from_json(shard) for shard in value["shards"]]
         selection = Selection.from_json(value["selection"])
         return cls(**{**value, "shards": shards, "selection": selection})
