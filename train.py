@@ -241,10 +241,9 @@ class Trainer:
         return (self.metrics.error if self.metrics else None) or self.log.error
 
     def check_writes(self, before_saving: bool) -> None:
-        """Raises UserError where the log or the records are not whole.
+        """Raise UserError where the log or the records are not whole.
 
-        Args:
-            before_saving: then lines for people that a passing error has cost are no reason not to.
+        Before saving, lines for people that a passing error has cost are no reason not to.
         """
         error = self.write_error()
         if error is None or (before_saving and error is self.log.error and is_temporary(error)):

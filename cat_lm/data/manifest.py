@@ -89,9 +89,8 @@ class _Manifest(Record):
 def read_manifest(folder: Path | str) -> dict[str, Any]:
     """Read the manifest of a prepared folder.
 
-    Raises:
-        UserError: there is none (the folder is absent or its preparation did not finish), it is not
-            readable, of another format version, or not of a manifest's shape.
+    Raises UserError where there is none (the folder is absent or its preparation did not finish),
+    or it is not readable, of another format version, or not of a manifest's shape.
     """
     path = Path(folder) / MANIFEST
     if not path.exists():

@@ -124,13 +124,8 @@ def plan_folder(
     """Return the folder of the plan, made first where there is none yet.
 
     Ranks of a node, and of all nodes where the file system has locks, wait for the one that makes
-    it; without locks each makes the same one.
-
-    Args:
-        progress: told of what was done, time and again where a plan is made.
-
-    Raises:
-        UserError: a plan is damaged, or of something else; or it cannot be made.
+    it; without locks each makes the same one. `progress` is told of what was done, time and again.
+    Raises UserError for a plan that is damaged, or of something else, or cannot be made.
     """
     identity = {
         "version": VERSION,
@@ -169,11 +164,7 @@ def plan_folder(
 def _check_plan(
     folder: Path, identity: dict, cache_dir: Path | str | None, progress: Progress
 ) -> Literal[True]:
-    """Check that the folder holds the plan, and its files have the recorded SHA-256.
-
-    Raises:
-        UserError: it is damaged, or of something else; temporary where it cannot be read now.
-    """
+    """Raise UserError unless the folder holds the whole plan; temporary if it is unreadable now."""
     try:
         plan = read_json(folder / "plan.json", Plan)
         is_it = plan.model_dump(include=set(identity)) == identity and set(plan.sha256) == {*FILES}

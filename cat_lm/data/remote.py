@@ -87,9 +87,7 @@ class RemoteCorpus(TokenCorpus):
     def fetch(self, progress: Progress = lambda what: None) -> None:
         """Copy all shards here that are not, or wait for the process that does so.
 
-        Raises:
-            UserError: a shard cannot be read or is not what the manifest says.
-            ConnectionError: the storage stays out of reach.
+        Raises UserError for one that is not what the manifest says, and as `Storage.read`.
         """
         self._copy(self.entries, progress)
 

@@ -103,10 +103,7 @@ def checkpoints_to_hold(config: RunConfig, saved: int = 0) -> int:
     """Return the checkpoints that still need disk at the same time, at least the next one.
 
     One more than `checkpoint.keep_last`, where so many are made: an old one is deleted after a
-    save, never before.
-
-    Args:
-        saved: complete ones of the run, which are on the disk already.
+    save, never before. Complete ones that are `saved` already need no more.
     """
     return max(1, min(config.checkpoint.keep_last + 1, saves(config)) - saved)
 

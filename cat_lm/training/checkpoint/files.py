@@ -246,12 +246,9 @@ def damage(
 ) -> str | None:
     """Describe what is wrong with a step folder; None if nothing.
 
-    Args:
-        share: which of the files are read, in threads: one of many ranks reads some of them.
-        reading: as in `cat_lm.core.files.checksums`.
-
-    Raises:
-        TemporaryError: a file cannot be read now, which is no damage.
+    One of many ranks reads its `share` of the files, and tells `reading` as
+    `cat_lm.core.files.checksums` does. Raises TemporaryError where a file cannot be read now, which
+    is no damage.
     """
     try:
         files = dict(list(read_marker(folder).items())[share])
@@ -288,9 +285,7 @@ def describe_left(folder: Path) -> str:
 def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
     """Remove the unfinished saves and prunes that killed processes left.
 
-    Args:
-        alone: whether a lock keeps other processes out of the folder; without one, only what a
-            process of this host left goes, when the process has ended.
+    Where it is not `alone` by a lock, only what an ended process of this host left goes.
     """
     for path in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name) and (alone or maker_is_gone(path)):

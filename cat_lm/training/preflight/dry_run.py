@@ -29,14 +29,8 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
 
     The loss is made NaN before the backward pass, so that the step is skipped as any that is not
     finite. Weights, buffers, optimizer, generators and counters are afterwards what they were, bit
-    for bit.
-
-    Returns:
-        A line for the first rank's log: tokens, seconds, memory, and what computed attention.
-
-    Raises:
-        UserError: the memory does not suffice, or train.deterministic cannot be kept; on the rank
-            where it was so.
+    for bit. Returns a line for the log; raises UserError, on the rank where it is so, where the
+    memory does not suffice or train.deterministic cannot be kept.
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size

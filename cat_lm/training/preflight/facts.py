@@ -87,11 +87,8 @@ class Probe:
     def look(self, patience: float) -> int:
         """Return the bytes that are free in the folder, seen from this host.
 
-        Args:
-            patience: seconds that rank 0's file may take to be seen here.
-
-        Raises:
-            UserError: this host cannot write to the folder, or it is not rank 0's folder.
+        Rank 0's file may take `patience` seconds to be seen. Raises UserError where this host
+        cannot write to the folder, or it is not rank 0's.
         """
         deadline = time.monotonic() + patience
         while not (is_seen := self.file.exists()) and time.monotonic() <= deadline:
