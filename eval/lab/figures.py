@@ -9,15 +9,26 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eval.common.style import INK, MARKERS, MUTED, PAPER, RUN_COLOURS, STYLE
+from eval.common.style import (
+    GRID,
+    INK,
+    LAGS,
+    MARKERS,
+    MUTED,
+    PAPER,
+    RUN_COLOURS,
+    STYLE,
+    diverging_map,
+)
 from eval.lab.frame import Line, mean
 from eval.lab.places import CONTROL, NEGATIVE
 
@@ -33,6 +44,8 @@ LIMIT = "one_token_ceiling"  # of `also`: how far matching one token goes, drawn
 _WIDE = 2.9  # inches of a panel
 _LETTERS, _NAME_LETTERS = 12, 14  # of a title and of a legend, to an inch
 _MARGIN, _LEAST = 0.08, 0.02  # of a strip's range, at both sides; the least range
+_NUMBERED = 6  # taps up to which a heat map has their values in words
+_TICKED = 24  # lags to every fourth of which there is room for a number
 _APART = 0.11  # of a strip's row: each run has its own height, so that equal ones are seen
 
 
@@ -158,6 +171,58 @@ def draw_strips(
         figure.legend(handles=handles, loc="outside lower right", fontsize=8, ncols=4)
         _title(figure, title, across * len(places[0]) + 1.6)
     return figure
+
+
+def draw_taps(
+    panels: Mapping[str, Sequence[Sequence[float]]],
+    names: Sequence[str],
+    said: Sequence[str],
+    title: str,
+) -> Figure:
+    """Draw filters as heat maps, a panel for each stream: a row for each filter, scaled to its
+    largest tap, a column for each lag.
+
+    Args:
+        panels: stream -> taps of each row, of any length.
+        names: of the rows, at the left; said: what stands at their right.
+    """
+    longest = max(len(taps) for rows in panels.values() for taps in rows)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        # Inches: what the names take at 8 points, and room for a number in each cell.
+        beside = 1.6 + 0.062 * max(map(len, names))
+        wide = max(1.2, 0.42 * longest) if longest <= _NUMBERED else 2.2
+        size = (beside + wide * len(panels), 1.2 + 0.24 * len(names))
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (stream, rows) in zip(grid, panels.items(), strict=True):
+            _taps(axes, rows, longest)
+            axes.set_title(stream, fontsize=10, color=INK)
+        grid[0].set_yticks(range(len(names)), names, fontsize=8)
+        right = grid[-1].secondary_yaxis("right")
+        right.set_yticks(range(len(said)), said, fontsize=8)
+        right.spines[:].set_visible(False)
+        right.tick_params(length=0)
+        figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _taps(axes: Axes, filters: Sequence[Sequence[float]], longest: int) -> None:
+    values = np.full((len(filters), longest), np.nan)
+    for row, taps in enumerate(filters):
+        values[row, : len(taps)] = taps
+    largest = np.array([max(map(abs, taps), default=1.0) for taps in filters])[:, None]
+    axes.imshow(values / largest, cmap=diverging_map(), vmin=-1, vmax=1, aspect="auto")
+    for (row, lag), value in np.ndenumerate(values) if longest <= _NUMBERED else ():
+        if np.isfinite(value):
+            colour = "white" if abs(value) > 0.6 * largest[row, 0] else INK
+            axes.text(lag, row, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
+    axes.set_facecolor(GRID)  # where a filter ends before the longest
+    step = 1 if longest <= _NUMBERED else 4 * math.ceil(longest / _TICKED)
+    axes.set_xticks(range(0, longest, step))
+    axes.set_yticks([])
+    axes.set_xlabel(LAGS)
+    axes.spines[:].set(visible=True, color=MUTED)
+    axes.tick_params(length=0)
 
 
 def _strip(

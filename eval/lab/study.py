@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cat_lm.core.errors import UserError
 from eval.lab.contrasts import Contrast, first_minus_others
 from eval.lab.frame import (
     Line,
     Record,
     Values,
 )
-from eval.lab.places import Place, Run
+from eval.lab.places import NEGATIVE, Place, Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,6 +134,37 @@ class Study:
         """Return what `value` is in a row."""
         keys = [key for key in self.measures if row.startswith(key)]
         return self.measures[max(keys, key=len)]
+
+
+def check_models(models: Sequence[str], make: Callable[[str, str], object]) -> tuple[str, ...]:
+    """Return the mixers that --models names.
+
+    Args:
+        make: makes a mixer of a specification and the option's name, or raises UserError.
+
+    Raises:
+        UserError: one is no mixer, is the negative control or is given twice.
+    """
+    for mixer in models:
+        make(mixer, "--models")
+        if mixer == NEGATIVE:
+            raise UserError(f"--models {mixer}: is in every figure, as its negative control")
+        if models.count(mixer) > 1:
+            raise UserError(f"--models {mixer}: is given twice")
+    return tuple(models)
+
+
+def choose(option: str, known: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the known names that an option gives; all where it gives none.
+
+    Raises:
+        UserError: a name that is not there.
+    """
+    known = list(dict.fromkeys(known))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option} {name!r}: choose among {'; '.join(known)}")
+    return [name for name in known if name in (names or known)]
 
 
 def is_finite(value: float | None) -> bool:

@@ -17,61 +17,34 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from cat_lm.mixers import make_mixer
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
-from eval.common.style import GRID, INK, LAGS, MUTED, STYLE, diverging_map, save_figure
+from eval.common.style import save_figure
+from eval.lab.figures import draw_taps
 from eval.lab.study import Table
 from eval.recall.tasks import TASKS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from eval.lab.grid import Run
 
 SINGLE = 0.8  # share of a filter's sum of squares from which its largest tap counts as single
-_NUMBERED = 6  # taps up to which a picture has their values in words
-_TICKED = 24  # lags to every fourth of which there is room for a number
 _MOST_LINES = 60  # lines of one picture
-
-
-def best_runs(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dict[str, Any]]]:
-    """The run with the best accuracy for each panel, mixer and length that has filters."""
-    found: dict[tuple, tuple[Run, dict[str, Any]]] = {}
-    for run, record in rows:
-        if not any(record["filters"]):
-            continue
-        place = (run.row, run.column, run.line, run.cell.seq_len, run.cell.d_model)
-        if place not in found or record["accuracy"] > found[place][1]["accuracy"]:
-            found[place] = (run, record)
-    return list(found.values())
-
-
-def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
-    """The filters of one run as FOLDER/NAME-filters.png and .svg beside its FOLDER/NAME.json.
-
-    Returns:
-        The PNG, or none where the mixer has no such filters.
-    """
-    if not any(record["filters"]):
-        return None
-    cell = record["cell"]
-    place = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
-    entry = {**place, "seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
-    entry["heads"] = _heads_of(record["filters"], cell["task"], cell["mixer"])
-    name = f"{path.stem}-filters"
-    save_figure(
-        draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}"), path.parent / name
-    )
-    return path.with_name(f"{name}.png")
+_RULE = "delay(k) = delay(q) + delay(v) + 1"
 
 
 def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Plain values for a figure's best runs: where each stands, and its heads' delays."""
+    """Plain values for a figure: the best run of each panel, mixer and length that has filters,
+    where it stands, and its heads' delays."""
+    best: dict[tuple, tuple[Run, dict[str, Any]]] = {}
+    for run, record in rows:
+        place = (run.row, run.column, run.line, run.cell.seq_len, run.cell.d_model)
+        is_best = place not in best or record["accuracy"] > best[place][1]["accuracy"]
+        if any(record["filters"]) and is_best:
+            best[place] = (run, record)
     return [
         {
             "row": run.row,
@@ -83,8 +56,25 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
             "accuracy": record["accuracy"],
             "heads": _heads_of(record["filters"], run.cell.task, run.cell.mixer),
         }
-        for run, record in best_runs(rows)
+        for run, record in best.values()
     ]
+
+
+def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
+    """The filters of one run as FOLDER/NAME-filters.png and .svg beside its FOLDER/NAME.json.
+
+    Returns:
+        The PNG, or none where the mixer has no such filters.
+    """
+    if not any(record["filters"]):
+        return None
+    cell = record["cell"]
+    entry = {"row": cell["task"], "column": f"d = {cell['d_model']}", "mixer": cell["mixer"]}
+    entry |= {"seq_len": cell["seq_len"], "accuracy": record["accuracy"]}
+    entry["heads"] = _heads_of(record["filters"], cell["task"], cell["mixer"])
+    picture = draw([entry], f"learning rate {cell['lr']:g}, seed {cell['seed']}")
+    save_figure(picture, path.parent / f"{path.stem}-filters")
+    return path.with_name(f"{path.stem}-filters.png")
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
@@ -93,7 +83,6 @@ def tables(record: dict[str, Any]) -> list[Table]:
     if not entries:
         return []
     ruled = any(verdict(head) for _, head in entries)
-    rule = " One layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1."
     header = ["task", "panel", "mixer", "length", "accuracy", "layer", "head", *STREAMS, "single"]
     rows = []
     for entry, found in entries:
@@ -101,10 +90,11 @@ def tables(record: dict[str, Any]) -> list[Table]:
         row += [f"{entry['accuracy']:.4f}", str(found["layer"]), str(found["head"])]
         row += [str(found["delays"].get(stream, "–")) for stream in STREAMS]
         rows.append([*row, f"{found['single']:.2f}", *([verdict(found)] if ruled else [])])
+    rule = f" One layer that recalls by single taps has {_RULE}." * ruled
     text = (
         "The lag of the largest tap of each head's filters, in the run with the best accuracy of "
-        f"each place.{rule if ruled else ''} `single` is the least share that a largest tap has of "
-        "the squares of its filter."
+        f"each place.{rule} `single` is the least share that a largest tap has of the squares of "
+        "its filter."
     )
     return [Table("Learned filters", text, header + ["holds"] * ruled, rows)]
 
@@ -114,6 +104,30 @@ def pictures(record: dict[str, Any]) -> dict[str, Figure]:
     entries = record["extra"].get("filters", [])
     title = f"{record['study']}, {record['scale']} scale"
     return {"filters": draw(entries, title)} if entries else {}
+
+
+def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Draw a line for each head, a panel for each stream, beside them what was learned.
+
+    Args:
+        entries: as `table` gives them; where there are too many lines, the first ones are drawn.
+    """
+    lines = [(entry, head) for entry in entries for head in entry["heads"]]
+    if len(lines) > _MOST_LINES:
+        title += f": the first {_MOST_LINES} of {len(lines)} heads"
+        lines = lines[:_MOST_LINES]
+    streams = [s for s in STREAMS if any(s in head["taps"] for _, head in lines)]
+    panels = {s: [head["taps"].get(s, []) for _, head in lines] for s in streams}
+    rule = f"; {_RULE}?" * any(verdict(head) for _, head in lines)
+    said = [f"{entry['accuracy']:.3f}  {verdict(head)}".rstrip() for entry, head in lines]
+    title = f"{title}\nat the right: accuracy{rule}"
+    return draw_taps(panels, [_name(*line) for line in lines], said, title)
+
+
+def _name(entry: dict[str, Any], head: dict[str, Any]) -> str:
+    name = f"{entry['row']}, {entry['column']}, L {entry['seq_len']}: {entry['mixer']}"
+    several = len(entry["heads"]) > 1
+    return f"{name}, layer {head['layer']}, head {head['head']}" if several else name
 
 
 def _heads_of(
@@ -148,11 +162,11 @@ def heads(
             taps = {s: streams[s][head] for s in STREAMS if s in streams}
             delays = {s: int(np.abs(f).argmax()) for s, f in taps.items()}
             shares = [np.square(f).max() / max(np.square(f).sum(), 1e-30) for f in taps.values()]
-            lag = {s: delays.get(s, 0) for s in STREAMS}
             name = f"{head // side} from {head % side}" if pairs else head
             found = {"layer": layer, "head": name, "taps": taps, "delays": delays}
             found["single"] = round(float(min(shares)), 3)
             if ruled:
+                lag = dict.fromkeys(STREAMS, 0) | delays
                 holds = lag["k"] == lag["q"] + lag["v"] + 1
                 found["key_is_one_more"] = holds if min(shares) >= SINGLE else None
             yield found
@@ -163,65 +177,3 @@ def verdict(head: dict[str, Any]) -> str:
     if "key_is_one_more" not in head:
         return ""
     return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]
-
-
-def draw(entries: Sequence[dict[str, Any]], title: str) -> Figure:
-    """A line for each head, a panel for each stream: taps by lag, beside them what was learned.
-
-    Args:
-        entries: as `table` gives them; where there are too many lines, the first ones are drawn.
-    """
-    lines = [(entry, head) for entry in entries for head in entry["heads"]]
-    if len(lines) > _MOST_LINES:
-        title += f": the first {_MOST_LINES} of {len(lines)} heads"
-        lines = lines[:_MOST_LINES]
-    streams = [s for s in STREAMS if any(s in head["taps"] for _, head in lines)]
-    longest = max(len(f) for _, head in lines for f in head["taps"].values())
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        # Inches: what the names take at 8 points, and room for a number in each cell.
-        names = [_name(*line) for line in lines]
-        beside = 1.6 + 0.062 * max(map(len, names))
-        wide = max(1.2, 0.42 * longest) if longest <= _NUMBERED else 2.2
-        size = (beside + wide * len(streams), 1.2 + 0.24 * len(lines))
-        figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(1, len(streams), squeeze=False)[0]
-        for axes, stream in zip(panels, streams, strict=True):
-            _panel(axes, stream, [head["taps"].get(stream, []) for _, head in lines], longest)
-        panels[0].set_yticks(range(len(lines)), names, fontsize=8)
-        right = panels[-1].secondary_yaxis("right")
-        said = [f"{entry['accuracy']:.3f}  {verdict(head)}".rstrip() for entry, head in lines]
-        right.set_yticks(range(len(lines)), said, fontsize=8)
-        right.spines[:].set_visible(False)
-        right.tick_params(length=0)
-        rule = "; delay(k) = delay(q) + delay(v) + 1?" if any(verdict(h) for _, h in lines) else ""
-        figure.suptitle(f"{title}\nat the right: accuracy{rule}", fontsize=9)
-    return figure
-
-
-def _panel(axes: Axes, stream: str, filters: Sequence[Sequence[float]], longest: int) -> None:
-    values = np.full((len(filters), longest), np.nan)
-    for line, taps in enumerate(filters):
-        values[line, : len(taps)] = taps
-    largest = np.array([max(map(abs, taps), default=1.0) for taps in filters])[:, None]
-    axes.imshow(values / largest, cmap=diverging_map(), vmin=-1, vmax=1, aspect="auto")
-    if longest <= _NUMBERED:
-        for (line, lag), value in np.ndenumerate(values):
-            if np.isfinite(value):
-                strong = abs(value) > 0.6 * largest[line, 0]
-                colour = "white" if strong else INK
-                axes.text(lag, line, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
-    axes.set_facecolor(GRID)  # where a filter ends before the longest
-    axes.set_title(stream, fontsize=10, color=INK)
-    step = 1 if longest <= _NUMBERED else 4 * math.ceil(longest / _TICKED)
-    axes.set_xticks(range(0, longest, step))
-    axes.set_yticks([])
-    axes.set_xlabel(LAGS)
-    axes.spines[:].set_visible(True)
-    axes.spines[:].set_color(MUTED)
-    axes.tick_params(length=0)
-
-
-def _name(entry: dict[str, Any], head: dict[str, Any]) -> str:
-    name = f"{entry['row']}, {entry['column']}, L {entry['seq_len']}: {entry['mixer']}"
-    several = len(entry["heads"]) > 1
-    return f"{name}, layer {head['layer']}, head {head['head']}" if several else name

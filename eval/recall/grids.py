@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import make_mixer
 from eval.lab.contrasts import Contrast, difference_of, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
-from eval.lab.study import Asked, Control, Rows, Study, is_finite
+from eval.lab.study import Asked, Control, Rows, Study, check_models, choose, is_finite
 from eval.recall import filter_plots
 from eval.recall.cell import Cell
 from eval.recall.tasks import generate
@@ -58,20 +59,15 @@ class Scale:
     """Fix how large the grids are.
 
     Attributes:
-        widths, lengths, bigram_lengths, copy_lengths: the grid of the accuracy figures.
-        rates, length_rates: learning rates to choose from, of the length figures the latter;
-            seeds, length_seeds: runs at the chosen one.
-        trained, tested: lengths of the length figures.
-        examples, bigram_examples: training rows of MQAR and copying, and of bigrams.
-        batch_size: none for Zoology's.
-        bigrams: tasks with bigrams as keys, of BIGRAMS.
-        bigram_keys: keys at length 64, more in proportion; none: as many as fit.
-        memory_widths, memory_vocab, memory_len, memory_epochs, memory_rates, memory_models: of the
-            figure `width`; memory_one_layer: those of its models that have one layer, where their
-            own number takes longer to learn than there is time.
+        length_rates, length_seeds, trained, tested: of the length figures.
+        bigrams: tasks with bigrams as keys, of BIGRAMS; bigram_keys: at length 64, more in
+            proportion; none: as many as fit.
+        memory_…: of the figure `width`; memory_one_layer: those of its models that have one layer,
+            where their own number takes longer to learn than there is time.
         copies, signals: tokens to copy, and different ones to choose from.
-        models, copy_models: mixers, without the negative control; the latter of copying, where
-            {copies} is the number of tokens to copy.
+        models, copy_models: mixers, without the negative control; in the latter {copies} is the
+            number of tokens to copy.
+        batch_size: none for Zoology's.
     """
 
     vocab_size: int
@@ -102,21 +98,6 @@ class Scale:
     signals: int = 16
     models: tuple[str, ...] = MODELS
     copy_models: tuple[str, ...] = COPY_MODELS
-
-    def with_models(self, models: Sequence[str]) -> Scale:
-        """The same with these mixers in every figure.
-
-        Raises:
-            UserError: one that is no mixer, is the negative control or is given twice.
-        """
-        for mixer in models:
-            make_mixer(mixer, "--models")
-            if mixer == NEGATIVE:
-                raise UserError(f"--models {mixer}: is in every figure, as its negative control")
-            if models.count(mixer) > 1:
-                raise UserError(f"--models {mixer}: is given twice")
-        chosen = tuple(models)
-        return replace(self, models=chosen, memory_models=chosen, copy_models=chosen)
 
 
 SCALES = {
@@ -213,15 +194,13 @@ def figure_places(grid: Grid) -> Callable[[Asked], list[Place]]:
     def places(asked: Asked) -> list[Place]:
         scale = SCALES[asked.scale]
         if asked.models:
-            scale = scale.with_models(asked.models)
+            models = check_models(asked.models, make_mixer)
+            scale = replace(scale, models=models, memory_models=models, copy_models=models)
         if asked.seeds is not None:
             scale = replace(scale, seeds=asked.seeds, length_seeds=asked.seeds)
         found = list(grid(scale))
-        known = list(dict.fromkeys(map(_task_row, found)))
-        for row in asked.rows:
-            if row not in known:
-                raise UserError(f"--rows {row!r}: choose among {', '.join(known)}")
-        found = [place for place in found if _task_row(place) in (asked.rows or known)]
+        rows = choose("--rows", map(_task_row, found), asked.rows)
+        found = [place for place in found if _task_row(place) in rows]
         found += positive_controls(found)
         for place in found:
             place.run.cell.tests()  # refused now, not after hours of training
@@ -252,21 +231,17 @@ def positive_controls(places: Sequence[Place]) -> Iterator[Place]:
             yield replace(hardest, run=Run(CONTROL, row, mixer, cell, across))
 
 
-def _tasks(scale: Scale) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """(row, task, lengths, examples)."""
+def _tasks(scale: Scale) -> Iterator[tuple[str, Callable[[int], str], tuple[int, ...], int]]:
+    """(row, task at a length, lengths, examples)."""
     vocabulary = f"vocab_size={scale.vocab_size}"
-    yield "MQAR", f"mqar:{vocabulary}", scale.lengths, scale.examples
+    yield "MQAR", lambda length: f"mqar:{vocabulary}", scale.lengths, scale.examples
     for task in scale.bigrams:
-        joined = "," if ":" in task else ":"
-        task, row = f"{task}{joined}{vocabulary}", BIGRAMS[task]
-        yield row, task, scale.bigram_lengths, scale.bigram_examples
 
+        def at_length(length: int, task: str = task) -> str:
+            keys = scale.bigram_keys and f",keys={scale.bigram_keys * length // 64}"
+            return f"{task}{',' if ':' in task else ':'}{vocabulary}{keys or ''}"
 
-def _at_length(task: str, scale: Scale, length: int) -> str:
-    """The task with the keys that the scale gives bigrams at a length."""
-    if scale.bigram_keys is None or task.startswith("mqar"):
-        return task
-    return f"{task},keys={scale.bigram_keys * length // 64}"
+        yield BIGRAMS[task], at_length, scale.bigram_lengths, scale.bigram_examples
 
 
 def accuracy(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
@@ -280,39 +255,34 @@ def accuracy(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
 
 def _by_length(scale: Scale, models: Sequence[str], one_layer: bool) -> Iterator[Place]:
     for row, task, lengths, examples in _tasks(scale):
-        for width in scale.widths:
-            for mixer in (*models, NEGATIVE):
-                for length in lengths:
-                    at_length = _at_length(task, scale, length)
-                    base = _base(scale, at_length, mixer, width, length, examples, one_layer)
-                    if length == scale.trained:  # the length figure's cells, which serve both
-                        base = _tested(base, scale)
-                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
+        every = itertools.product(scale.widths, (*models, NEGATIVE), lengths)
+        for width, mixer, length in every:
+            base = _base(scale, task(length), mixer, width, length, examples, one_layer)
+            if length == scale.trained:  # the length figure's cells, which serve both
+                base = _tested(base, scale)
+            yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
 
 
 def other_lengths(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
     """Models trained at one length and tested at others."""
     for row, task, _, examples in _tasks(scale):
-        task = _at_length(task, scale, scale.trained)
-        for width in scale.widths:
-            for mixer in (*scale.models, NEGATIVE):
-                base = _base(scale, task, mixer, width, scale.trained, examples, one_layer)
-                run = Run(row, f"d = {width}", mixer, _tested(base, scale), "lengths")
-                yield _place(run, scale.length_rates, scale.length_seeds)
+        length = scale.trained
+        for width, mixer in itertools.product(scale.widths, (*scale.models, NEGATIVE)):
+            base = _base(scale, task(length), mixer, width, length, examples, one_layer)
+            run = Run(row, f"d = {width}", mixer, _tested(base, scale), "lengths")
+            yield _place(run, scale.length_rates, scale.length_seeds)
 
 
 def copying(scale: Scale) -> Iterator[Place]:
     """Selective copying by length, with one and two layers."""
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
     models = (*(mixer.format(copies=scale.copies) for mixer in scale.copy_models), NEGATIVE)
-    for layers in (1, 2):
-        for width in scale.widths:
-            for mixer in models:
-                for length in scale.copy_lengths:
-                    base = _base(scale, task, mixer, width, length, scale.examples, False)
-                    base = replace(base, layers=_layers(mixer, layers))
-                    row = f"{layers} layer{'s'[: layers - 1]}"
-                    yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
+    every = itertools.product((1, 2), scale.widths, models, scale.copy_lengths)
+    for layers, width, mixer, length in every:
+        base = _base(scale, task, mixer, width, length, scale.examples, False)
+        base = replace(base, layers=_layers(mixer, layers))
+        row = f"{layers} layer{'s'[: layers - 1]}"
+        yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
 
 
 def widths(scale: Scale) -> Iterator[Place]:
@@ -400,10 +370,10 @@ def contrasts(lines: Sequence[Line]) -> list[Contrast]:
 def width_contrasts(lines: Sequence[Line]) -> list[Contrast]:
     """Compare models as `contrasts` does, each with itself at the least and the largest width, and
     what each gains so with what the first one does."""
-    models: dict[tuple, list[Line]] = {}
+    models: dict[tuple, list[Line]] = defaultdict(list)
     for line in lines:
         if line["line"] != NEGATIVE:
-            models.setdefault((line["row"], line["column"], line["line"]), []).append(line)
+            models[line["row"], line["column"], line["line"]].append(line)
     found = contrasts(lines)
     first: dict[tuple, Contrast] = {}
     gains = []
@@ -429,18 +399,16 @@ def controls(rows: Rows) -> list[Control]:
     each width of a figure across them, trained as all are. Negative: at most five standard
     deviations of a guesser's accuracy above chance, in every test.
     """
-    positive: dict[tuple[str, int], list[tuple[Run, Record]]] = {}
-    nothing: dict[Cell, tuple[Run, Record]] = {}
+    positive, negative = defaultdict(list), defaultdict(dict)
     for run, record in rows:
         if run.row == CONTROL:
-            positive.setdefault((run.column, run.cell.d_model), []).append((run, record))
+            positive[run.column, run.cell.d_model].append((run, record))
         elif run.line == NEGATIVE:  # a cell in two places of a figure is one control
-            nothing.setdefault(run.cell, (run, record))
-    by_row: dict[str, list[tuple[Run, Record]]] = {}
-    for run, record in nothing.values():
-        by_row.setdefault(run.row, []).append((run, record))
+            seen = any(run.cell in cells for cells in negative.values())
+            if not seen:
+                negative[run.row][run.cell] = (run, record)
     found = [_positive(row, runs) for (row, _), runs in positive.items()]
-    return found + [_negative(row, runs) for row, runs in by_row.items()]
+    return found + [_negative(row, [*cells.values()]) for row, cells in negative.items()]
 
 
 def _positive(row: str, runs: Rows) -> Control:

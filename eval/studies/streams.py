@@ -25,7 +25,7 @@ from cat_lm.data.manifest import read_manifest
 from eval.lab.contrasts import Contrast
 from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
-from eval.lab.study import Asked, Study
+from eval.lab.study import Asked, Study, choose
 from eval.recall.cell import Cell
 from eval.recall.held_out import check_documents
 from eval.recall.language import LanguageCell
@@ -140,20 +140,14 @@ def places(asked: Asked) -> list[Place]:
         bases[row] = (_language(scale, data), scale.text_rates)
     columns = {f"{name}, {kind}": (name, kind) for name in MIXERS for kind in CONV_TYPES}
     found = []
-    for row, (make, rates) in _chosen("--rows", bases, asked.rows).items():
-        for column, (name, kind) in _chosen("--columns", columns, asked.columns).items():
+    for row in choose("--rows", bases, asked.rows):
+        make, rates = bases[row]
+        for column in choose("--columns", columns, asked.columns):
+            name, kind = columns[column]
             for line in LINES:
                 run = Run(row, column, line.name, make(specification(MIXERS[name], kind, line)))
                 found.append(Place(run, rates, asked.seeds or scale.seeds))
     return found
-
-
-def _chosen(option: str, known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return those that are named, in their own order; none named: all. Raises UserError."""
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option} {name!r}: choose among {'; '.join(known)}")
-    return {name: value for name, value in known.items() if name in (names or known)}
 
 
 def _recall(scale: Scale) -> Callable[[str], Cell]:

@@ -141,7 +141,7 @@ OTHERS = {
     "study width --out OUT --models cat cat": "--models cat: is given twice",
     "study width --out OUT --models cat none:": "'none:': must be name or name:key=value",
     "study width --out OUT --models cat none": "--models none: is in every figure",
-    "study length --out OUT --rows MQNAR": "--rows 'MQNAR': choose among MQAR, ha",
+    "study length --out OUT --rows MQNAR": "--rows 'MQNAR': choose among MQAR; ha",
     "tradeoff --scale smoke --out FILE": "--out FILE: is a file",
     "study streams --out OUT --data": "--data: expected at least one argument",
     "study streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
