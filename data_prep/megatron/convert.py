@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +22,7 @@ from cat_lm.data.verified import Notes, note_line
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.common.progress import TextProgress
 from data_prep.encode.plan import TOKENIZER
-from data_prep.megatron.text_bytes import TextBytes
-from data_prep.megatron.validate import count_tokens, document_lengths, scan
+from data_prep.megatron.validate import TextBytes, count_tokens, document_lengths, scan
 
 COPY_BLOCK = 1 << 24
 
@@ -38,24 +37,27 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Adopted:
-    """A pair that has its place: what the manifest says of it, and the count of each id.
+class Piece:
+    """A shard to be: documents that lie one behind the other in a pair."""
 
-    `notes` are those of its files as they were when they were read.
-    """
-
-    pair: Pair
-    info: ShardInfo
-    counts: np.ndarray
-    notes: list[str]
+    set: str
+    split: str
+    shard: Shard
+    start: int  # in tokens
+    lengths: np.ndarray
+    counts: np.ndarray  # of each id
+    text_bytes: int
+    bin_sha256: str | None  # None for a part of a file
+    read_as: os.stat_result  # the pair's .bin, as it was before it was read
 
 
 def adopt(arguments: argparse.Namespace) -> None:
-    """Does what the command line asks for and prints a summary. Raises `UserError`."""
+    """Do what the command line asks for and print a summary. Raises UserError."""
     out: Path = arguments.out
     check_output(out)
     check_spec(arguments.tokenizer)
-    _check_free(out)
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; choose another folder")
     pairs = [
         *(_open_pair(text, "train") for text in arguments.prefixes),
         *(_open_pair(text, "validation") for text in arguments.validation),
@@ -65,25 +67,6 @@ def adopt(arguments: argparse.Namespace) -> None:
         manifest = _make(made, pairs, arguments)
     print_counts(manifest)
     print(f"{out}: complete")
-
-
-def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
-    """Make the data in `made`, and return their manifest."""
-    info = build_tokenizer(arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token)
-    adopted = _adopt_all(pairs, info, made, arguments)
-    manifest = _manifest(adopted, info, arguments)
-    write_json(made / MANIFEST, manifest)
-    for split in SPLITS:
-        open_corpus(made, split)
-    Notes(made).add(note for item in adopted for note in item.notes)
-    return manifest
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out}: is not empty; choose another folder")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file, a folder is needed")
 
 
 def _open_pair(text: str, split: str) -> Pair:
@@ -101,12 +84,12 @@ def _open_pair(text: str, split: str) -> Pair:
 
 def _check_pairs(pairs: list[Pair]) -> None:
     seen: dict[Path, Pair] = {}
+    first = pairs[0].shard
     for pair in pairs:
         file = pair.shard.bin_path.resolve()
         if file in seen:
             raise UserError(f"{pair.shard.bin_path}: given twice, as {seen[file].split} data too")
         seen[file] = pair
-        first = pairs[0].shard
         if pair.shard.dtype != first.dtype:
             raise UserError(
                 f"{pair.shard.idx_path}: holds {pair.shard.dtype.name} tokens, {first.idx_path} "
@@ -115,56 +98,58 @@ def _check_pairs(pairs: list[Pair]) -> None:
             )
 
 
-def _adopt_all(
+def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
+    info = build_tokenizer(arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token)
+    pieces = _examine_all(pairs, info, made, arguments)
+    numbers = dict.fromkeys(SPLITS, 0)
+    adopted: list[tuple[Piece, ShardInfo]] = []
+    notes: list[str] = []
+    for piece in pieces:
+        name = f"{piece.split}-{numbers[piece.split]:05d}"
+        numbers[piece.split] += 1
+        shard, lines = _settle(piece, name, made, arguments.link)
+        adopted.append((piece, shard))
+        notes += lines
+    manifest = _manifest(adopted, info, arguments)
+    write_json(made / MANIFEST, manifest)
+    for split in SPLITS:
+        open_corpus(made, split)
+    Notes(made).add(notes)
+    return manifest
+
+
+def _examine_all(
     pairs: list[Pair], info: TokenizerInfo, folder: Path, arguments: argparse.Namespace
-) -> list[Adopted]:
-    adopted: list[Adopted] = []
+) -> list[Piece]:
+    pieces: list[Piece] = []
     text = TextBytes(folder / TOKENIZER, info)
     last = max(index for index, pair in enumerate(pairs) if pair.split == "train")
     total = sum(pair.shard.num_tokens * pair.shard.dtype.itemsize for pair in pairs)
     with TextProgress("reading", total, "of shards") as progress:
         for index, pair in enumerate(pairs):
-            held_out = arguments.validation_documents if index == last else None
-            pieces = _examine(pair, info, text, arguments, held_out or 0, progress.update)
-            for piece in pieces:
-                number = sum(item.pair.split == piece.split for item in adopted)
-                name = f"{piece.split}-{number:05d}"
-                adopted.append(_settle(piece, name, folder, arguments.link))
-    return adopted
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A shard to be: documents that lie one behind the other in a pair."""
-
-    pair: Pair
-    split: str
-    start: int  # in tokens
-    lengths: np.ndarray
-    counts: np.ndarray
-    text_bytes: int
-    bin_sha256: str | None  # None for a part of a file
-    read_as: os.stat_result  # the pair's .bin, as it was before it was read
+            held_out = (arguments.validation_documents or 0) if index == last else 0
+            pieces += _examine(pair, info, text, arguments.documents, held_out, progress.update)
+    return pieces
 
 
 def _examine(
     pair: Pair,
     info: TokenizerInfo,
     text: TextBytes,
-    arguments: argparse.Namespace,
+    documents: str,
     held_out: int,
     report: Callable[[int], None],
 ) -> list[Piece]:
-    """The shards that a pair becomes: two where its last `held_out` documents are cut off."""
+    """Return the shards that a pair becomes: two where `held_out` documents are cut off."""
     shard = pair.shard
     before = shard.bin_path.stat()
-    tokens = scan(shard, info, arguments.documents == "eod", report)
-    lengths = document_lengths(shard, tokens, info, arguments.documents)
+    tokens = scan(shard, info, documents == "eod", report)
+    lengths = document_lengths(shard, tokens, info, documents)
     text.check(shard, lengths)
     if not held_out:
         size = text.count(shard, lengths, tokens.counts)
-        digest = tokens.bin_sha256
-        return [Piece(pair, pair.split, 0, lengths, tokens.counts, size, digest, before)]
+        own = (0, lengths, tokens.counts, size, tokens.bin_sha256, before)
+        return [Piece(pair.set, pair.split, shard, *own)]
     if held_out >= len(lengths):
         raise UserError(
             f"--validation-documents {held_out}: {shard.bin_path} has {len(lengths)} documents; "
@@ -174,7 +159,17 @@ def _examine(
     counts = count_tokens(shard, cut, info.vocab_size)
     train = (0, lengths[:-held_out], tokens.counts - counts)
     return [
-        Piece(pair, split, start, own, seen, text.count(shard, own, seen, start), None, before)
+        Piece(
+            pair.set,
+            split,
+            shard,
+            start,
+            own,
+            seen,
+            text.count(shard, own, seen, start),
+            None,
+            before,
+        )
         for split, (start, own, seen) in (
             ("train", train),
             ("validation", (cut, lengths[-held_out:], counts)),
@@ -182,9 +177,9 @@ def _examine(
     ]
 
 
-def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
-    """Puts a shard where it belongs."""
-    shard, target = piece.pair.shard, folder / f"{name}.bin"
+def _settle(piece: Piece, name: str, folder: Path, link: str) -> tuple[ShardInfo, list[str]]:
+    """Put a shard into its place; return its entry in the manifest, and the notes of its files."""
+    shard, target, index = piece.shard, folder / f"{name}.bin", folder / f"{name}.idx"
     tokens = int(piece.lengths.sum(dtype=np.int64))
     digest = piece.bin_sha256
     if link == "copy":
@@ -198,19 +193,14 @@ def _settle(piece: Piece, name: str, folder: Path, link: str) -> Adopted:
         tokens=tokens,
         bytes=piece.text_bytes,
         bin_sha256=digest,
-        idx_sha256=write_index(folder / f"{name}.idx", shard.dtype, piece.lengths),
+        idx_sha256=write_index(index, shard.dtype, piece.lengths),
     )
-    index = folder / f"{name}.idx"
     if sha256(index) != info.idx_sha256:
         raise UserError(f"{index}: reads back different; check the disk")
     # What was linked is what was read, unless it has changed since.
     state = target.stat() if link == "copy" else piece.read_as
-    notes = [
-        note_line(target.name, state, info.bin_sha256),
-        note_line(index.name, index.stat(), info.idx_sha256),
-    ]
-    pair = replace(piece.pair, split=piece.split)
-    return Adopted(pair, info, piece.counts, notes)
+    notes = (target, state, info.bin_sha256), (index, index.stat(), info.idx_sha256)
+    return info, [note_line(path.name, *note) for path, *note in notes]
 
 
 def _link(source: Path, target: Path, link: str) -> None:
@@ -226,7 +216,7 @@ def _link(source: Path, target: Path, link: str) -> None:
 
 
 def _copy(source: Path, target: Path, start: int, size: int) -> str:
-    """Copies bytes [start, start + size), compares the copy, and returns their SHA-256."""
+    """Copy bytes [start, start + size), compare the copy, and return their SHA-256."""
     digest, left = hashlib.sha256(), size
     with open(source, "rb") as stream, open(target, "wb") as copy:
         stream.seek(start)
@@ -241,32 +231,32 @@ def _copy(source: Path, target: Path, start: int, size: int) -> str:
     return digest.hexdigest()
 
 
-def _manifest(adopted: list[Adopted], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
+def _manifest(
+    adopted: list[tuple[Piece, ShardInfo]], info: TokenizerInfo, arguments: argparse.Namespace
+) -> dict:
     sets: dict[str, dict[str, list[ShardInfo]]] = {}
-    for item in adopted:
-        by_split = sets.setdefault(item.pair.set, {split: [] for split in SPLITS})
-        by_split[item.pair.split].append(item.info)
+    for piece, shard in adopted:
+        by_split = sets.setdefault(piece.set, {split: [] for split in SPLITS})
+        by_split[piece.split].append(shard)
     counts = {
-        split: np.sum([item.counts for item in adopted if item.pair.split == split], axis=0)
+        split: np.sum([piece.counts for piece, _ in adopted if piece.split == split], axis=0)
         for split in SPLITS
     }
+    dtype = adopted[0][0].shard.dtype
+    # The source's description is the same wherever the files lie.
+    listing = "".join(f"{p.set} {p.split} {shard.bin_sha256}\n" for p, shard in adopted)
+    source = {
+        "kind": "megatron",
+        "files": len(adopted),
+        "file_bytes": sum(shard.tokens * dtype.itemsize for _, shard in adopted),
+        "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+    }
     said = {
-        "source": _describe(adopted),
+        "source": source,
         "tokenizer": arguments.tokenizer,
         "tokenizer_sha256": spec_sha256(arguments.tokenizer),
         "eod_token": arguments.eod_token,
         "documents": arguments.documents,
         "validation_documents": arguments.validation_documents,
     }
-    return manifest_of(sets, counts, info, adopted[0].pair.shard.dtype, said)
-
-
-def _describe(adopted: list[Adopted]) -> dict:
-    """Describe the files for the manifest; the same wherever they lie."""
-    listing = "".join(f"{i.pair.set} {i.pair.split} {i.info.bin_sha256}\n" for i in adopted)
-    return {
-        "kind": "megatron",
-        "files": len(adopted),
-        "file_bytes": sum(i.info.tokens * i.pair.shard.dtype.itemsize for i in adopted),
-        "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-    }
+    return manifest_of(sets, counts, info, dtype, said)

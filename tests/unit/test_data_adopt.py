@@ -14,7 +14,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from data_prep.adopt import parse_arguments
-from data_prep.megatron import convert, text_bytes
+from data_prep.megatron import convert, validate
 from data_prep.megatron.convert import adopt
 from tests.conftest import REPOSITORY, generated_text
 from tests.unit import megatron_files
@@ -174,8 +174,8 @@ def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, do
 def test_bytes_of_held_out_documents_are_their_own_where_all_are_decoded(
     tmp_path, pairs, monkeypatch
 ):
-    real = text_bytes.bytes_of_tokens
-    monkeypatch.setattr(text_bytes, "bytes_of_tokens", lambda *given: real(*given) + 1)
+    real = validate.bytes_of_tokens
+    monkeypatch.setattr(validate, "bytes_of_tokens", lambda *given: real(*given) + 1)
     flags = ("--link", "copy", "--validation-documents", 7)
     folder = run(tmp_path / "out", pairs[0], [], *flags)
     splits = json.loads((folder / "manifest.json").read_text())["splits"]
@@ -384,8 +384,8 @@ def test_bytes_of_text_are_counted_exactly_without_decoding(
     expected = sum(len(normalized(text).encode()) for text in texts)
     assert manifest["splits"]["train"]["bytes"] == expected
     assert "decoding all documents" not in capsys.readouterr().out
-    real = text_bytes.bytes_of_tokens  # with a table that is wrong, all documents are decoded
-    monkeypatch.setattr(text_bytes, "bytes_of_tokens", lambda *given: real(*given) + 1)
+    real = validate.bytes_of_tokens  # with a table that is wrong, all documents are decoded
+    monkeypatch.setattr(validate, "bytes_of_tokens", lambda *given: real(*given) + 1)
     folder = run(tmp_path / "decoded", train, held, tokenizer=str(path))
     assert "decoding all documents" in capsys.readouterr().out
     manifest = json.loads((folder / "manifest.json").read_text())
