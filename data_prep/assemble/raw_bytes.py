@@ -16,8 +16,8 @@ from cat_lm.core.files import sha256, write_json
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import ALL_SPLITS, MANIFEST, read_manifest
 from cat_lm.data.opening import open_corpus
-from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardInfo, ShardWriter, token_dtype
-from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer
+from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardWriter, token_dtype
+from cat_lm.data.tokenizers import build_tokenizer
 from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.manifest import manifest_of, print_counts
 from data_prep.encode.plan import TOKENIZER
@@ -44,7 +44,6 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def _describe(file: Path, sizes: list[int]) -> dict:
-    """Describe the file for the manifest, and check that it has so many bytes."""
     if not file.is_file():
         what = "is no file" if file.exists() else "no such file"
         raise UserError(f"--path {file}: {what}; raw-bytes reads one file, such as text8")
@@ -54,24 +53,14 @@ def _describe(file: Path, sizes: list[int]) -> dict:
         text = f"--path {file}: cannot be read ({describe_os_error(error)})"
         raise file_error(text, error) from None
     if sum(sizes) > there:
-        raise UserError(
-            f"--splits {','.join(map(str, sizes))}: are {sum(sizes):,} bytes, and {file} has "
-            f"{there:,}"
-        )
-    names = dict(zip(ALL_SPLITS, sizes, strict=False))
-    return {
-        "kind": "raw-bytes",
-        "files": 1,
-        "file_bytes": there,
-        "contents_sha256": digest,
-        "splits": names,
-    }
+        given = ",".join(map(str, sizes))
+        raise UserError(f"--splits {given}: are {sum(sizes):,} bytes, and {file} has {there:,}")
+    splits = dict(zip(ALL_SPLITS, sizes, strict=False))
+    known = {"kind": "raw-bytes", "files": 1, "file_bytes": there}
+    return {**known, "contents_sha256": digest, "splits": splits}
 
 
 def _is_complete(out: Path, source: dict) -> bool:
-    """Return True if the folder holds these splits. Raises UserError for other things in it."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file, a folder is needed")
     if not out.is_dir() or not any(out.iterdir()):
         return False
     if not (out / MANIFEST).is_file():
@@ -84,14 +73,20 @@ def _is_complete(out: Path, source: dict) -> bool:
 
 
 def _make(made: Path, file: Path, source: dict) -> dict:
-    """Make the data in `made`, and return their manifest."""
     info = build_tokenizer("bytes", made / TOKENIZER, lambda: ())
+    dtype = token_dtype(info.vocab_size)
     shards, counts, start = {}, {}, 0
     for split, size in source["splits"].items():
-        shards[split], counts[split] = _write(made, split, file, start, size, info)
+        data = _read(file, start, size)
+        counts[split] = np.bincount(data, minlength=info.vocab_size).astype(np.int64)
+        counts[split][info.eod_id] += 1
+        tokens = np.append(data.astype(dtype), np.array([info.eod_id], dtype))
+        with ShardWriter(made, split, dtype) as writer:
+            writer.write(tokens, np.array([len(tokens)]), [size])
+        shards[split] = writer.shards
         start += size
     arguments = {"source": source, "tokenizer": "bytes"}
-    manifest = manifest_of({file.name: shards}, counts, info, _dtype(info), arguments)
+    manifest = manifest_of({file.name: shards}, counts, info, dtype, arguments)
     write_json(made / MANIFEST, manifest)
     for split in shards:
         open_corpus(made, split)
@@ -100,22 +95,10 @@ def _make(made: Path, file: Path, source: dict) -> dict:
     return manifest
 
 
-def _dtype(info: TokenizerInfo) -> np.dtype:
-    return token_dtype(info.vocab_size)
-
-
-def _write(
-    folder: Path, split: str, file: Path, start: int, size: int, info: TokenizerInfo
-) -> tuple[list[ShardInfo], np.ndarray]:
-    """Write one split, closed by the end of a document; give its shard and the ids' counts."""
+def _read(file: Path, start: int, size: int) -> np.ndarray:
     if size >= MAX_DOCUMENT_TOKENS:
         raise UserError(f"--splits {size}: a split has at most {MAX_DOCUMENT_TOKENS - 1:,} bytes")
     data = np.fromfile(file, np.uint8, size, offset=start)
     if len(data) != size:
         raise UserError(f"--path {file}: has changed since the preparation began; start it again")
-    counts = np.bincount(data, minlength=info.vocab_size).astype(np.int64)
-    counts[info.eod_id] += 1
-    tokens = np.append(data.astype(_dtype(info)), np.array([info.eod_id], _dtype(info)))
-    with ShardWriter(folder, split, _dtype(info)) as writer:
-        writer.write(tokens, np.array([len(tokens)]), [size])
-    return writer.shards, counts
+    return data

@@ -107,15 +107,6 @@ class Selection:
             of_set |= members
         return np.flatnonzero(taken & of_set)
 
-    @classmethod
-    def from_json(cls, value: dict) -> Selection:
-        train = {
-            name: Copies(copies["whole"], copies["cut"] and SubsetEnd(**copies["cut"]))
-            for name, copies in value["train"].items()
-        }
-        ends = {split: tuple(end) for split, end in value["ends"].items()}
-        return cls(value["names"], train, value["validation"], ends)
-
 
 class Shortage(Exception):
     """More has to be encoded first: the training documents of sets below these places."""

@@ -51,10 +51,6 @@ class PlannedShard:
         self.tokens += int(lengths.sum(dtype=np.int64))
         self.bytes += int(sizes.sum(dtype=np.int64))
 
-    @classmethod
-    def from_json(cls, value: dict) -> PlannedShard:
-        return cls(**{**value, "pieces": [tuple(piece) for piece in value["pieces"]]})
-
 
 def plan_shards(
     parts: Parts, selection: Selection, shard_tokens: int
@@ -226,16 +222,3 @@ class Assembly:
     def key(self) -> str:
         """Return the identity of the shards: everything that decides them."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    def save(self, work: Path) -> None:
-        write_record(work / ASSEMBLY, asdict(self))
-
-    @classmethod
-    def load(cls, work: Path) -> Assembly | None:
-        """Read the plan; return None where there is none."""
-        value = read_record(work / ASSEMBLY, cls.__dataclass_fields__)
-        if value is None:
-            return None
-        shards = [PlannedShard.from_json(shard) for shard in value["shards"]]
-        selection = Selection.from_json(value["selection"])
-        return cls(**{**value, "shards": shards, "selection": selection})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from data_prep.assemble.manifest import build_manifest, print_summary
 from data_prep.assemble.output_folder import MALFORMED, OutputFolder
 from data_prep.assemble.selection import Chooser, Shortage, limit_ends
 from data_prep.assemble.shards import (
+    ASSEMBLY,
     Assembly,
     ShardTask,
     finished_shard,
@@ -27,7 +29,7 @@ from data_prep.common.amounts import Limit
 from data_prep.common.progress import TextProgress
 from data_prep.common.workers import run_tasks
 from data_prep.encode.job import Job
-from data_prep.encode.parts import part_path
+from data_prep.encode.parts import load_record, part_path, write_record
 from data_prep.sources.base import Unit
 
 
@@ -38,7 +40,7 @@ class UselessInput(UserError):
 def assemble(job: Job, folder: OutputFolder, identity: dict, arguments: argparse.Namespace) -> None:
     """Make what is left of the parts, then the shards, then the manifest; print the summary."""
     start = time.monotonic()
-    assembly = Assembly.load(job.work) or _decide(job, folder, arguments)
+    assembly = load_record(job.work / ASSEMBLY, Assembly) or _decide(job, folder, arguments)
     _write_shards(job, assembly)
     shards: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
     vocab_size = job.plan.tokenizer.vocab_size
@@ -79,7 +81,7 @@ def _decide(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> As
     _check_splits({shard.split for shard in shards}, arguments)
     folder.check_free(f"{shard.name}{end}" for shard in shards for end in (".bin", ".idx"))
     assembly = Assembly(selection, shards, _plain(counts), _plain(seen), empty, malformed)
-    assembly.save(job.work)
+    write_record(job.work / ASSEMBLY, asdict(assembly))
     return assembly
 
 

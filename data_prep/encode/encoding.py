@@ -87,10 +87,6 @@ class Coverage:
         sets = {name: _join(self.of(name), more.of(name)) for name in {**self.sets, **more.sets}}
         return Coverage({name: pair for name, pair in sets.items() if pair != other}, other)
 
-    @classmethod
-    def from_json(cls, value: dict) -> Coverage:
-        return cls({n: tuple(pair) for n, pair in value["sets"].items()}, tuple(value["other"]))
-
 
 def _join(one: tuple[int, bool], other: tuple[int, bool]) -> tuple[int, bool]:
     return max(one[0], other[0]), one[1] or other[1]

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import opened, sha256, sync_directory, write_sealed
@@ -38,6 +39,7 @@ DOCUMENT = np.dtype(
         ("spare", "u1"),
     ]
 )
+T = TypeVar("T")
 KINDS = ("bin", "docs", "malformed")
 
 
@@ -133,6 +135,12 @@ def read_record(path: Path, keys: Iterable[str]) -> dict | None:
     check_shape(record, Versioned, str(path), f"delete {path.parent}")
     del record["format"]
     return record if record.keys() >= set(keys) else None
+
+
+def load_record(path: Path, kind: type[T]) -> T | None:
+    """Read a record of a dataclass; None as in `read_record`."""
+    record = read_record(path, kind.__dataclass_fields__)
+    return None if record is None else TypeAdapter(kind).validate_python(record)
 
 
 def finished_part(work: Path, unit: int, key: str) -> dict | None:

@@ -29,7 +29,7 @@ from cat_lm.data.tokenizers import (
 )
 from data_prep.common.amounts import SelectionSpec
 from data_prep.encode.encoding import PLACES, Coverage, Rules, hash_place
-from data_prep.encode.parts import read_record, write_record
+from data_prep.encode.parts import load_record, write_record
 from data_prep.sources.base import Part, Source, counted_with
 from data_prep.sources.documents import Document, Malformed
 
@@ -85,16 +85,9 @@ class Plan:
     @classmethod
     def load(cls, work: Path, tokenizer_folder: Path) -> Plan | None:
         """Read the plan; return None where there is none, or its tokenizer is damaged."""
-        value = read_record(work / PLAN, cls.__dataclass_fields__)
-        file = tokenizer_folder / "tokenizer.json"
-        if value is None or not file.is_file() or sha256(file) != value["tokenizer"]["sha256"]:
-            return None
-        return cls(
-            TokenizerInfo(**value["tokenizer"]),
-            value["validation_fraction"],
-            Coverage.from_json(value["coverage"]),
-            Measured(**value["measured"]),
-        )
+        plan, file = load_record(work / PLAN, cls), tokenizer_folder / "tokenizer.json"
+        is_whole = plan and file.is_file() and sha256(file) == plan.tokenizer.sha256
+        return plan if is_whole else None
 
 
 def held_out_fraction(source: Source, rules: Rules, spec: SelectionSpec) -> float:
