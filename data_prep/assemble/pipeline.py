@@ -7,19 +7,36 @@ import copy
 import dataclasses
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.files import atomic_write, write_json
 from cat_lm.core.folders import check_output
+from cat_lm.data.manifest import MANIFEST, SPLITS
+from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import check_spec, spec_sha256
-from data_prep.assemble.output_folder import OutputFolder
-from data_prep.assemble.shards import ASSEMBLY
-from data_prep.assemble.stage import UselessInput, assemble
-from data_prep.common.amounts import SelectionSpec
+from data_prep.assemble.manifest import build_manifest, print_summary
+from data_prep.assemble.output_folder import MALFORMED, OutputFolder
+from data_prep.assemble.selection import Chooser, Shortage, limit_ends
+from data_prep.assemble.shards import (
+    ASSEMBLY,
+    Assembly,
+    ShardTask,
+    finished_shard,
+    plan_shards,
+    token_counts_path,
+    write_shard,
+)
+from data_prep.common.amounts import Limit, SelectionSpec
+from data_prep.common.progress import TextProgress
+from data_prep.common.workers import run_tasks
 from data_prep.encode.encoding import Encoding, Rules
 from data_prep.encode.estimate import check_disk, print_estimate
 from data_prep.encode.job import Job
-from data_prep.encode.parts import disk_errors
+from data_prep.encode.parts import disk_errors, load_record, part_path, write_record
 from data_prep.encode.plan import (
     PLAN,
     TOKENIZER,
@@ -29,9 +46,13 @@ from data_prep.encode.plan import (
     make_tokenizer,
     measure,
 )
-from data_prep.sources.base import Source, task_units, units_of
+from data_prep.sources.base import Source, Unit, task_units, units_of
 from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
+
+
+class UselessInput(UserError):
+    """Nothing can come of this input with these arguments; what is encoded need not be kept."""
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -181,3 +202,152 @@ def _estimate(arguments: argparse.Namespace, source: Source, folder: OutputFolde
     print_estimate(job, arguments)
     print(*source.notes(arguments.validation_fraction), sep="\n")
     check_disk(job, arguments.shard_tokens)
+
+
+def assemble(job: Job, folder: OutputFolder, identity: dict, arguments: argparse.Namespace) -> None:
+    """Make what is left of the parts, then the shards, then the manifest; print the summary."""
+    start = time.monotonic()
+    assembly = load_record(job.work / ASSEMBLY, Assembly) or _decide(job, folder, arguments)
+    _write_shards(job, assembly)
+    shards: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
+    vocab_size = job.plan.tokenizer.vocab_size
+    counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
+    for planned in assembly.shards:
+        info = _finished(job, planned.name, assembly.key)
+        shards[planned.split].append(info)
+        counts[planned.split] += np.load(token_counts_path(job.work, planned.name))
+    tokenizer, dtype, source = job.plan.tokenizer, job.plan.dtype, job.encoding.source
+    manifest = build_manifest(identity, tokenizer, dtype, assembly, shards, counts, source.left_out)
+    write_json(job.staging / MANIFEST, manifest)
+    folder.publish()
+    folder.tidy()
+    print_summary(manifest, arguments.source == "slimpajama")
+    print(f"{folder.out}: complete (assembled in {time.monotonic() - start:.1f} s)")
+
+
+def _finished(job: Job, name: str, key: str) -> ShardInfo | None:
+    return finished_shard(job.work, job.staging, name, key, job.plan.dtype)
+
+
+def _decide(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> Assembly:
+    """Choose the documents, encoding more of them where the estimates were too low."""
+    while True:
+        units = job.complete_parts(job.units)
+        seen, empty, malformed = _met(job, units)
+        _check_input(job, units, seen, empty, malformed, arguments)
+        parts = job.parts(units, sorted(seen))
+        try:
+            chooser = Chooser(job.spec, parts, job.plan.coverage, job.held_out_below)
+            selection = chooser.choose()
+            break
+        except Shortage as shortage:
+            print("the estimate of what has to be encoded was too low: it is encoded again")
+            job.cover(shortage.coverage)
+    selection.ends = limit_ends(job.encoding.rules, parts)
+    shards, counts = plan_shards(parts, selection, arguments.shard_tokens)
+    _check_splits({shard.split for shard in shards}, arguments)
+    folder.check_free(f"{shard.name}{end}" for shard in shards for end in (".bin", ".idx"))
+    assembly = Assembly(selection, shards, _plain(counts), _plain(seen), empty, malformed)
+    write_record(job.work / ASSEMBLY, dataclasses.asdict(assembly))
+    return assembly
+
+
+def _met(job: Job, units: list[Unit]) -> tuple[dict[str, dict[str, Counter]], int, int]:
+    """Count the documents of the units by set and split, the empty ones, and the malformed."""
+    seen: dict[str, dict[str, Counter]] = {}
+    empty = malformed = 0
+    for record in map(job.record, units):
+        empty += record["empty"]
+        malformed += record["malformed"]
+        for name, by_split in record["seen"].items():
+            for split, counts in by_split.items():
+                seen.setdefault(name, {}).setdefault(split, Counter()).update(counts)
+    return seen, empty, malformed
+
+
+def _plain(counts: dict[str, dict[str, Counter]]) -> dict[str, dict[str, dict]]:
+    # Sets by name, and the splits in their usual order.
+    return {
+        name: {split: dict(by_split[split]) for split in SPLITS if split in by_split}
+        for name, by_split in sorted(counts.items())
+    }
+
+
+def _check_input(
+    job: Job,
+    units: list[Unit],
+    seen: dict[str, dict[str, Counter]],
+    empty: int,
+    malformed: int,
+    arguments: argparse.Namespace,
+) -> None:
+    """Write malformed.log. Raises UserError for too many malformed records or absent sets."""
+    documents = sum(c["documents"] for by_split in seen.values() for c in by_split.values())
+    if malformed:
+        with atomic_write(job.staging / MALFORMED, "wb") as log:
+            for unit in units:
+                log.write(part_path(job.work, unit.number, "malformed").read_bytes())
+    limit: Limit = arguments.max_malformed
+    records = documents + empty + malformed
+    if limit.exceeded(malformed, records):
+        first = next(filter(None, (job.record(unit)["first_malformed"] for unit in units)))
+        raise UserError(
+            f"{malformed:,} of {records:,} records are malformed, more than --max-malformed "
+            f"{limit.text} allows; the first: {first} (all: {job.staging / MALFORMED}); what "
+            "is encoded is kept, a higher limit continues"
+        )
+    if not documents:
+        raise UselessInput(f"{_where(arguments)}: empty input, no document with any text")
+    job.spec.check_names(seen)
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    path = f" --path {arguments.path}" if arguments.path else ""
+    return f"--source {arguments.source}{path}"
+
+
+def _check_splits(made: set[str], arguments: argparse.Namespace) -> None:
+    for split in SPLITS:
+        if split not in made:
+            raise UselessInput(
+                f"{_where(arguments)}: the {split} split comes out empty; change "
+                f"--validation-fraction (now {arguments.validation_fraction}) or --seed, cut texts "
+                "into documents with --document-separator, choose other --sets, or give "
+                "--validation-path"
+            )
+
+
+def _write_shards(job: Job, assembly: Assembly) -> None:
+    """Write the shards that are not there yet; remove parts as soon as no shard needs them."""
+    key = assembly.key
+    todo = {shard.name: shard for shard in assembly.shards if not _finished(job, shard.name, key)}
+    needs = Counter(unit for shard in todo.values() for unit in shard.units)
+    units = [job.units[number] for number in sorted(needs)]
+    job.complete_parts(units)
+    _release(job, {unit.number for unit in job.units} - set(needs))
+    parts = job.parts(units, assembly.selection.names)
+    dtype, vocab_size = job.plan.dtype, job.plan.tokenizer.vocab_size
+    tasks = (
+        ShardTask(
+            shard,
+            parts.of(shard.units),
+            assembly.selection,
+            job.staging,
+            dtype,
+            vocab_size,
+            key,
+        )
+        for shard in todo.values()
+    )
+    total = sum(shard.tokens for shard in todo.values()) * np.dtype(dtype).itemsize
+    workers = max(1, min(job.workers, len(todo)))
+    with TextProgress("assembling", total, "of shards") as progress:
+        for name in run_tasks(write_shard, tasks, workers, progress.update):
+            needs.subtract(todo[name].units)
+            _release(job, {unit for unit in todo[name].units if not needs[unit]})
+
+
+def _release(job: Job, units: set[int]) -> None:
+    # The record stays, by which what is left of the part counts as unfinished.
+    for unit in sorted(units):
+        job.remove(unit, "bin", "docs")

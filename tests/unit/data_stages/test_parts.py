@@ -67,7 +67,7 @@ def test_a_part_that_is_damaged_while_shards_are_written_is_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("data_prep.assemble.stage.write_shard", stopped)
+        patched.setattr("data_prep.assemble.pipeline.write_shard", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(out, *set_flags(sets, *WISHES))
     damaged, gone = (out / "unfinished/parts" / f"part-0000{n}.bin" for n in (0, 4))
