@@ -137,6 +137,18 @@ class Cell:
         """
         return self.trial(device).run(quiet)
 
+    def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        """Do as `run`, in the study's folder, where a cell may keep what it resumes from."""
+        return self.run(device, quiet=quiet)
+
+    def choosing(self) -> Self:
+        """Return what is run to choose a rate: no more than `score` needs."""
+        return self
+
+    def seconds(self, device: str) -> tuple[float, float] | None:
+        """Time a step and a row of it; None where calls of `step` are timed."""
+        return None
+
     @staticmethod
     def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Train and test cells of one kind as one; yield each with its record when it stops."""
@@ -206,7 +218,7 @@ def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[s
     record = finished(folder, cell)
     if record is None:
         with _computing([cell], device):
-            record = cell.run(device, quiet=quiet)
+            record = cell.run_in(folder, device, quiet=quiet)
         _keep(folder, cell, record, device)
     return record
 

@@ -188,6 +188,7 @@ class Contrast:
         row, column, x: where reports show it.
         name: such as "k - q".
         plus, minus: the lines to add, and those to take away.
+        family: contrasts of one are corrected for each other.
     """
 
     row: str
@@ -196,6 +197,7 @@ class Contrast:
     name: str
     plus: tuple[Line, ...]
     minus: tuple[Line, ...]
+    family: str = ""
 
 
 def difference_of(one: Line, other: Line) -> Contrast:
@@ -228,15 +230,15 @@ def first_minus_others(
 def compute(contrasts: Sequence[Contrast], *, by_row: bool = False) -> list[dict[str, Any]]:
     """Compute contrasts, as records hold them; those without a common seed are left out.
 
-    Intervals are corrected for the number of all that are made together: of the report, or, with
-    `by_row`, of the contrast's row.
+    Intervals are corrected for the number of all that are made together: of the contrast's family
+    in the report, or, with `by_row`, in its row.
     """
-    made = Counter(one.row if by_row else "" for one in contrasts)
+    made = Counter((one.family, by_row and one.row) for one in contrasts)
     found = []
     for one in contrasts:
         sums = [_sums(side) for side in (one.plus, one.minus)]
         error, documents = _document_error(one)
-        together = made[one.row if by_row else ""]
+        together = made[one.family, by_row and one.row]
         difference = compare(*sums, together, error, documents)
         if difference is not None and difference.verdict != ONE_SEED:
             place = {"row": one.row, "column": one.column, "x": one.x, "contrast": one.name}
@@ -264,6 +266,8 @@ def _document_error(contrast: Contrast) -> tuple[float | None, int | None]:
         return None, None
     sums = [0.0] * len(tokens)
     for seed, (line, sign) in itertools.product(seeds, lines):
-        for number, nats in enumerate(line["documents"]["nats"][seed]):
+        if (of_documents := line["documents"]["nats"].get(seed)) is None:  # it diverged
+            return None, None
+        for number, nats in enumerate(of_documents):
             sums[number] += sign * nats / len(seeds)
-    return ratio_error(sums, tokens), len(tokens)
+    return ratio_error(sums, tokens), sum(map(bool, tokens))

@@ -41,7 +41,9 @@ def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, f
             key = (cell.timed(), len(group))
             if key not in timed:
                 with out_of_memory_as_error(group, device):
-                    timed[key] = step_seconds(key[0].step(key[1], device), cell.rows, device)
+                    timed[key] = key[0].seconds(device) or step_seconds(
+                        key[0].step(key[1], device), cell.rows, device
+                    )
                 if torch.device(device).type == "cuda":
                     torch.cuda.empty_cache()  # for the processes that will run the cells
             step, row = timed[key]

@@ -56,6 +56,8 @@ def draw(study: Study, record: dict[str, Any]) -> Figure:
     failed = dict.fromkeys(x["row"] for x in record["controls"] if not x["passed"])
     title += f"\ncontrol failed: {', '.join(failed)}" if failed else ""
     measure = study.measure_of
+    if study.figure == "losses":
+        return draw_losses(lines, title, study.axis, measure, record["extra"]["training_length"])
     if study.figure == "strips":
         return draw_strips(lines, title, measure, colours="column")
     if all(len({x["x"] for x in part}) < 2 for part in _panels(lines).values()):
@@ -99,8 +101,55 @@ def draw_curves(
     return figure
 
 
-def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: float) -> None:
+def draw_losses(
+    lines: Sequence[Line], title: str, axis: str, measure: Callable[[str], str], trained: int
+) -> Figure:
+    """Draw for each row strips of what was measured at the trained length, and curves by length.
+
+    Args:
+        lines: whose columns are ways of reading; those that stand at several lengths get curves.
+    """
+    names = list(dict.fromkeys(line["line"] for line in lines))
+    panels = _panels(lines)
+    strips = {place: [x for x in part if x["x"] == trained] for place, part in panels.items()}
+    curves = {place: part for place, part in panels.items() if len({x["x"] for x in part}) > 1}
+    of_row: dict[str, list[tuple[tuple[str, str], dict]]] = {}
+    for kind in (strips, curves):
+        for place in filter(kind.get, panels):
+            of_row.setdefault(place[0], []).append((place, kind))
+    wide = max(map(len, of_row.values()))
+    with matplotlib.rc_context(STYLE):
+        high = 0.9 + max(2.0, 0.18 * len(names))
+        size = (2.0 + 3.3 * wide, 0.9 + high * len(of_row) + 0.2 * -(-len(names) // 4))
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(of_row), wide, squeeze=False)
+        for beside, (row, kinds) in zip(grid, of_row.items(), strict=True):
+            for number, axes in enumerate(beside):
+                if number >= len(kinds):
+                    axes.set_axis_off()
+                    continue
+                place, kind = kinds[number]
+                if kind is strips:
+                    _strip(axes, strips[place], names, None)
+                    axes.tick_params(labelleft=number == 0)
+                    axes.set_xlabel(f"{measure(row)}, {axis} {trained:,}", fontsize=8)
+                else:
+                    _curves(axes, curves[place], names, None)
+                    axes.set_xlabel(axis, fontsize=8)
+                axes.set_title(", ".join(place), loc="left", fontsize=9, color=INK)
+        handles = [
+            Line2D([], [], label=_label(name), markersize=4.5, **_style(index, name))
+            for index, name in enumerate(names)
+        ]
+        handles.append(_run_key("every run (bar, line: the mean)"))
+        figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=4)
+        _title(figure, title, 3.3 * wide)
+    return figure
+
+
+def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: float | None) -> None:
     """Draw a panel's lines; what is below its lower edge, as a run that diverged, stands on it."""
+    floor = -math.inf if bottom is None else bottom
     ticks = sorted({line["x"] for line in part})
     apart = 2**0.025 if len(ticks) > 1 else 1.2 ** (1 / len(names))
     for index, name in enumerate(names):
@@ -110,12 +159,12 @@ def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: floa
         style = _style(index, name)
         axes.plot(
             [x * beside for x, _ in means],
-            [max(y, bottom) for _, y in means],
+            [max(y, floor) for _, y in means],
             **style,
             markersize=4.5,
             zorder=3 + (len(names) - index) / len(names),  # the first lines stand above the others
         )
-        every = [(line["x"] * beside, max(v, bottom)) for line in own for v in _values(line)]
+        every = [(line["x"] * beside, max(v, floor)) for line in own for v in _values(line)]
         if every:
             dots = {"s": 10, "color": style["color"], "alpha": 0.5, "linewidths": 0, "zorder": 5}
             axes.scatter(*zip(*every, strict=True), **dots)
@@ -128,7 +177,8 @@ def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: floa
     axes.set_xticks(ticks, [str(x) for x in ticks])
     axes.minorticks_off()
     axes.margins(x=0.1)
-    axes.set_ylim(bottom, max(1.05, axes.get_ylim()[1]))
+    if bottom is not None:
+        axes.set_ylim(bottom, max(1.05, axes.get_ylim()[1]))
 
 
 def draw_strips(

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # of a cell
 Found = Sequence[tuple[Run, Record, Choice]]
 Line = dict[str, Any]
-# A run and its record -> x -> what was measured there; `value` is what models are compared by.
-Values = Callable[[Run, Record], Mapping[int, Mapping[str, float]]]
+# A run and its record -> x, or (row, column, x) of a cell that stands in several panels -> what was
+# measured there; `value` is what models are compared by, `documents` are those that it is over.
+Values = Callable[[Run, Record], Mapping[Any, Mapping[str, Any]]]
 
 
 def gather_lines(found: Found, values: Values) -> list[Line]:
@@ -31,8 +32,12 @@ def gather_lines(found: Found, values: Values) -> list[Line]:
     lines: dict[tuple, Line] = {}
     for run, record, choice in found:
         seed = str(run.cell.seed)
-        for x, measured in sorted(values(run, record).items()):
-            place = (run.row, run.column, run.line, x)
+        measured_at = {
+            at if isinstance(at, tuple) else (run.row, run.column, at): measured
+            for at, measured in values(run, record).items()
+        }
+        for at in sorted(measured_at, key=lambda place: place[2]):
+            place, measured = (*at[:2], run.line, at[2]), measured_at[at]
             line = lines.setdefault(
                 place,
                 {
@@ -45,11 +50,12 @@ def gather_lines(found: Found, values: Values) -> list[Line]:
                 },
             )
             for name, value in measured.items():
+                if name == "documents":
+                    own = line.setdefault(name, {"tokens": value["tokens"], "nats": {}})
+                    own["nats"][seed] = value["nats"]
+                    continue
                 of_name = line["runs"] if name == "value" else line["also"].setdefault(name, {})
                 of_name[seed] = value
-            if scored := record.get("documents"):
-                own = line.setdefault("documents", {"tokens": scored["tokens"], "nats": {}})
-                own["nats"][seed] = scored["nats"]
     return list(lines.values())
 
 

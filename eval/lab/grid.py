@@ -1,10 +1,11 @@
 """The grid of a study: places in its figure, whose learning rates are chosen on other seeds.
 
-Every rate of a place is tried once with TUNING_SEED. The best by the cell's own score is taken: of
-validation rows, or of a language model of held-out documents that are not reported. Of those that
-are as good it is the one nearest to the middle of what was tried. Where the best lies on the grid's
-edge, one rate beyond is tried too, and if that is the best it stays marked: a better one may be
-beyond. Then the reported seeds run, at this rate alone.
+Every rate of a place is tried with TUNING_SEED, or with several seeds from it on. The best by the
+cell's own score, mean over these, is taken: of validation rows, or of a language model of held-out
+documents that are not reported. Of those that are as good it is the one nearest to the middle of
+what was tried. Where the best lies on the grid's edge, one rate beyond is tried too, and if that is
+the best it stays marked: a better one may be beyond. Then the reported seeds run, at this rate
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from eval.lab.cell import Cell
     from eval.lab.execution import Execution
 
-TUNING_SEED = 10_000
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 _AS_GOOD = 0.005  # scores that differ by no more (accuracies, nats, log2 of steps) are as good
 
@@ -110,7 +110,7 @@ def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:
 
 def _trials(place: Place) -> list[Run]:
     several = len(place.rates) > 1
-    return [place.at(rate, TUNING_SEED) for rate in place.rates] if several else []
+    return [run for rate in place.rates for run in place.tried_at(rate)] if several else []
 
 
 def _reported(place: Place, rate: float) -> list[Run]:
@@ -119,19 +119,21 @@ def _reported(place: Place, rate: float) -> list[Run]:
 
 def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
     """Rate -> score; none if not all are finished."""
-    found = {run.cell.lr: _finished(out, run.cell) for run in runs}
-    if not all(found.values()):
-        return None
-    scores = {run.cell.lr: run.cell.score(found[run.cell.lr]) for run in runs}
-    # A model that diverged is the last choice.
-    return {rate: -math.inf if math.isnan(score) else score for rate, score in scores.items()}
+    scores: dict[float, list[float]] = {}
+    for run in runs:
+        if (record := _finished(out, run.cell)) is None:
+            return None
+        score = run.cell.score(record)
+        # A model that diverged is the last choice.
+        scores.setdefault(run.cell.lr, []).append(-math.inf if math.isnan(score) else score)
+    return {rate: sum(of_rate) / len(of_rate) for rate, of_rate in scores.items()}
 
 
 def _beyond(place: Place, out: Path) -> list[Run]:
-    """The trial beyond the grid's edge, if the best of the grid lies on it."""
+    """The trials beyond the grid's edge, if the best of the grid lies on it."""
     tried = _tried(_trials(place), out)
     rate = beyond(choose(tried)) if tried else None
-    return [] if rate is None else [place.at(rate, TUNING_SEED)]
+    return [] if rate is None else place.tried_at(rate)
 
 
 def _choice(place: Place, out: Path) -> Choice | None:
@@ -150,5 +152,5 @@ def _later(place: Place, out: Path) -> list[Run]:
         return [*_beyond(place, out), *_reported(place, choice.rate)]
     wider = _beyond(place, out)
     if not wider and _tried(_trials(place), out) is None:
-        wider = [place.at(LADDER[-1], TUNING_SEED)]
+        wider = place.tried_at(LADDER[-1])
     return [*wider, *_reported(place, place.rates[len(place.rates) // 2])]

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> None:
     """Add what all grids have. stacks: whether cells can be trained as one."""
-    parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
+    parser.add_argument(
+        "--scale",
+        choices=("smoke", "cpu", "gpu", "paper"),
+        default="cpu",
+        help="how large; gpu: of language models, paper: of the others (default: cpu)",
+    )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",

@@ -77,12 +77,10 @@ def _setting(record: dict[str, Any]) -> str:
         return said
     commits = dict.fromkeys(each[:9] + "+" * each.endswith("+") for each in found["commits"])
     changed = " (+: with changes)" if "+" in "".join(commits) else ""
-    first, last = (found[end][:16].replace("T", " ") for end in ("first", "last"))
-    return (
-        f"{said} Runs ended between {first} and {last} UTC, at commit"
-        f"{'s' if len(commits) > 1 else ''} {', '.join(commits)}{changed}; "
-        f"{'; '.join(found['machines'])}."
-    )
+    when = [found[end][:16].replace("T", " ") for end in ("first", "last") if end in found]
+    said += f" Runs ended {'between' if when[1:] else 'before'} {' and '.join(when)} UTC"
+    at = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}{changed}"
+    return f"{said}, at {at}; {'; '.join(found['machines'])}."
 
 
 def _controls(controls: Sequence[dict[str, Any]]) -> str:
@@ -144,11 +142,13 @@ def _rates(lines: Sequence[Line]) -> str:
 def _rule(contrasts: Sequence[dict[str, Any]], study: Study) -> str:
     if not contrasts:
         return ""
-    count = max(x["comparisons"] for x in contrasts)
+    counts = sorted({x["comparisons"] for x in contrasts})
     over = "seeds and documents" if any(x["document_error"] for x in contrasts) else "seeds"
+    made = f"all {counts[-1]} comparisons of {'a task' if study.by_row else 'the report'} together"
+    if len(counts) > 1 and not study.by_row:
+        made = f"{' or '.join(map(str, counts))} comparisons that are made together"
     return (
-        f"Paired by seed; 95% intervals over {over} for all {count} comparisons of "
-        f"{'a task' if study.by_row else 'the report'} together (Student's t, Bonferroni). A word "
+        f"Paired by seed; 95% intervals over {over} for {made} (Student's t, Bonferroni). A word "
         "stands only where the interval leaves out 0."
     )
 

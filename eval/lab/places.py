@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 NEGATIVE = "none"  # the mixer that mixes nothing, in every panel
 CONTROL = "control"  # the row of what must learn a task
+TUNING_SEED = 10_000  # the first of the runs that choose a rate, which are not reported
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,19 @@ class Place:
     Attributes:
         run: its run but for the rate and the seed.
         rates: to choose from, in order; seeds: runs at the chosen one.
+        trials: runs at each of the rates, whose mean score chooses.
     """
 
     run: Run
     rates: tuple[float, ...]
     seeds: int
+    trials: int = 1
 
     def at(self, rate: float, seed: int) -> Run:
         """Return its run at a rate, with a seed."""
         return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
+
+    def tried_at(self, rate: float) -> list[Run]:
+        """Return the runs that say how good a rate is."""
+        runs = [self.at(rate, TUNING_SEED + number) for number in range(self.trials)]
+        return [replace(run, cell=run.cell.choosing()) for run in runs]

@@ -18,9 +18,9 @@ from eval.lab.contrasts import compute
 from eval.lab.execution import Execution, alone_in
 from eval.lab.figures import draw
 from eval.lab.frame import Found, Line, diverged_runs, frame, gather_lines, origin_of
-from eval.lab.grid import TUNING_SEED, all_records, foreseen, run_tuned
+from eval.lab.grid import all_records, foreseen, run_tuned
 from eval.lab.page import report, warnings
-from eval.lab.places import CONTROL, Place
+from eval.lab.places import CONTROL, TUNING_SEED, Place
 from eval.lab.study import Asked, Study
 
 if TYPE_CHECKING:

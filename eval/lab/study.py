@@ -29,7 +29,7 @@ class Asked:
     """What a command asks of a study.
 
     Attributes:
-        scale: smoke, cpu or paper.
+        scale: one of the study's.
         seeds: runs of each model; None: the scale's.
         models: mixers in place of the scale's.
         rows, columns: of the report, by their names; none: all.
@@ -100,13 +100,14 @@ class Study:
         notes: what to know when it is read.
         measures: row (or its beginning) -> what `value` is; "" stands for all rows.
         also: further measure -> the title of its table.
-        axis: what stands on the axis; figure: `curves`, or `strips` of a colour a column.
+        axis: what stands on the axis; figure: `curves`, `strips` of a colour a column, or
+            `losses`, strips at the trained length of `extra` above curves.
         contrasts: of lines; by_row: whether intervals are corrected for those of a row alone.
         controls: of runs; extra: what else a record holds of runs.
         tables, pictures: further ones of a record, the latter by the end of their files' names.
         check: looks at finished cells, before and after the runs; raises UserError.
         solved: the value from which a run counts as having found its task.
-        options: of `Asked` and of the command that the study takes.
+        options: of `Asked` and of the command that the study takes; scales: that it has.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Study:
     check: Callable[[Iterable[Any], Path], None] | None = None
     solved: float | None = None
     options: tuple[str, ...] = ("models", "rows")
+    scales: tuple[str, ...] = ("smoke", "cpu", "paper")
 
     def measure_of(self, row: str) -> str:
         """Return what `value` is in a row."""

@@ -185,7 +185,8 @@ def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
 
 def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return the accuracy of recall, or the loss on held-out documents in nats a token."""
-    return {run.cell.seq_len: {"value": record.get("loss", record["accuracy"])}}
+    documents = {name: record[name] for name in ("documents",) if name in record}
+    return {run.cell.seq_len: {"value": record.get("loss", record["accuracy"]), **documents}}
 
 
 def contrasts(lines: Sequence[Line]) -> list[Contrast]:

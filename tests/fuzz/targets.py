@@ -430,13 +430,8 @@ TARGETS = (
         line_weight=0.5,
     ),
     Target(
-        *("study", "eval.small_study", "plain"),
-        ("--estimate", "--data", "nowhere", "--out", "out", "--models", "cat_rope", "--seeds", "0"),
-        usual=2,
-    ),
-    Target(
-        *("rivals", "eval.rivals", "plain"),
-        ("--estimate", "--data", "nowhere", "--out", "out", "--models", "tfpp", "--seeds", "0"),
+        *("study", "eval.study", "plain"),
+        ("rivals", "--data", "nowhere", "--out", "out", "--models", "tfpp", "--estimate-only"),
         usual=2,
     ),
 )

@@ -22,7 +22,7 @@ _PLAIN = (
     *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.scale"),
     *("launch.slurm.__main__", "launch.slurm.local", "launch.slurm.prepare"),
     *("launch.slurm.status", "launch.slurm.submit"),
-    *("eval.small_study.__main__", "eval.small_study.execute", "torch", "transformers"),
+    *("eval.study", "eval.studies.rivals", "torch", "transformers"),
 )
 _TORCH = (
     *("torch", "transformers", "deepspeed", "safetensors.torch", "matplotlib.pyplot", "train"),

@@ -26,7 +26,6 @@ NOT_RECORDED = {
         "last": "2026-01-02T00:00:00+00:00",
     },
     "diverged": [],
-    "tuning_seeds": [100],
 }
 
 
@@ -53,29 +52,6 @@ def render_theory(folder: Path, name: str) -> dict[str, str]:
     return {"markdown": markdown(record["claims"], record["provenance"]["command"])}
 
 
-def render_small_study(folder: Path, name: str) -> dict[str, str]:
-    """Return the tables of a small study of language models."""
-    from eval.small_study.tables import markdown
-
-    return {"markdown": markdown(read_record(name))}
-
-
-def render_small_study_files(folder: Path, name: str) -> dict[str, str]:
-    """Return the tables of a small study as they are written, also for programs."""
-    from eval.small_study.tables import write_tables
-
-    write_tables(read_record(name), folder)
-    files = {"markdown": "small_study.md", "csv": "small_study.csv"}
-    return {kind: (folder / file).read_text(encoding="utf-8") for kind, file in files.items()}
-
-
-def render_rivals(folder: Path, name: str) -> dict[str, str]:
-    """Return the page of the comparison with rivals."""
-    from eval.rivals.page import markdown
-
-    return {"markdown": markdown(read_record(name))}
-
-
 def render_landmark(folder: Path, name: str, block: int) -> dict[str, str]:
     """Return the table of perplexities of landmark sweeps at one block size.
 
@@ -96,10 +72,9 @@ STUDIES: dict[str, tuple[str, Adapter]] = {
     "recall: streams": ("recall_streams_texts_cpu", render_report),
     "recall: Mamba": ("recall_mamba_cpu", render_report),
     "recall: theory": ("theory_cpu", render_theory),
-    "language models: ranks": ("rank_cpu", render_small_study_files),
-    "language models: qk norms": ("qk_norm_cpu", render_small_study),
-    "language models: long texts": ("long_texts_cpu", render_small_study),
-    "language models: rivals": ("rivals_cpu", render_rivals),
+    "language models: qk norms": ("qk_norm_cpu", render_report),
+    "language models: long texts": ("long_texts_cpu", render_report),
+    "language models: rivals": ("rivals_cpu", render_report),
     "landmarks": ("landmark_cpu", partial(render_landmark, block=16)),
     "long range: atomic": ("long_range_atomic_cpu", render_report),
     "long range: ListOps": ("long_range_listops_cpu", render_report),

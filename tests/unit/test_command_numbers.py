@@ -23,11 +23,11 @@ COMMANDS += (
     "eval.speed.__main__",
     "eval.recall.__main__",
     "eval.long_range.__main__",
-    "eval.small_study.__main__",
+    "eval.study",
 )
 WRITING = COMMANDS[1:]
 WRITING += ("cat_lm.export", "cat_lm.upcycle", "cat_lm.sparsify", "data_prep.prepare")
-WRITING += ("data_prep.adopt", "eval.quickstart", "eval.report.__main__", "eval.rivals.__main__")
+WRITING += ("data_prep.adopt", "eval.quickstart", "eval.report.__main__")
 WRITING += ("eval.landmark.__main__", "eval.length_sweep.__main__", "eval.zero_shot.__main__")
 OUTPUTS = ("out", "json", "scratch", "cache", "prefetch")
 ODD = ["", " ", "-", "0", "-1", "1", "1e30", str(10**30), str(-(10**19)), "0.5", "nan", "inf"]

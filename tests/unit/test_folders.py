@@ -17,8 +17,7 @@ COMMANDS = {
     "eval.recall": ["theory"],
     "eval.length_sweep": ["nowhere", "--text", "nowhere", "--lengths", "64"],
     "eval.report": ["nowhere"],
-    "eval.rivals": ["--estimate"],
-    "eval.small_study": ["--estimate"],
+    "eval.study": ["rivals"],
 }
 
 

@@ -41,8 +41,7 @@ LAYERS = {
         ("common",),
     ),
     "eval": (
-        ("rivals",),
-        ("quickstart", "small_study"),
+        ("quickstart", "language"),
         ("report", "samples", "speed"),
         ("length_sweep", "recall"),
         ("zero_shot",),

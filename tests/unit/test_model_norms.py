@@ -10,7 +10,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained.conversion import library_model
 from eval.common.filters import read_filters
-from eval.small_study.attention import attention_statistics
+from eval.language.attention import attention_statistics
 from tests.unit.tiny_models import cat_model, random_ids
 
 NONE = {"conv_type": "none"}

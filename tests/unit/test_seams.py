@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 
 import pytest
 import torch
@@ -11,11 +12,19 @@ from cat_lm import mixers
 from cat_lm.core import plugins
 from cat_lm.mixers import Setting
 from cat_lm.model.context import Context
+from eval import records
+from eval import study as command
+from eval.lab import cell as cells
+from eval.lab import execution as running
+from eval.lab.places import Place, Run
+from eval.lab.study import Study
 from eval.long_range.cell import Cell as LongRangeCell
 from eval.long_range.training import Trial as LongRangeTrial
 from eval.recall.cell import Cell as RecallCell
 from eval.recall.training import Trial as RecallTrial
+from eval.studies import STUDIES
 from tests.conftest import REPOSITORY
+from tests.unit.calls import call_main
 from tests.unit.test_own_ideas import registries  # noqa: F401
 from tests.unit.tiny_models import cat_model, random_ids
 
@@ -78,3 +87,31 @@ def test_a_pattern_as_a_mixer_keeps_documents_apart(pattern):
     alone = torch.cat([module(part, Context()) for part in x.split(2, dim=1)], dim=1)
     torch.testing.assert_close(module(x, Context(documents=torch.arange(5)[None] // 2)), alone)
     assert not torch.allclose(module(x, Context()), alone)
+
+
+def test_a_study_is_one_declaration_and_gets_its_report(monkeypatch, tmp_path, capsys):
+    fixed = {"epochs": 1, "train_examples": 32, "test_examples": 8, "stop_above": None}
+
+    def places(asked):
+        runs = [Run("MQAR", "", mixer, RecallCell(RECALL, mixer, 16, 16, **fixed)) for mixer in
+                ("cat", "lincat")]  # fmt: skip
+        return [Place(run, (1e-2,), asked.seeds or 2) for run in runs]
+
+    def values(run, record):
+        return {run.cell.seq_len: {"value": record["accuracy"]}}
+
+    def in_this_process(groups, out, device, workers):
+        for each in (run for group in groups for run in group):
+            cells.run(out, each.cell, device, quiet=True)
+
+    monkeypatch.setattr(running, "execute", in_this_process)
+    monkeypatch.setattr(STUDIES, "_entries", dict(STUDIES._entries))
+    STUDIES.register(Study("own", "a study of one's own", places, values))
+    given = ("own", "--scale", "smoke", "--out", tmp_path / "out", "--workers", 1)
+    code, out, err = call_main(command.main, monkeypatch, capsys, "eval.study", *given)
+    assert code == 0 and "4 runs, 4 to do" in out, err
+    text = (tmp_path / "out/own.md").read_text(encoding="utf-8")
+    assert text.startswith("# own: a study of one's own\n") and "cat - lincat" in text
+    assert (tmp_path / "out/own.png").stat().st_size > 5000
+    shutil.copy(tmp_path / "out/own.json", tmp_path)
+    assert records.render(tmp_path)["own.md"] == text

@@ -15,8 +15,8 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import make_mixer
 from eval.lab.contrasts import compute, difference_of, ratio_error
 from eval.lab.frame import gather_lines
-from eval.lab.grid import LADDER, TUNING_SEED, Choice
-from eval.lab.places import CONTROL, NEGATIVE
+from eval.lab.grid import LADDER, Choice
+from eval.lab.places import CONTROL, NEGATIVE, TUNING_SEED
 from eval.lab.study import Asked
 from eval.long_range.grids import steps_to
 from eval.recall import grids

@@ -10,8 +10,8 @@ import pytest
 from eval.lab import cell as cells
 from eval.lab import execution as running
 from eval.lab.execution import Execution
-from eval.lab.grid import LADDER, TUNING_SEED, all_records, beyond, choose, run_tuned
-from eval.lab.places import Place, Run
+from eval.lab.grid import LADDER, all_records, beyond, choose, run_tuned
+from eval.lab.places import TUNING_SEED, Place, Run
 from eval.recall.cell import Cell
 from eval.recall.training import Trial
 

@@ -22,7 +22,7 @@ from eval.lab.figures import draw
 from eval.lab.frame import frame
 from eval.lab.page import report, warnings
 from eval.lab.run import pictures, run_study
-from eval.lab.study import Asked, Study
+from eval.lab.study import Asked
 from eval.recall import grids
 from eval.studies import STUDIES
 
@@ -78,15 +78,6 @@ def test_study_resumes_and_writes_its_files(small, tmp_path, capsys):
         assert (found is None) == estimate
     more = run_study(small, Asked("smoke", models=("cat",)), tmp_path, Execution("cpu"))
     assert more["not_run"] == ["attention"] and "Not run: `attention`" in report(small, more)
-
-
-def test_new_study_is_one_declaration(small, tmp_path):
-    """What a study of one's own needs, and nothing else: it gets its report and picture."""
-    own = Study("own", "a study of one's own", small.places, grids.values)
-    record = run_study(own, Asked("smoke"), tmp_path, Execution("cpu"))
-    assert record["study"] == "own" and not record["controls"]
-    assert (tmp_path / "own.md").read_text().startswith("# own: a study of one's own\n")
-    assert (tmp_path / "own.png").stat().st_size > 5000
 
 
 def test_options_without_an_effect_are_refused(monkeypatch, tmp_path, capsys):
@@ -177,8 +168,14 @@ def test_figure_shows_every_run(name, record):
     names = list(dict.fromkeys(line["line"] for line in lines))
     panels = [axes for axes in figure.axes if axes.lines or axes.collections]
     rows = {(x["row"], x["column"]) for x in lines}
-    by_column = STUDIES.get(record["study"]).figure == "strips"
-    assert len(panels) == (len({row for row, _ in rows}) if by_column else len(rows))
+    kind = STUDIES.get(record["study"]).figure
+    expected = len({row for row, _ in rows}) if kind == "strips" else len(rows)
+    if kind == "losses":  # strips at the trained length, and curves
+        lengths = {place: {x["x"] for x in lines if (x["row"], x["column"]) == place}
+                   for place in rows}  # fmt: skip
+        trained = record["extra"]["training_length"]
+        expected = sum((trained in found) + (len(found) > 1) for found in lengths.values())
+    assert len(panels) == expected
     drawn = sum(len(c.get_offsets()) for axes in panels for c in axes.collections)
     drawn += sum(len(m.get_xdata()) for axes in panels for m in axes.lines
                  if m.get_linestyle() == "None" and m.get_marker() != "|")  # fmt: skip

@@ -1,0 +1,1 @@
+"""Language models of one size, trained by `train.py`, measured and compared: see eval/studies."""

@@ -1,0 +1,295 @@
+"""A language model as a cell: trained by `train.py`, exported, and scored on held-out documents.
+
+Trainings lie in OUT/runs, where those that were stopped are resumed from their checkpoints and
+those of other studies in the same OUT are found; what is measured of them lies in OUT/cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cat_lm.config import RunConfig, load_config
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import finite
+from cat_lm.core.readers import Versioned
+from cat_lm.pretrained.loading import quiet_transformers
+from eval.common.interrupts import run_to_end
+from eval.common.precision import evaluation_dtype
+from eval.common.result_files import read_export, read_metrics, read_sweep
+from eval.common.runs import EVALUATION
+from eval.lab import cell
+from eval.lab.store import CellStore, key_hash
+from eval.language.attention import sharpness
+from eval.language.models import ROOT, configuration, deciding
+from eval.language.recalled import recalled
+
+NONE, YARN, PAPER = "none", "yarn", "paper"  # methods of eval.length_sweep
+_TRIAL_STEPS = 12
+_VOCABULARY = 2048  # that estimates count with
+
+
+class _Training(Versioned):
+    """What is known of a finished training, and of its export."""
+
+    diverged: bool
+    loss: float | None  # nats a token at the last validation
+    precision: str
+    parameters: int | None
+    tokens_per_second: float | None
+
+
+class _Record(_Training):
+    cell: dict[str, Any]
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Cell(cell.Cell):
+    """All that decides a language model's result.
+
+    Attributes:
+        model: of configs/study/models.yaml; recipe: `cpu` or `gpu`.
+        texts: (folder, fingerprint) of prepared data; it is trained on the first, and scored on
+            documents that all of them hold out.
+        tokens: of training; None: as the recipe says.
+        lengths: at which it is read; none: it is trained alone.
+        methods: of reading beyond the trained length, of eval.length_sweep.
+        documents: of each text that are scored, each of at least the largest length.
+        skip: tokens at the beginning of the first text's split, which rates are chosen on.
+        recall, attention: whether `recalled` and `attention_statistics` are measured.
+    """
+
+    model: str
+    recipe: str
+    texts: tuple[tuple[str, str], ...]
+    lr: float
+    seed: int = 0
+    tokens: int | None = None
+    lengths: tuple[int, ...] = ()
+    methods: str = NONE
+    documents: int = 0
+    skip: int = 0
+    recall: bool = False
+    attention: bool = False
+    shape: ClassVar[type[Versioned]] = _Record
+
+    @property
+    def config(self) -> RunConfig:
+        """The training's configuration, but for its folder."""
+        return self._config()
+
+    def _config(self, output_dir: str = "runs/study") -> RunConfig:
+        data = self.texts[0][0]
+        return configuration(
+            self.model, self.recipe, data, self.tokens, self.lr, self.seed, output_dir
+        )
+
+    @property
+    def task(self) -> str:
+        return "text"
+
+    @property
+    def mixer(self) -> str:
+        return self.model
+
+    @property
+    def d_model(self) -> int:
+        return self.config.model.hidden_size
+
+    @property
+    def seq_len(self) -> int:
+        return self.config.data.context_length
+
+    def key(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def resolved(self) -> dict[str, Any]:
+        return {"config": deciding(self.config)}
+
+    def choosing(self) -> Cell:
+        return dataclasses.replace(self, lengths=(), methods=NONE, recall=False, attention=False)
+
+    def score(self, record: dict[str, Any]) -> float:
+        """Return minus the loss at the last validation: the split's first tokens."""
+        return float("nan") if record["loss"] is None else -record["loss"]
+
+    def summary(self, record: dict[str, Any]) -> str:
+        return "diverged" if record["diverged"] else f"validation loss {record['loss']:.3f}"
+
+    def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
+        """Train and measure in the study's folder; what is finished there is not made again.
+
+        A training that ends because its steps are not finite is a result as well.
+
+        Raises:
+            UserError: a command failed, or runs are of other weights than their exports.
+        """
+        quiet_transformers()
+        training = self._trained(folder, device)
+        run, rows = folder / "runs" / self._name, []
+        found: dict[str, Any] = {}
+        if self.lengths and not training["diverged"]:
+            for number, (data, _) in enumerate(self.texts):
+                rows += self._swept(run, Path(data), number == 0, device)
+            model, data, longest = run / "model", Path(self.texts[0][0]), max(self.lengths)
+            if self.recall:
+                dtype = evaluation_dtype("auto", [model], device)
+                numbers = (self.documents, longest, self.seq_len, self.skip)
+                found["recall"] = recalled(model, dtype, data, *numbers)
+            if self.attention:
+                found["attention"] = sharpness(model, data, self.seq_len, self.skip)
+        return {"cell": self.key(), **self.resolved(), **training, "rows": rows, **found}
+
+    @property
+    def _name(self) -> str:
+        values = {"config": deciding(self.config), "data": self.texts[0][1]}
+        return f"{self.model}-lr{self.lr:g}-seed{self.seed}-{key_hash(values, digits=8)}"
+
+    def _trained(self, folder: Path, device: str) -> dict[str, Any]:
+        """Train and export, or read what is known of the same training here."""
+        store, name = CellStore(folder / "runs", _Training), self._name
+        if (found := store.read(name)) is not None:
+            return found
+        run, log = folder / "runs" / name, folder / "runs" / f"{name}.log"
+        config = self._config(str(run))
+        config.save(file := folder / "configs" / f"{name}.yaml")
+        code = _command(["train.py", str(file), "train.resume=auto"], log, device)
+        is_diverged = bool(code) and _diverged(run)
+        if code and not is_diverged:
+            raise UserError(f"{name}: train.py ended with code {code}, see {log}: {_last(log)}")
+        if not is_diverged:
+            _check_command(["-m", "cat_lm.export", str(run), str(run / "model")], log, device)
+        records = read_metrics(run / "metrics.jsonl")
+        losses = [r["val_loss"] for r in records if "val_loss" in r]
+        speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
+        found = {
+            "diverged": is_diverged,
+            "loss": finite(losses[-1]) if losses and not is_diverged else None,
+            "precision": load_config(run / "config.yaml").train.precision,
+            "parameters": read_export(run / "model" / "export.json").get("parameters"),
+            "tokens_per_second": statistics.median(speeds) if speeds else None,
+        }
+        store.write(name, found)
+        return found
+
+    def _swept(self, run: Path, data: Path, is_trained: bool, device: str) -> list[dict[str, Any]]:
+        """Score a text's documents at all lengths, as much of each document."""
+        out = run / (EVALUATION if is_trained else f"{EVALUATION}-{data.name}")
+        longest, log = str(max(self.lengths)), run.with_name(f"{run.name}.log")
+        words = ["--data", str(data), "--lengths", ",".join(map(str, self.lengths))]
+        words += ["--methods", self.methods, "--documents", "per-document"]
+        words += ["--max-document-tokens", longest, "--out", str(out), "--device", device]
+        words += ["--max-tokens", str(self.documents * max(self.lengths))]
+        words += ["--skip-tokens", str(self.skip)] if is_trained else []
+        _check_command(["-m", "eval.length_sweep", str(run), *words], log, device)
+        return [
+            {name: row[name] for name in ("length", "method", "loss", "tokens_sha256")}
+            | {"text": data.name}
+            | {"documents": {"tokens": row["document_tokens"], "nats": row["document_nlls"]}}
+            for row in read_sweep(out / "length_sweep.json")["rows"]
+        ]
+
+    @property
+    def all_steps(self) -> int:
+        return self.config.total_steps
+
+    @property
+    def tested_rows(self) -> float:
+        """Rows of the trained length that cost as much as validations and sweeps do."""
+        from cat_lm import counts
+        from cat_lm.training.estimate import meta_model
+
+        config = self.config
+        validations = config.total_steps / config.validation.every_steps
+        tokens = validations * (config.validation.max_tokens or 0)
+        if self.lengths:
+            model = meta_model(config, _VOCABULARY)
+            flops = {n: counts.flops_per_token(model, n) for n in (self.seq_len, *self.lengths)}
+            scaled = [n for n in self.lengths if n > self.seq_len and self.methods != NONE]
+            cost = sum(flops[n] for n in (*self.lengths, *scaled)) / flops[self.seq_len]
+            tokens += cost * self.documents * max(self.lengths) * len(self.texts)
+        return tokens / self.seq_len
+
+    def timed(self) -> Cell:
+        return dataclasses.replace(self, lr=1e-3, seed=0)
+
+    def seconds(self, device: str) -> tuple[float, float]:
+        """Time a short training; a step's seconds have their share of what surrounds training."""
+        config = self.config
+        variant = config.architecture.summary(config.model).variant
+        kind = (config.model.architecture, variant, self.recipe, self.texts, device)
+        rate, start = _SPEEDS.get(kind) or _SPEEDS.setdefault(kind, _speed(config, device))
+        programs = 2 + len(self.texts) if self.lengths else 1
+        step = self.config.tokens_per_step / rate + programs * start / self.all_steps
+        return step, self.seq_len / rate
+
+
+_SPEEDS: dict[tuple[Any, ...], tuple[float, float]] = {}  # kind of model -> see `_speed`
+
+
+def _speed(config: RunConfig, device: str) -> tuple[float, float]:
+    """Return a training's tokens a second, and the seconds around its steps."""
+    values = config.model_dump(mode="json")
+    values["train"] |= {"max_steps": _TRIAL_STEPS, "max_tokens": None}
+    values["optimizer"] |= {"warmup_steps": 0, "warmup_tokens": None}
+    values["validation"] |= {"every_steps": 1000, "max_tokens": 4096}
+    with tempfile.TemporaryDirectory() as folder:
+        run, log = Path(folder) / "run", Path(folder) / "log"
+        values["train"]["output_dir"] = str(run)
+        RunConfig.model_validate(values).save(file := Path(folder) / "trial.yaml")
+        begin = time.perf_counter()
+        _check_command(["train.py", str(file)], log, device)
+        wall = time.perf_counter() - begin
+        records = [r for r in read_metrics(run / "metrics.jsonl") if r.get("step_seconds")]
+    rates = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
+    return statistics.median(rates), max(0.0, wall - sum(r["step_seconds"] for r in records))
+
+
+def _command(arguments: list[str], log: Path, device: str) -> int:
+    """Run `python ARGUMENTS` in the checkout, its output at the end of a log; its exit code.
+
+    The command gets the variables of a launcher, this process: where that is killed, a training
+    saves and ends. Its threads do not spin, as they would take the core of another run.
+    """
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "study"}
+    environment = os.environ | launcher | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if not device.startswith("cuda"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif ":" in device and arguments[0] == "train.py":
+        environment["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a", encoding="utf-8") as stream:
+        stream.write(f"$ {shlex.join(['python', *arguments])}\n")
+        stream.flush()
+        words = [sys.executable, *arguments]
+        return run_to_end(words, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+
+
+def _check_command(arguments: list[str], log: Path, device: str) -> None:
+    """Run a command. Raises UserError where it fails."""
+    if code := _command(arguments, log, device):
+        what = " ".join(arguments[:2])
+        raise UserError(f"{what} ended with code {code}, see {log}: {_last(log)}")
+
+
+def _last(log: Path) -> str:
+    """Return the last line of a failed command's log, which mostly says why."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next(line.strip() for line in reversed(lines) if line.strip())
+
+
+def _diverged(run: Path) -> bool:
+    """Return True if training ended because its last steps were not finite."""
+    metrics = run / "metrics.jsonl"
+    steps = [r for r in read_metrics(metrics) if "val_loss" not in r] if metrics.is_file() else []
+    return bool(steps) and bool(steps[-1].get("skipped"))

@@ -1,0 +1,514 @@
+"""Studies of language models: models, what is compared, restarts, recall of real text.
+
+Trainings, exports and sweeps are imitated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from cat_lm.config import load_config
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import write_json
+from cat_lm.data.manifest import fingerprint, listed_shards
+from cat_lm.data.opening import open_verified
+from eval import study as command
+from eval.common.models import folder_sha256
+from eval.lab import cell as cells
+from eval.lab import execution as running
+from eval.lab.places import TUNING_SEED
+from eval.lab.study import Asked
+from eval.language import cell as language
+from eval.language import grids, recalled
+from eval.language.attention import ROWS
+from eval.language.models import FILE, configuration, in_order, label
+from eval.length_sweep.perplexity import span_windows, token_nlls
+from eval.studies import STUDIES
+from tests.unit.calls import call_main
+
+NAMES = ("variants", "conv-streams", "maps", "lengths", "canon", "norms", "rank", "filters")
+NAMES += ("las-bytes", "rivals")
+
+
+class Imitation:
+    """Stands for the commands of a run: leaves what the real ones leave, at once."""
+
+    best_rate, precision = 3e-3, "fp32"
+
+    def __init__(self, fails: str = "", diverges: str = "") -> None:
+        self.fails, self.diverges, self.calls = fails, diverges, []
+
+    def __call__(self, arguments: list[str], log: Path, device: str) -> int:
+        text = " ".join(arguments)
+        self.calls.append(text)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if self.fails and re.search(self.fails, text):
+            log.write_text("Traceback:\nValueError: no such thing\n", encoding="utf-8")
+            return 1
+        if arguments[0] == "train.py":
+            return self.train(load_config(arguments[1]).with_precision(self.precision))
+        if arguments[1] == "cat_lm.export":
+            folder = Path(arguments[3])
+            folder.mkdir(exist_ok=True)
+            write_json(folder / "export.json", {"format": 1, "parameters": 1000})
+            write_json(folder / "config.json", {"run": folder.parent.name})
+            save_file({"weight": np.zeros(1)}, folder / "model.safetensors")
+            return 0
+        options = dict(zip(arguments[3::2], arguments[4::2], strict=True))
+        self.sweep(Path(arguments[2]), options)
+        return 0
+
+    def train(self, config) -> int:
+        run = Path(config.train.output_dir)
+        run.mkdir(parents=True, exist_ok=True)
+        config.save(run / "config.yaml")
+        is_bad = bool(self.diverges) and self.diverges in run.name
+        step = {"step": 1, "tokens": 1024, "tokens_per_second": 5000.0, "step_seconds": 0.01}
+        lines = [step | {"loss": None if is_bad else 5.0, "skipped": is_bad}]
+        loss = 4.0 + abs(math.log10(config.optimizer.lr / self.best_rate))
+        validation = {"val_loss": loss, "val_perplexity": 54.6, "val_bits_per_byte": 2.0}
+        lines += [{"step": 8, "tokens": 8192, **validation}] * (not is_bad)
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return 2 if is_bad else 0
+
+    def sweep(self, run: Path, options: dict[str, str]) -> None:
+        model, seed = re.match(r"(\w+)-lr\S+-seed(\d+)", run.name).groups()
+        own = {"pythia": 4.0, "pythia_nope": 4.1, "cat": 3.8}.get(model, 3.9) + 0.01 * int(seed)
+        rows = []
+        for method in options["--methods"].replace("paper", "none,pi+temperature").split(","):
+            for length in map(int, options["--lengths"].split(",")):
+                loss = own + 0.1 * math.log2(length / 128) / (1 + (method != "none"))
+                tokens, hard = [1024] * 8, [0.02 * (-1) ** i * (model == "cat") for i in range(8)]
+                row = {"label": run.name, "length": length, "method": method, "loss": loss}
+                row |= {"perplexity": math.exp(loss), "bits_per_byte": loss / 3, "tokens": 8192}
+                row |= {"standard_error": 0.1, "groups": 8, "group_kind": "documents"}
+                row |= {"tokens_sha256": "a" * 64, "model_sha256": folder_sha256(run / "model")}
+                row |= {"training_length": 128, "document_count": 8, "stride": length}
+                row |= {"documents": "per-document", "dtype": "float32", "factor": 1.0}
+                row |= {"temperature_scope": "logits", "positions": [], "document_tokens": tokens}
+                row |= {"document_nlls": [1024 * (loss + i / 8 + x) for i, x in enumerate(hard)]}
+                rows.append(row)
+        result = {"format": 1, "text": "x", "protocol": {"windows": "x"}, "command": "x"}
+        write_json(Path(options["--out"]) / "length_sweep.json", result | {"rows": rows})
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, long_corpus, tmp_path):
+    """Call `eval.study` in this process, with imitated commands, for two seeds of smoke scale."""
+
+    def in_this_process(groups, out, device, workers):
+        for each in (run for group in groups for run in group):
+            cells.run(out, each.cell, device, quiet=True)
+
+    def call(imitation: Imitation, name: str, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(language, "_command", imitation)
+        given = ["--scale", "smoke", "--out", tmp_path / "out", "--data", long_corpus, *words]
+        return call_main(command.main, monkeypatch, capsys, "eval.study", name, *given)
+
+    monkeypatch.setattr(running, "execute", in_this_process)
+    monkeypatch.setattr(running, "hours_by_mixer", lambda groups, _: {"n": sum(map(len, groups))})
+    return call
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / "out" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+class TestModels:
+    def test_each_is_of_a_study_and_differs_from_pythia_in_what_it_names_alone(self):
+        known = yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"]
+        questions = [STUDIES.get(name).places.args[0] for name in NAMES]
+        used = {model.removesuffix("_nope") for q in questions for model in q.models}
+        assert used == known.keys()
+        for recipe in ("cpu", "gpu"):
+            plain = configuration("pythia", recipe, "data").model_dump()
+            for model, entry in known.items():
+                own = configuration(model, recipe, "data").model_dump()
+                if entry.get("family", "attention") != "attention":
+                    continue
+                keys = {key for key in own["model"] if own["model"][key] != plain["model"][key]}
+                assert keys <= entry.keys() | {"attn_implementation"}, model
+                assert {k: v for k, v in own.items() if k != "model"} == {
+                    k: v for k, v in plain.items() if k != "model"
+                }
+
+    def test_a_name_ends_so_where_there_are_no_positions(self):
+        for model, positions in (("cat", "rope"), ("cat_nope", "none")):
+            assert configuration(model, "cpu", "data").model.position_embedding == positions
+        assert (label("cat"), label("cat_nope")) == ("CAT", "CAT, NoPE")
+        assert in_order(["cat_nope", "pythia", "cat"]) == ("pythia", "cat", "cat_nope")
+
+    def test_the_rate_and_the_tokens_keep_the_schedule_s_shape(self):
+        config = configuration("cat", "cpu", "data", 512_000, 1e-2, 7)
+        assert config.optimizer.min_lr == pytest.approx(1e-3)
+        assert (config.optimizer.warmup_tokens, config.train.seed) == (25_600, 7)
+        assert config.total_steps * config.tokens_per_step == 512_000
+
+    @pytest.mark.parametrize("scale", ["cpu", "gpu"])
+    def test_rivals_have_one_size_and_start_alike(self, scale):
+        from cat_lm.training.estimate import num_parameters
+
+        given, counts = grids.SCALES[scale], {}
+        for model in STUDIES.get("rivals").places.args[0].models:
+            config = configuration(model, given.recipe, "data")
+            counts[model] = num_parameters(config, given.vocabulary)
+            if (section := config.model).architecture not in ("gpt_neox", "llama"):
+                rule = math.sqrt(2 / (5 * section.hidden_size))
+                assert section.initializer_range == pytest.approx(rule, rel=1e-5)
+                assert getattr(section, "conv_init", "uniform") == "uniform"
+        assert len(counts) == 12
+        assert all(abs(count / counts["pythia"] - 1) < 0.02 for count in counts.values())
+
+    def test_no_model_starts_with_a_mixer_that_does_next_to_nothing(self):
+        for model in STUDIES.get("rivals").places.args[0].models:
+            config = configuration(model, "cpu", "data")
+            assert 0.1 < added_at_the_start(config) < 20, model
+            if model == "mamba":  # the control: the library's own start
+                library = config.model.model_copy(update={"initializer_range": 0.02})
+                assert added_at_the_start(config.model_copy(update={"model": library})) < 0.1
+
+
+def added_at_the_start(config) -> float:
+    """The deviation of what the first mixer adds, in parts of that of the embeddings."""
+    import torch
+
+    from cat_lm.training.building import build_model
+
+    model, found = build_model(config, 2048).eval(), []
+    mixer = r"(gpt_neox|model|backbone)\.layers\.0\.(attention|self_attn|attn|mixer)"
+    (first,) = (m for name, m in model.named_modules() if re.fullmatch(mixer, name))
+    first.register_forward_hook(lambda _, __, y: found.append(y[0] if isinstance(y, tuple) else y))
+    rows = torch.randint(2048, (2, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(rows)
+    return float(found[0].std() / model.get_input_embeddings().weight.detach().std())
+
+
+class TestQuestions:
+    def lines(self, question, texts=("a", "b"), trained=128) -> list[dict]:
+        found = []
+        for model in question.models:
+            for factor in question.factors:
+                place = {"row": "a", "column": "as trained", "line": label(model)}
+                place |= {"x": int(factor * trained), "runs": {"0": 1.0, "1": 2.0}, "also": {}}
+                found += [place | {"row": text} for text in texts]
+                if "yarn" in question.beyond and not model.endswith("_nope") and factor > 1:
+                    found += [place | {"row": text, "column": "YaRN"} for text in texts]
+        return found
+
+    @pytest.mark.parametrize(
+        ("name", "count"),
+        [
+            *(("variants", 13 * 2), ("conv-streams", 22 * 2), ("maps", 16), ("canon", 16)),
+            *(("rank", 13), ("norms", 21), ("las-bytes", 18 * 2)),
+            # As trained, at the longest length, and by YaRN where one side has positions to scale.
+            *(("lengths", 14 + 24 + 15), ("filters", 19 + 19 + 11)),
+        ],
+    )
+    def test_differences_are_those_that_were_fixed(self, name, count):
+        question = STUDIES.get(name).places.args[0]
+        found = grids.contrasts(question, self.lines(question))
+        assert len(found) == 2 * count
+        assert len({(one.row, one.column, one.x, one.name) for one in found}) == len(found)
+        some = [x for x in self.lines(question) if x["line"] in ("Pythia", "CAT on k only", "CAT")]
+        assert all("NoPE" not in one.name for one in grids.contrasts(question, some))
+
+    def test_interactions_and_growth_have_their_sides(self):
+        question = STUDIES.get("lengths").places.args[0]
+        by_name = {
+            (one.name, one.column, one.x): [
+                [x["line"] for x in side] for side in (one.plus, one.minus)
+            ]
+            for one in grids.contrasts(question, self.lines(question))
+        }
+        name = "(CAT - Pythia) - (CAT, NoPE - Pythia, NoPE)"
+        sides = [["CAT", "Pythia, NoPE"], ["CAT, NoPE", "Pythia"]]
+        assert by_name[name, "as trained", 128] == by_name[name, "YaRN", 4096] == sides
+        found = grids.contrasts(question, self.lines(question))
+        (grown,) = (
+            x for x in found
+            if x.name == "CAT - itself at 128" and x.column == "YaRN" and x.row == "a"
+        )  # fmt: skip
+        assert (grown.plus[0]["x"], grown.minus[0]["x"]) == (4096, 128)
+        assert (grown.plus[0]["column"], grown.minus[0]["column"]) == ("YaRN", "as trained")
+
+    def test_attention_is_corrected_apart_and_recall_with_the_losses(self):
+        norms, rivals = (STUDIES.get(name).places.args[0] for name in ("norms", "rivals"))
+        one = self.lines(norms, texts=("a",))
+        sharp = [x | {"row": "attention", "column": c, "x": 128} for c in grids.SHARPNESS.values()
+                 for x in one if x["x"] == 128]  # fmt: skip
+        found = grids.contrasts(norms, one + sharp)
+        assert [sum(x.family == f for x in found) for f in ("", "attention")] == [21, 30]
+        one = self.lines(rivals, texts=("a", "b"))
+        recall = [x | {"row": "recall"} for x in one if x["row"] == "a" and x["x"] == 128]
+        found = grids.contrasts(rivals, one + recall)
+        assert len(found) == 18 * 2 * 2 + 18 and {x.family for x in found} == {""}
+
+
+class TestStudy:
+    def test_it_runs_what_is_missing_and_reports(self, run, tmp_path, long_corpus):
+        models = ("--models", "pythia", "cat", "pythia_nope")
+        code, out, err = run(first := Imitation(), "variants", *models)
+        assert code == 0 and "6 runs, 6 to do" in out, err
+        trained = [call for call in first.calls if call.startswith("train.py")]
+        assert len(trained) == 6 and all("train.resume=auto" in call for call in trained)
+        swept = [call for call in first.calls if "length_sweep" in call]
+        assert all("--documents per-document --max-document-tokens 1024" in c for c in swept)
+        assert all("--max-tokens 4096 --skip-tokens 32768" in call for call in swept)
+        record = read(tmp_path, "variants")
+        at = {(x["line"], x["column"], x["x"]): x for x in record["lines"]}
+        assert at["CAT", "as trained", 128]["runs"] == pytest.approx({"0": 3.8, "1": 3.81})
+        assert {x for line, column, x in at if column == "scaled"} == {256, 512, 1024}
+        (found,) = (
+            x for x in record["contrasts"] if (x["contrast"], x["x"]) == ("CAT - Pythia", 128)
+        )
+        assert found["mean"] == pytest.approx(-0.2) and found["document_error"] > 0
+        assert found["documents"] == 8 and found["comparisons"] == 4
+        assert record["extra"]["documents"] == {long_corpus.name: 8}
+        text = (tmp_path / "out/variants.md").read_text(encoding="utf-8")
+        assert "| CAT - Pythia | -0.200 [" in text and "| CAT | 1,000 | 5,000 | 0.003 |" in text
+        # A cell is gone: its run is measured again, and not trained.
+        next((tmp_path / "out/cells").iterdir()).unlink()
+        code, out, _ = run(again := Imitation(), "variants", *models)
+        assert code == 0 and "6 runs, 1 to do" in out
+        assert again.calls and all("length_sweep" in call for call in again.calls)
+        assert read(tmp_path, "variants")["contrasts"] == record["contrasts"]
+        # Another study in the same folder has its trainings.
+        code, _, err = run(other := Imitation(), "filters", "--models", "pythia", "cat")
+        assert code == 0 and not any("train.py" in call for call in other.calls), err
+        assert {x["column"] for x in read(tmp_path, "filters")["lines"]} == {"as trained", "YaRN"}
+
+    def test_rates_are_chosen_by_runs_that_are_trained_alone(self, run, tmp_path):
+        rates = ("--models", "pythia", "--rates", "1e-3,3e-3,1e-2")
+        code, _, err = run(found := Imitation(), "maps", *rates)
+        assert code == 0, err
+        configs = [load_config(c.split()[1]) for c in found.calls if c.startswith("train.py")]
+        chosen = [(c.optimizer.lr, c.train.seed) for c in configs]
+        tried = [(rate, TUNING_SEED) for rate in (1e-3, 3e-3, 1e-2)]
+        assert chosen == [*tried, (3e-3, 0), (3e-3, 1)]
+        assert sum("length_sweep" in call for call in found.calls) == 2
+        (line, *_) = read(tmp_path, "maps")["lines"]
+        assert line["tried"] == pytest.approx(
+            {"0.001": -4.4771, "0.003": -4, "0.01": -4.5229}, abs=1e-4
+        )
+        code, _, err = run(found := Imitation(), "lengths", *rates, "--documents", 2)
+        seeds = {load_config(c.split()[1]).train.seed for c in found.calls if "train.py" in c}
+        assert code == 2 and "documents of 4096 tokens" in err and not seeds
+
+    def test_several_seeds_choose_by_their_mean(self, long_corpus):
+        question = grids.Question((("cat", "pythia"),), 4, factors=(1,), trials=2)
+        asked = Asked("smoke", more={"data": (str(long_corpus),), "rates": (1e-3, 3e-3)})
+        (place, *_) = grids.places(question, asked)
+        runs = place.tried_at(1e-3)
+        assert [r.cell.seed for r in runs] == [TUNING_SEED, TUNING_SEED + 1]
+        assert not any(r.cell.lengths for r in runs) and place.at(1e-3, 0).cell.lengths
+
+    def test_divergence_is_a_result(self, run, tmp_path):
+        code, _, err = run(
+            Imitation(diverges="cat-lr0.003-seed1"), "variants", "--models", "pythia", "cat"
+        )
+        assert code == 0, err
+        record = read(tmp_path, "variants")
+        (found,) = (x for x in record["contrasts"] if x["x"] == 128)
+        assert (found["lost"], found["low"], found["verdict"]) == (1, None, "unclear")
+        assert record["diverged"][0]["seed"] == 1
+        assert "Diverged" in (tmp_path / "out/variants.md").read_text(encoding="utf-8")
+
+    def test_a_command_that_fails_is_one_line_and_the_others_are_kept(self, run, tmp_path):
+        code, out, err = run(
+            Imitation(fails="seed1.*export|export.*seed1"), "maps", "--models", "pythia"
+        )
+        assert code == 2 and err.count("\n") == 1 and "ValueError: no such thing" in err
+        assert "cat_lm.export ended with code 1, see " in err and ".log:" in err
+        code, out, _ = run(again := Imitation(), "maps", "--models", "pythia")
+        assert code == 0 and "2 runs, 1 to do" in out
+        assert not any("-seed0" in call for call in again.calls)
+
+    def test_runs_of_two_precisions_are_not_compared(self, run, tmp_path):
+        assert run(Imitation(), "maps", "--models", "pythia")[0] == 0
+        other = Imitation()
+        other.precision = "bf16"
+        code, _, err = run(other, "maps", "--models", "pythia", "mh_cat")
+        assert code == 2 and "another precision (bf16, fp32)" in err
+
+    def test_an_estimate_trains_nothing(self, run, tmp_path):
+        code, out, _ = run(found := Imitation(), "maps", "--models", "pythia", "--estimate-only")
+        assert code == 0 and "2 runs, 2 to do" in out and not found.calls
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["maps", "--models", "rwkv"], "--models rwkv: choose among pythia, "),
+            (["maps", "--scale", "paper"], "--scale paper: the study maps has smoke, cpu, gpu"),
+            (
+                ["accuracy", "--scale", "gpu"],
+                "--scale gpu: the study accuracy has smoke, cpu, paper",
+            ),
+            (["mamba", "--tokens", "1M"], "has no effect on the study mamba; leave it out"),
+            (["maps", "--stack", "2"], "--stack: has no effect on the study maps"),
+            (["maps", "--data", "nowhere"], "nowhere: no such folder"),
+            (
+                ["maps", "--documents", "99"],
+                "behind the first 32,768 tokens, which choose rates, 99",
+            ),
+        ],
+    )
+    def test_wrong_options_are_one_line(self, run, words, said):
+        code, _, err = run(Imitation(), *words)
+        assert code == 2 and err.count("\n") == 1 and said in err
+
+    def test_models_of_another_size_are_refused(self, run):
+        code, _, err = run(Imitation(), "rivals", "--models", "pythia", "mamba")
+        assert code == 2 and "mamba: has " in err and "with a vocabulary of 257, " in err
+
+
+class TestTexts:
+    def test_all_texts_are_scored_and_one_is_trained_on(self, run, long_corpus, tmp_path):
+        shutil.copytree(long_corpus, other := tmp_path / "books")
+        words = ("--models", "pythia", "cat", "--data", long_corpus, other)
+        code, _, err = run(found := Imitation(), "variants", *words)
+        assert code == 0, err
+        swept = [call for call in found.calls if "length_sweep" in call]
+        assert len(swept) == 8 and sum(f"--data {other} " in call for call in swept) == 4
+        assert all(("--skip-tokens" in c) == (f"--data {other} " not in c) for c in swept)
+        record = read(tmp_path, "variants")
+        assert {x["row"] for x in record["contrasts"]} == {long_corpus.name, "books"}
+        assert {x["comparisons"] for x in record["contrasts"]} == {4}
+
+    def test_another_tokenizer_or_the_same_name_is_refused(self, run, long_corpus, tmp_path):
+        shutil.copytree(long_corpus, other := tmp_path / "other")
+        tokenizer = other / "tokenizer/tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text() + "\n")
+        manifest = json.loads((other / "manifest.json").read_text())
+        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        manifest["tokenizer"]["sha256"] = digest
+        manifest["fingerprint"] = fingerprint(listed_shards(manifest), digest)
+        (other / "manifest.json").write_text(json.dumps(manifest))
+        code, _, err = run(Imitation(), "maps", "--data", long_corpus, other)
+        assert code == 2 and f"--data {other}: was prepared with another tokenizer" in err
+        code, _, err = run(Imitation(), "maps", "--data", long_corpus, long_corpus)
+        assert code == 2 and "there is another folder of this name" in err
+
+    def test_the_library_is_prepared_without_codec_tables(self, long_corpus, monkeypatch, tmp_path):
+        def imitated(words, **options):
+            assert words[words.index("--exclude") + 1] == "encodings/*"
+            shutil.copytree(long_corpus, words[words.index("--out") + 1])
+            return subprocess.CompletedProcess(words, 0)
+
+        monkeypatch.setattr(grids.subprocess, "run", imitated)
+        monkeypatch.setattr(grids, "ROOT", tmp_path)
+        ((folder, _),) = grids._texts((), "smoke", 2048, None)
+        assert folder == str(tmp_path / "data/python-stdlib-smoke")
+
+    def test_attention_is_measured_behind_what_is_skipped(self, long_corpus, monkeypatch):
+        import cat_lm.pretrained.loading
+        from eval.language import attention
+
+        found = []
+        monkeypatch.setattr(cat_lm.pretrained.loading, "load_model", lambda folder: None)
+        monkeypatch.setattr(attention, "attention_statistics", lambda _, rows: found.append(rows))
+        attention.sharpness(Path(), long_corpus, 128, 32_768)
+        wanted = open_verified(long_corpus, "validation").tokens(32_768, 32_768 + ROWS * 128)
+        assert found[0].shape == (ROWS, 128) and found[0].flatten().tolist() == wanted.tolist()
+
+
+def brute_force(tokens, windows, counts):
+    """Position -> the slices that it is in, by looking at every earlier place of its window."""
+    found = {}
+    for window in windows:
+        for i in range(window.first, window.stop):
+            earlier = [j for j in range(window.start, i) if tokens[j] == tokens[i]]
+            hit = any(tokens[j + 1] == tokens[i + 1] for j in earlier)
+            rare = hit and counts[i] <= 3
+            number = sum(counts[i] >= edge for edge in (1, 4, 16, 64))
+            last = hit and tokens[earlier[-1] + 1] == tokens[i + 1]
+            found[i] = {"recall" if rare else "rest", *([recalled.BINS[number]] if hit else [])}
+            found[i] |= {"last"} if last else set()
+    return found
+
+
+class TestRecall:
+    @pytest.mark.parametrize(("length", "stride"), [(8, 4), (5, 2), (1, 1), (64, 32), (300, 150)])
+    def test_slices_are_those_of_a_brute_force(self, length, stride):
+        random = np.random.default_rng(length)
+        tokens = random.integers(0, 6, 161)
+        counts = random.choice([0, 1, 3, 4, 15, 16, 63, 64, 900], 160)
+        # Documents, and tokens between them that nobody scores.
+        spans = [(0, 1), (2, 60), (61, 64), (70, 160)]
+        windows = [w for span in spans for w in span_windows(*span, length, stride)]
+        found = recalled.slices(tokens, windows, counts, vocabulary=6)
+        expected = brute_force(tokens, windows, counts)
+        for name, part in found.items():
+            assert set(np.flatnonzero(part)) == {i for i, own in expected.items() if name in own}
+        assert (found["recall"].any() and found["last"].any()) == (length > 1)
+        assert found["rest"].sum() + found["recall"].sum() == sum(b - a for a, b in spans)
+
+    def test_a_pair_before_the_window_is_no_hit(self):
+        tokens = np.array([1, 2, 3, 4, 1, 2])
+        whole, half = (span_windows(0, 5, length, 2) for length in (5, 4))
+        zeros = np.zeros(5, np.int64)
+        assert np.flatnonzero(recalled.slices(tokens, whole, zeros, 5)["0"]).tolist() == [4]
+        assert not recalled.slices(tokens, half, zeros, 5)["0"].any(), "its pair is at 0"
+
+    def test_counts_of_pairs_in_parts_are_those_of_the_whole(self):
+        random = np.random.default_rng(0)
+        train, tokens = random.integers(0, 9, 500), random.integers(0, 10, 80)
+        chunks = [train[start : start + 8] for start in range(0, 499, 7)]
+        found = recalled.count_pairs(tokens, chunks, 10)
+        pairs = list(zip(train[:-1].tolist(), train[1:].tolist(), strict=True))
+        wanted = list(zip(tokens[:-1].tolist(), tokens[1:].tolist(), strict=True))
+        assert found.pairs.tolist() == [pairs.count(pair) for pair in wanted]
+        assert found.first.tolist() == [sum(a == x for x, _ in pairs) for a, _ in wanted]
+        assert found.second.tolist() == [sum(b == y for _, y in pairs) for _, b in wanted]
+        assert found.total == 499
+
+    def test_parts_of_a_corpus_share_a_token(self, tiny_corpus, monkeypatch):
+        monkeypatch.setattr(recalled, "_CHUNK", 100)
+        corpus = open_verified(tiny_corpus, "train")
+        parts = list(recalled.overlapping(corpus))
+        assert [len(part) for part in parts[:-1]] == [101] * (len(parts) - 1)
+        whole = np.concatenate([parts[0], *(part[1:] for part in parts[1:])])
+        assert (whole == corpus.tokens(0, corpus.num_tokens)).all()
+
+    def test_the_bigram_model_is_a_distribution(self):
+        train = np.random.default_rng(1).integers(0, 7, 400)
+        shares = []
+        for token in range(7):
+            counts = recalled.count_pairs(np.array([3, token]), [train], 7)
+            shares.append(math.exp(-counts.bigram_nlls()[0]))
+        assert sum(shares) == pytest.approx(1)
+
+    def test_slices_of_a_model_are_its_losses(self, long_corpus, tmp_path):
+        from cat_lm.model.hf.configuration import CatGlaConfig
+        from cat_lm.model.hf.modeling_recurrent import CatGlaForCausalLM
+
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
+        model = CatGlaForCausalLM(CatGlaConfig(vocab_size=257, intermediate_size=16, **shape))
+        model.eval().save_pretrained(tmp_path / "model")
+        given = (tmp_path / "model", "float32", long_corpus, 3, 200)
+        found, longer = (recalled.recalled(*given, length, 0) for length in (16, 128))
+        stream, _, spans = recalled._text(long_corpus, 3, 200, 0)
+        windows = [w for span in spans for w in span_windows(*span, 16, 8)]
+        nlls = token_nlls(model, stream.tokens, windows)
+        scored = np.concatenate([nlls[start:stop] for start, stop in spans])
+        parts = [found[name]["documents"] for name in ("recall", "rest")]
+        assert sum(sum(part["tokens"]) for part in parts) == len(scored) == 600
+        total = sum(sum(part["nats"]) for part in parts if part["nats"])
+        assert total == pytest.approx(float(scored.sum()), rel=1e-5)
+        hits = [sum(sum(x[name]["documents"]["tokens"]) for name in recalled.BINS)
+                for x in (found, longer)]  # fmt: skip
+        assert 0 < hits[0] < hits[1], "more is seen in a longer window"
+        with pytest.raises(UserError, match=r"--skip-tokens 1000000: .*; skip fewer"):
+            recalled.recalled(*given, 16, 10**6)
