@@ -14,7 +14,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from data_prep.adopt import parse_arguments
-from data_prep.megatron import convert, validate
+from data_prep.megatron import validate
 from data_prep.megatron.convert import adopt
 from tests.conftest import REPOSITORY, generated_text
 from tests.unit import megatron_files
@@ -230,35 +230,6 @@ def test_bad_pairs_are_one_clear_error_and_leave_nothing(tmp_path, pairs, name):
         run(tmp_path / "out", [pairs[0], train], pairs[1])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
-
-
-def test_the_current_folder_and_a_link_are_folders(tmp_path, pairs, monkeypatch):
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to("there")
-    run(tmp_path / "link", *pairs)
-    assert (tmp_path / "link").is_symlink()
-    monkeypatch.chdir(tmp_path / "here")
-    run(".", *pairs)
-    for name in ("here", "there"):
-        assert texts_of(tmp_path / name, "train") == TRAIN
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"here", "link", "there"}
-
-
-def test_two_adoptions_into_one_folder_do_not_meet(tmp_path, pairs, monkeypatch):
-    real, said = convert.build_tokenizer, []
-
-    def meanwhile(*arguments):
-        monkeypatch.setattr(convert, "build_tokenizer", real)
-        with pytest.raises(UserError, match="another command is writing to it") as error:
-            run(tmp_path / "out", *pairs)
-        said.append(error.value)
-        return real(*arguments)
-
-    monkeypatch.setattr(convert, "build_tokenizer", meanwhile)
-    folder = run(tmp_path / "out", *pairs)
-    assert said and texts_of(folder, "train") == TRAIN
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -92,16 +91,6 @@ def test_the_hubs_files_are_the_parts_at_one_commit(server):
     of_files = [path for path in server.asked if "/tree/" in path or "/resolve/" in path]
     assert len(of_files) == 6
     assert all(COMMIT in path for path in of_files)
-
-
-def test_a_mirror_gives_the_same_documents_and_names_as_the_hub(server, tmp_path):
-    for name, data in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    mirror, there = open_source("slimpajama", str(tmp_path), Reading()), open_hub()
-    assert documents(mirror) == documents(pickle.loads(pickle.dumps(there)))
-    key = [(part.name, part.split, part.size) for part in mirror.parts]
-    assert key == [(part.name, part.split, part.size) for part in there.parts]
 
 
 def test_the_command_prepares_from_the_hub_what_it_prepares_from_a_mirror(server, tmp_path):
@@ -345,10 +334,3 @@ def test_short_answers_are_asked_for_again_and_wrong_ones_are_refused(slept):
     wrong = hashlib.sha256(b"other").hexdigest()
     with pytest.raises(UserError, match=r"x \(what came has the SHA-256"):
         remote.RemoteFile(lambda start, stop: data[start:stop], "x", 200, wrong).read()
-
-
-def test_the_wait_doubles_up_to_a_minute_and_is_spread(monkeypatch):
-    error = ConnectionError()
-    waits = [errors.wait_before_retry(attempt, error) for attempt in range(1, 10)]
-    for wait, least in zip(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
-        assert least <= wait <= 1.25 * least

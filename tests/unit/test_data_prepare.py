@@ -17,7 +17,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.tokenizers import DocumentEncoder
-from data_prep.assemble import output_folder, pipeline
+from data_prep.assemble import output_folder
 from data_prep.encode.encoding import Rules
 from data_prep.sources.documents import Document
 from tests.conftest import REPOSITORY, generated_text, many_texts, write_jsonl
@@ -170,26 +170,6 @@ def test_what_is_left_out_is_of_the_choice_that_is_kept(tmp_path, prepare, capsy
     for other in ((), ("--exclude", "gen/*")):
         with pytest.raises(UserError, match=r"exclude was \[\"b\.jsonl\", \"gen/\*\"\], now"):
             prepare(out, *given, *other)
-
-
-def test_an_unfinished_preparation_goes_on_with_what_it_left_out_only(
-    tmp_path, prepare, monkeypatch
-):
-    for name in ("a", "b"):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        write_jsonl(tmp_path / f"in/{name}.jsonl", many_texts(300))
-    given = flags(tmp_path / "in", "--workers", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "assemble", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path / "out", *given, "--exclude", "b.jsonl")
-    with pytest.raises(UserError, match=r"unfinished preparation made otherwise .*exclude was \["):
-        prepare(tmp_path / "out", *given)
-    prepare(tmp_path / "out", *given, "--exclude", "b.jsonl")
-
-
-def stopped(*given):
-    raise KeyboardInterrupt
 
 
 def test_changed_input_and_damaged_output_are_noticed_when_run_again(tmp_path, prepare):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,19 +111,6 @@ def test_what_a_kill_left_is_removed_and_what_others_made_is_not(file, tmp_path)
     shutil.rmtree(out)
     out.mkdir()
     assert open_corpus(run(file, out), "train").num_bytes == 3
-
-
-def test_the_current_folder_and_a_link_are_folders(file, tmp_path, monkeypatch):
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    run(file, Path("."))
-    assert open_corpus(tmp_path / "here", "train").num_bytes == 3
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link").symlink_to("there")
-    run(file, Path("link"))
-    assert open_corpus(tmp_path / "there", "train").num_bytes == 3
-    assert (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -117,15 +117,6 @@ def test_links_that_lead_to_each_other_are_followed_once(tmp_path):
     )
 
 
-def test_hidden_folders_are_not_looked_into(tmp_path, monkeypatch):
-    """Nothing in them counts, and perhaps nobody may list them, as snapshots of a file system."""
-    for name in (".snapshot", "a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
-    for path in (tmp_path, tmp_path / "**/*.jsonl"):
-        assert names(open_source("files", str(path), Reading())) == ["a/x.jsonl", "b/x.jsonl"]
-
-
 @pytest.mark.parametrize(("number", "kind"), [("ESTALE", TemporaryError), ("EACCES", UserError)])
 @pytest.mark.parametrize(
     "call", ["data_prep.sources.documents.open", "data_prep.sources.base.sha256"]
@@ -143,15 +134,6 @@ def test_what_a_file_system_does_for_a_while_is_temporary(
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read \(") as error:
         source.describe() if call.endswith("sha256") else documents(source)
     assert type(error.value) is kind
-
-
-def test_a_folder_that_cannot_be_listed_for_a_while_is_temporary(tmp_path, monkeypatch):
-    def failing(path):
-        raise OSError(errno.ESTALE, "failed", str(path))
-
-    monkeypatch.setattr(os, "scandir", failing)
-    with pytest.raises(TemporaryError, match=r": cannot be read \("):
-        open_source("files", str(tmp_path), Reading())
 
 
 def test_the_standard_library_and_raw_bytes_say_what_is_temporary(tmp_path, monkeypatch):
@@ -180,14 +162,6 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(UserError, match=r"closed: cannot be read \(no permission\)"):
         texts("files", tmp_path)
-
-
-def test_hidden_files_and_folders_are_left_out(tmp_path):
-    for name in ("a.txt", ".b.txt", ".trash/c.txt", "sub/.ipynb_checkpoints/d.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert texts("files", tmp_path) == ["a.txt"]
-    assert texts("files", tmp_path / ".trash") == [".trash/c.txt"]
 
 
 def test_hidden_folders_are_named_but_for_ours(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import sysconfig
 from pathlib import Path
 
@@ -92,13 +91,6 @@ def test_slimpajama_mirror(tmp_path):
     assert [part.size for part in source.parts] == sizes
     assert source.text_bytes() == sum(int(3.5 * size) for size in sizes)
     assert source.parts[2].name == "train/chunk10/example_0.jsonl.zst"
-
-
-def test_a_source_can_be_sent_to_a_worker_and_read_again(tmp_path):
-    source = open_source("slimpajama", str(slimpajama(tmp_path)), Reading())
-    there = pickle.loads(pickle.dumps(source))
-    assert there.parts == source.parts
-    assert documents(there) == documents(source) == documents(source)
 
 
 def test_natural_order_is_total_and_takes_digits_as_numbers():
