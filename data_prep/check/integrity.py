@@ -124,7 +124,6 @@ def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:
 def _of_all(
     tasks: Sequence[Callable[[], Any]], shards: Sequence[Any], label: str, workers: int
 ) -> list[Any]:
-    """Return the results of one task a shard, made in worker processes, in their order."""
     sizes = [shard.num_tokens * shard.dtype.itemsize for shard in shards]
     workers = min(workers, len(tasks)) if sum(sizes) >= SMALL_BYTES else 1
     found = {}

@@ -206,7 +206,6 @@ def _candidates(
 
 
 def _count(candidate: Candidate, tally: UnitCounts, coverage: Coverage) -> bool:
-    """Count a document, and return whether it is to be encoded."""
     split = "validation" if candidate.validation else "train"
     by_split = tally.seen.setdefault(candidate.set, {})
     counts = by_split.setdefault(split, {"documents": 0, "bytes": 0})

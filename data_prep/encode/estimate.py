@@ -104,7 +104,7 @@ def _size(folder: Path) -> int:
 
 
 def _growth(job: Job, found: Estimate, shard_tokens: int) -> float:
-    """Return the bytes of shards that are written before the parts make room for others."""
+    # The bytes of shards that are written before the parts make room for others.
     if job.spec.mixture or job.spec.repeat:  # the parts are read more than once
         return found.result_bytes
     shards = (job.workers + 1) * shard_tokens * np.dtype(job.plan.dtype).itemsize

@@ -319,8 +319,6 @@ def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
 
 
 class _Stream(io.RawIOBase):
-    """A stream of blocks."""
-
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
         self._left = memoryview(b"")
