@@ -16,6 +16,20 @@ EXIT_CODES = """exit codes:
   1  intact, but with the duplicates that --fail-on-duplicates names
   2  damaged (one line on stderr, all findings in --json), no prepared data, or a wrong argument
 """
+HELP = {
+    "folder": "what data_prep.prepare made",
+    "--samples": "documents and windows to show",
+    "--context-length": "length of the windows whose edges are shown (default: 2048)",
+    "--no-checksums": "check sizes, headers and counts only",
+    "--no-duplicates": "do not look for documents with the same tokens (that reads all shards once "
+    "more and takes 8 bytes of --scratch and of memory for each document)",
+    "--fail-on-duplicates": "exit with 1 where a validation document is in train (across), or any "
+    "document occurs twice (any)",
+    "--workers": "processes that read shards (default: all cores)",
+    "--scratch": "for temporary files (default: the system's)",
+    "--out": "write document_lengths.png there",
+    "--json": "write the findings here",
+}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,50 +42,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("folder", type=path, metavar="DIR", help="what data_prep.prepare made")
-    add(
-        "--samples",
-        type=whole(Range(0, SAMPLES.high)),
-        default=2,
-        metavar="N",
-        help="documents and windows to show",
-    )
-    add(
-        "--context-length",
-        type=whole(CONTEXT),
-        default=2048,
-        metavar="T",
-        help="length of the windows whose edges are shown (default: 2048)",
-    )
-    add("--no-checksums", action="store_true", help="check sizes, headers and counts only")
-    add(
-        "--no-duplicates",
-        action="store_true",
-        help="do not look for documents with the same tokens (that reads all shards once more and "
-        "takes 8 bytes of --scratch for each document)",
-    )
-    add(
-        "--fail-on-duplicates",
-        choices=("across", "any"),
-        help="exit with 1 where a validation document is in train (across), or any document "
-        "occurs twice (any)",
-    )
-    add(
-        "--workers",
-        type=whole(WORKERS),
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="processes that read shards (default: all cores)",
-    )
-    add(
-        "--scratch",
-        type=output_path,
-        metavar="DIR",
-        help="for temporary files (default: the system's)",
-    )
-    add("--out", type=output_path, metavar="DIR", help="write document_lengths.png there")
-    add("--json", type=output_file, metavar="FILE", help="write the findings here")
+    cores = len(os.sched_getaffinity(0))
+    for flag, kind, metavar, default in (
+        ("folder", path, "DIR", None),
+        ("--samples", whole(Range(0, SAMPLES.high)), "N", 2),
+        ("--context-length", whole(CONTEXT), "T", 2048),
+        ("--workers", whole(WORKERS), "N", cores),
+        ("--scratch", output_path, "DIR", None),
+        ("--out", output_path, "DIR", None),
+        ("--json", output_file, "FILE", None),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=HELP[flag])
+    for flag in ("--no-checksums", "--no-duplicates"):
+        parser.add_argument(flag, action="store_true", help=HELP[flag])
+    kinds, flag = ("across", "any"), "--fail-on-duplicates"
+    parser.add_argument(flag, choices=kinds, help=HELP[flag])
     arguments = parser.parse_args(argv)
     _check(arguments)
     return arguments
