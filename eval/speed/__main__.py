@@ -6,16 +6,23 @@ Exit codes: 0 everything asked for was measured, 1 something was wrong and is re
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
+from cat_lm import architectures
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, number, output_file, whole, whole_numbers
-from cat_lm.core.errors import command
-from eval.speed.arguments import names, shape
+from cat_lm.core.cli import Parser, listed, number, output_file, whole, whole_numbers
+from cat_lm.core.errors import UserError, command
+from cat_lm.core.host import GIB
+from cat_lm.core.readers import clipped
 from eval.speed.choices import (
     DTYPES,
     KERNELS,
     QKV_KIND,
+    SHAPES,
     SIZES,
     VOCAB_SIZE,
     conv_types,
@@ -23,6 +30,45 @@ from eval.speed.choices import (
     default_models,
     models,
 )
+
+# Names that an error line has room for.
+_NAMED = 10
+_REPEATS = whole(numbers.REPEATS)
+# Of landmark attention in `decode --contexts`: default, allowed numbers and help.
+_LANDMARK = {
+    "block": (64, numbers.CONTEXT, "tokens of a block"),
+    "top_k": (8, numbers.Range(0, numbers.CONTEXT.high), "blocks chosen"),
+    "local": (2, numbers.CONTEXT, "blocks near the token"),
+}
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Parse four numbers: B,T,H,D."""
+    found = whole_numbers(numbers.CONTEXT, "4,1024,8,64")(text)
+    if len(found) != 4:
+        raise argparse.ArgumentTypeError(
+            f"{clipped(text)!r} must be four numbers B,T,H,D: 4,1024,8,64"
+        )
+    return found
+
+
+def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], tuple[str, ...]]:
+    """Return a kind for lists of known names; `every` alone stands for all of them."""
+    first = ", ".join(known[:_NAMED])
+    if len(known) > _NAMED:
+        first += f", … (--help has all {len(known)})"
+
+    def one(text: str) -> str:
+        if text.strip() not in known:
+            raise argparse.ArgumentTypeError(f"{clipped(text.strip())!r} is not one of {first}")
+        return text.strip()
+
+    several = listed(one, ",".join(known[:2]))
+
+    def parse(text: str) -> tuple[str, ...]:
+        return known if text == every else several(text)
+
+    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,118 +80,72 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(benchmarks.add_parser("train", help="a training step of each model"))
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
     for parser_ in benchmarks.choices.values():
-        parser_.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-        parser_.add_argument(
-            "--threads", type=whole(numbers.CORES), metavar="N", help="of a CPU; default: all"
-        )
-        parser_.add_argument(
-            "--json", type=output_file, metavar="FILE", help="where to write the record"
-        )
+        add = parser_.add_argument
+        add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+        add("--threads", type=whole(numbers.CORES), metavar="N", help="of a CPU; default: all")
+        add("--json", type=output_file, metavar="FILE", help="where to write the record")
     return parser
 
 
 def _add_conv(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--conv-type",
-        type=names(conv_types()),
-        default=(QKV_KIND,),
-        metavar="LIST",
-        help=f"of {', '.join(conv_types())}; qkv is the step from the packed projection to "
-        f"attention's inputs: three {QKV_KIND} convolutions, bias and rotation (default: "
-        f"{QKV_KIND})",
-    )
-    parser.add_argument(
-        "--windows",
-        type=whole_numbers(numbers.WINDOW, "3,4,8"),
-        default=(3, 4, 8, 21, 64),
-        metavar="LIST",
-        help="W (default: 3,4,8,21,64)",
-    )
-    parser.add_argument(
-        "--shape",
-        type=shape,
-        action="append",
-        metavar="B,T,H,D",
-        help="may be given several times (default: of the 370M and of the 1.4B model, "
-        "2,2048,16,64 and 2,2048,16,128 on a CPU, 32,… and 16,… on a GPU)",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=names(DTYPES),
-        default=DTYPES,
-        metavar="LIST",
-        help=f"of {', '.join(DTYPES)} (default: both)",
-    )
-    parser.add_argument(
-        "--kernels",
-        type=names(KERNELS),
-        default=KERNELS[1:],
-        metavar="LIST",
-        help=f"of {', '.join(KERNELS)} (default: all but the slow reference)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=whole(numbers.REPEATS),
-        metavar="N",
-        help="default: 10 on a CPU, 100 on a GPU",
-    )
-    parser.add_argument(
+    kinds = f"of {', '.join(conv_types())}; qkv is the step from the packed projection to "
+    kinds += f"attention's inputs: three {QKV_KIND} convolutions, bias and rotation (default: "
+    window = whole_numbers(numbers.WINDOW, "3,4,8")
+    shapes = "may be given several times (default: of the 370M and of the 1.4B model, "
+    shapes += "2,2048,16,64 and 2,2048,16,128 on a CPU, 32,… and 16,… on a GPU)"
+    kernels = f"of {', '.join(KERNELS)} (default: all but the slow reference)"
+    dtypes = f"of {', '.join(DTYPES)} (default: both)"
+    add = parser.add_argument
+    _add_list(add, "--conv-type", names(conv_types()), (QKV_KIND,), f"{kinds}{QKV_KIND})")
+    _add_list(add, "--windows", window, (3, 4, 8, 21, 64), "W (default: 3,4,8,21,64)")
+    add("--shape", type=shape, action="append", metavar="B,T,H,D", help=shapes)
+    _add_list(add, "--dtype", names(DTYPES), DTYPES, dtypes)
+    _add_list(add, "--kernels", names(KERNELS), KERNELS[1:], kernels)
+    add("--repeats", type=_REPEATS, metavar="N", help="default: 10 on a CPU, 100 on a GPU")
+    add(
         "--eager",
         action="store_true",
         help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
     )
 
 
+def _add_list(
+    add: Callable[..., Any], flag: str, kind: Callable[[str], Any], default: Any, text: str
+) -> None:
+    add(flag, type=kind, default=default, metavar="LIST", help=text)
+
+
 def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats: int) -> None:
     usual = default_models(known)
-    parser.add_argument(
-        "--models",
-        type=names(known, every="all"),
-        default=usual,
-        metavar="LIST",
-        help=f"of {', '.join(known)}; or all (default: {', '.join(usual)})",
-    )
-    _add_size(parser)
-    parser.add_argument("--batch-size", type=whole(numbers.BATCH), metavar="N")
-    _add_repeats(parser, repeats)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument(
-        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa"
-    )
-
-
-def _add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
-    of_it = {"default": default, "help": f"default: {default}"}
-    parser.add_argument("--repeats", type=whole(numbers.REPEATS), metavar="N", **of_it)
-
-
-def _add_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", choices=SIZES, default="small")
+    text = f"of {', '.join(known)}; or all (default: {', '.join(usual)})"
+    add = parser.add_argument
+    _add_list(add, "--models", names(known, every="all"), usual, text)
+    add("--size", choices=SIZES, default="small")
     sizes = {"hidden-size": numbers.HIDDEN_SIZE, "layers": numbers.LAYERS, "heads": numbers.HEADS}
     for name, allowed in sizes.items():
-        parser.add_argument(
-            f"--{name}", type=whole(allowed), metavar="N", help="default: the size's"
-        )
-    parser.add_argument(
-        "--vocab-size", type=whole(numbers.VOCABULARY), default=VOCAB_SIZE, metavar="N"
-    )
-    parser.add_argument("--window", type=whole(numbers.WINDOW), default=21, metavar="W")
+        add(f"--{name}", type=whole(allowed), metavar="N", help="default: the size's")
+    add("--vocab-size", type=whole(numbers.VOCABULARY), default=VOCAB_SIZE, metavar="N")
+    add("--window", type=whole(numbers.WINDOW), default=21, metavar="W")
+    add("--batch-size", type=whole(numbers.BATCH), metavar="N")
+    text = f"default: {repeats}"
+    add("--repeats", type=_REPEATS, default=repeats, metavar="N", help=text)
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(models()), repeats=5)
     parser.set_defaults(batch_size=4)
-    parser.add_argument(
-        "--context-length", type=whole(numbers.CONTEXT), metavar="N", help="default: the size's"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--context-length", type=whole(numbers.CONTEXT), metavar="N", help="default: the size's")
+    add(
         "--optimizer",
         action="store_true",
         help="the whole step of `train.py`: its engine, gradients accumulated and clipped, AdamW "
         "with its moments in fp32",
     )
-    parser.add_argument("--compile", action="store_true", help="under torch.compile")
-    parser.add_argument(
+    add("--compile", action="store_true", help="under torch.compile")
+    add(
         "--peak-tflops",
         type=number(numbers.TFLOPS),
         metavar="X",
@@ -156,43 +156,145 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _add_decode(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, decoding_models(), repeats=3)
     parser.set_defaults(batch_size=1)
-    read = parser.add_mutually_exclusive_group()
-    read.add_argument(
-        "--contexts",
-        type=whole_numbers(numbers.CONTEXT, "16384,131072"),
-        metavar="LIST",
-        help="decode after so many random keys and values, over all of them and with landmark "
-        "attention, in one layer and in the model (CPU)",
-    )
-    for name, what in (
-        ("block", "tokens of a block (default: 64)"),
-        ("top-k", "blocks chosen (default: 8)"),
-        ("local", "blocks near the token (default: 2)"),
-    ):
-        allowed = numbers.Range(0, numbers.CONTEXT.high) if name == "top-k" else numbers.CONTEXT
-        parser.add_argument(
-            f"--{name}", type=whole(allowed), metavar="N", help=f"--contexts: {what}"
+    read = parser.add_mutually_exclusive_group().add_argument
+    contexts = "decode after so many random keys and values, over all of them and with landmark "
+    contexts += "attention, in one layer and in the model (CPU)"
+    prompts = "tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)"
+    kind = whole_numbers(numbers.CONTEXT, "256,1024", distinct=True)
+    _add_list(read, "--contexts", whole_numbers(numbers.CONTEXT, "16384,131072"), None, contexts)
+    _add_list(read, "--prompts", kind, (2048, 16384), prompts)
+    add = parser.add_argument
+    for name, (default, allowed, what) in _LANDMARK.items():
+        text = f"--contexts: {what} (default: {default})"
+        add(f"--{name.replace('_', '-')}", type=whole(allowed), metavar="N", help=text)
+    text = "with cache; the prompt's pass gives the first of them"
+    kind = whole(numbers.NEW_TOKENS.at_least(2))
+    add("--new-tokens", type=kind, default=32, metavar="N", help=text)
+    kind = whole(numbers.NEW_TOKENS)
+    add("--uncached-tokens", type=kind, metavar="N", help="without cache (default: 4)")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of the benchmark that the command's options ask for.
+
+    Raises:
+        UserError: the options, the device or a model is wrong.
+    """
+    # Before torch loads: it may bind this thread to one core.
+    cores = len(os.sched_getaffinity(0))
+    if options.threads is not None and options.threads > cores:
+        raise UserError(f"--threads {options.threads}: there are {cores} cores; use at most that")
+    from cat_lm.pretrained.loading import quiet_transformers
+    from eval.common.provenance import provenance
+    from eval.speed.timing import describe, open_device
+
+    quiet_transformers()
+    device = open_device(_device_name(options), options.threads)
+    started = provenance()
+    measured = {"conv": _conv, "train": _train, "decode": _decode}[options.benchmark]
+    found = measured(options, device)
+    return {
+        "format": 1,
+        "benchmark": options.benchmark,
+        **started,
+        "device": describe(device),
+        "repeats": options.repeats,
+        **found,
+    }
+
+
+def _device_name(options: argparse.Namespace) -> str:
+    """Return the device's name; `auto` is the CPU for what is timed there only."""
+    if options.device == "auto" and getattr(options, "contexts", None) is not None:
+        return "cpu"
+    return options.device
+
+
+def _conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.conv import ConvOptions, conv_speed
+
+    options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
+    shapes = options.shape or SHAPES[device.type]
+    for sizes in shapes:
+        _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
+    asked = (options.dtype, options.conv_type, options.windows, options.kernels, options.repeats)
+    return conv_speed(ConvOptions(shapes, *asked, cuda_graphs=not options.eager), device)
+
+
+def _train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.train import TrainCase, train_speed
+
+    length = options.context_length or SIZES[options.size]["context_length"]
+    size = _model_size(options, device, length)
+    case = TrainCase(size, options.batch_size, length, options.optimizer, options.compile)
+    return train_speed(case, options.models, options.repeats, options.peak_tflops)
+
+
+def _decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    if options.contexts is not None:
+        return _contexts(options, device)
+    for name in _LANDMARK:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: says nothing without --contexts")
+    from eval.speed.decode import DecodeCase, decode_speed
+
+    size = _model_size(options, device, max(options.prompts))
+    counts = options.new_tokens, options.uncached_tokens or 4
+    cases = [DecodeCase(size, options.batch_size, prompt, *counts) for prompt in options.prompts]
+    return decode_speed(cases, options.models, options.repeats)
+
+
+def _contexts(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    from eval.speed.contexts import ContextCase, contexts_speed
+
+    if options.uncached_tokens is not None or options.attention != "sdpa":
+        name = "--attention" if options.attention != "sdpa" else "--uncached-tokens"
+        raise UserError(f"{name}: says nothing with --contexts; leave it out")
+    for name in options.models:
+        family = architectures.get(models()[name].architecture)
+        if "attention_options" not in family.Section.model_fields:
+            raise UserError(f"--models {name}: {family.title} has no landmark attention to time")
+    if device.type != "cpu":
+        raise UserError(f"--contexts: is timed on a CPU alone; --device {device} is none")
+    longest = max(options.contexts)
+    size = _model_size(options, device, longest)
+    cache = 2 * size.layers * options.batch_size * longest * size.hidden_size * size.itemsize
+    what = f"a cache of --contexts {longest} in --layers {size.layers}, {options.dtype}"
+    _check_room(what, cache, device)
+    given = {name: getattr(options, name) for name in _LANDMARK}
+    landmark = {n: _LANDMARK[n][0] if value is None else value for n, value in given.items()}
+    cases = [
+        ContextCase(size, options.batch_size, context, options.new_tokens, landmark)
+        for context in options.contexts
+    ]
+    return contexts_speed(cases, options.models, options.repeats)
+
+
+def _model_size(options: argparse.Namespace, device: Any, positions: int) -> Any:
+    """Return the size of the models, having checked that there is room for each."""
+    from eval.speed.models import ModelSize
+
+    named = SIZES[options.size]
+    hidden_size = options.hidden_size or named["hidden_size"]
+    heads, layers = options.heads or named["heads"], options.layers or named["layers"]
+    if hidden_size % heads:
+        raise UserError(f"--hidden-size {hidden_size}: must be a multiple of --heads {heads}")
+    how = (options.vocab_size, options.window, options.dtype, str(device), options.attention)
+    size = ModelSize(layers, hidden_size, heads, *how)
+    what = f"a model of --hidden-size {hidden_size}, --layers {layers}"
+    for name in options.models:
+        _check_room(what, size.num_parameters(name, positions) * size.itemsize, device)
+    return size
+
+
+def _check_room(what: str, size: int, device: Any) -> None:
+    """Raise UserError where not even the numbers themselves have room, before they are made."""
+    from cat_lm.training.preflight.facts import free_memory
+
+    if size > (free := free_memory(device)):
+        raise UserError(
+            f"{what}: takes {size / GIB:,.1f} GiB, but {free / GIB:,.1f} GiB of memory are free"
         )
-    read.add_argument(
-        "--prompts",
-        type=whole_numbers(numbers.CONTEXT, "256,1024", distinct=True),
-        default=(2048, 16384),
-        metavar="LIST",
-        help="tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)",
-    )
-    parser.add_argument(
-        "--new-tokens",
-        type=whole(numbers.NEW_TOKENS.at_least(2)),
-        default=32,
-        metavar="N",
-        help="with cache; the prompt's pass gives the first of them",
-    )
-    parser.add_argument(
-        "--uncached-tokens",
-        type=whole(numbers.NEW_TOKENS),
-        metavar="N",
-        help="without cache (default: 4)",
-    )
 
 
 @command
@@ -200,7 +302,6 @@ def main() -> None:
     options = _parser().parse_args()
     from cat_lm.core.files import write_json
     from cat_lm.core.outputs import claim_file
-    from eval.speed.run import measure
     from eval.speed.tables import table
 
     if options.json:

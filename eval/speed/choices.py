@@ -1,4 +1,4 @@
-"""Name what the command offers. Imports nothing heavy, so that `--help` is quick."""
+"""The names that the command offers. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ DTYPES = ("float32", "bfloat16")
 PYTHIA = "pythia"  # of `models`, which every model's speed in training is compared with
 # The whole step from the packed projection to attention's inputs, and what it convolves by.
 QKV, QKV_KIND = "qkv", kinds.HEAD.name
-# This project's backends, and what else convolves: `eval.speed.conv.kernels`.
-KERNELS = ("reference", "cpu", "triton", "conv1d", "fla", "causal-conv1d")
+# This project's backends, and what else convolves: `eval.speed.kernels`.
+KERNELS = ("reference", "cpu", "triton", "conv1d", "fla")
 # [B, T, H, D] of the 370M and of the 1.4B model; on a GPU, tensors larger than its cache.
 SHAPES = {
     "cpu": ((2, 2048, 16, 64), (2, 2048, 16, 128)),
     "cuda": ((32, 2048, 16, 64), (16, 2048, 16, 128)),
 }
+SIZES = {
+    "small": {"layers": 8, "hidden_size": 512, "heads": 8, "context_length": 1024},
+    "370m": {"layers": 24, "hidden_size": 1024, "heads": 16, "context_length": 2048},
+    "1.4b": {"layers": 24, "hidden_size": 2048, "heads": 16, "context_length": 2048},
+}
+VOCAB_SIZE = 32_000  # of the paper's tokenizer
 
 
 class Model(NamedTuple):
     """A model to be timed.
 
     Attributes:
-        label: what it is called in a table.
+        label: its name in a table.
         architecture: its family's name.
         variant: of its family; see `Architecture.variants`.
         plain: the model that its speed is relative to, or None.
@@ -71,19 +77,13 @@ def is_stock(name: str) -> bool:
     return models()[name].stock == name
 
 
-def own_models() -> tuple[str, ...]:
-    """List those of `models` that are this project's, as it runs them."""
+def decoding_models() -> tuple[str, ...]:
+    """Return those of `models` that are this project's and decode from a state."""
     return tuple(
         name
         for name, model in models().items()
-        if name != model.stock and not model.compiled_rotation
+        if name != model.stock and not model.compiled_rotation and _decodes(model)
     )
-
-
-def decoding_models() -> tuple[str, ...]:
-    """List those of `own_models` that decode token by token from a state."""
-    known = models()
-    return tuple(name for name in own_models() if _decodes(known[name]))
 
 
 def _decodes(model: Model) -> bool:
@@ -94,19 +94,11 @@ def _decodes(model: Model) -> bool:
 
 
 def default_models(names: tuple[str, ...]) -> tuple[str, ...]:
-    """List those of the names that are of the family that is meant where none is named."""
+    """Return those of the names that are of the default family."""
     known = models()
     return tuple(name for name in names if known[name].architecture == architectures.DEFAULT)
 
 
 def conv_types() -> tuple[str, ...]:
-    """List what `conv` times: every kind of convolution, and the step from the projection."""
+    """Return what `conv` times: every kind of convolution, and the step from the projection."""
     return (*kinds.names(), QKV)
-
-
-SIZES = {
-    "small": {"layers": 8, "hidden_size": 512, "heads": 8, "context_length": 1024},
-    "370m": {"layers": 24, "hidden_size": 1024, "heads": 16, "context_length": 2048},
-    "1.4b": {"layers": 24, "hidden_size": 2048, "heads": 16, "context_length": 2048},
-}
-VOCAB_SIZE = 32_000  # of the paper's tokenizer

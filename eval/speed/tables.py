@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from eval.common.text_table import aligned
+from eval.speed.choices import models
 
 
 def table(record: dict[str, Any]) -> str:
-    """Show a record."""
-    tables = {"conv": conv_table, "train": train_table, "decode": decode_table}
+    """Return a record's table."""
+    tables = {"conv": _conv_table, "train": _train_table, "decode": _decode_table}
+    if "contexts" in record:
+        return _contexts_table(record)
     return tables[record["benchmark"]](record)
 
 
-def conv_table(record: dict[str, Any]) -> str:
+def _conv_table(record: dict[str, Any]) -> str:
     """For each case: milliseconds, share of the copy bandwidth, and times as fast as conv1d."""
     columns = ("range", "of copy", "vs conv1d", "range")
     header = ("", "forward ms", *columns, "fwd+bwd ms", *columns)
@@ -28,38 +32,34 @@ def conv_table(record: dict[str, Any]) -> str:
         )
         timed = [row for row in result["kernels"] if not row["refused"]]
         if timed:
-            lines.append(aligned(header, [(row["kernel"], *_cells(row)) for row in timed]))
+            lines.append(aligned(header, [_conv_cells(row) for row in timed]))
         for row in result["kernels"]:
             if row["refused"]:
                 lines.append(f"refused: {row['kernel']}: {row['refused']}")
-        lines += [f"absent: {name}: {reason}" for name, reason in result["absent"].items()]
+        lines += _absent(result)
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    cells = []
+def _conv_cells(row: dict[str, Any]) -> list[str]:
+    cells = [row["kernel"]]
     for direction in ("forward", "forward_backward"):
-        seconds = row[direction]["seconds"]
-        low, high = (f"{value * 1e3:.3f}" for value in seconds["range"])
-        faster, ends = (
-            row[direction][name] for name in ("times_as_fast_as_conv1d", "times_as_fast_range")
-        )
+        timed = row[direction]
+        faster = timed["times_as_fast_as_conv1d"]
         cells += [
-            f"{seconds['median'] * 1e3:.3f}",
-            f"{low}-{high}",
-            f"{row[direction]['of_copy_bandwidth']:.0%}",
+            _ms(timed["seconds"]["median"], 3),
+            "-".join(_ms(value, 3) for value in timed["seconds"]["range"]),
+            f"{timed['of_copy_bandwidth']:.0%}",
             f"{faster:.2f}" if faster else "",
-            _ends(ends),
+            _ends(timed["times_as_fast_range"]),
         ]
     return cells
 
 
-def train_table(record: dict[str, Any]) -> str:
+def _train_table(record: dict[str, Any]) -> str:
     """Tokens a second, relative speeds, MFU and memory of each model."""
     case = record["case"]
-    size = case["size"]
     title = (
-        f"{_size(size)}, batch {case['batch_size']} x {case['context_length']}, "
+        f"{_size(case['size'])}, batch {case['batch_size']} x {case['context_length']}, "
         f"step: {record['step']}{', torch.compile' if case['compile'] else ''}; {_where(record)}"
     )
     header = ("", "tokens/s", "range", "of plain", "range", "of Pythia", "range", "MFU", "peak MiB")
@@ -67,32 +67,20 @@ def train_table(record: dict[str, Any]) -> str:
     rows = []
     for row in record["results"].values():
         fast, slow = (f"{tokens / seconds:.0f}" for seconds in row["step_seconds"]["range"])
-        rows.append(
-            (
-                row["model"],
-                f"{row['tokens_per_second']:.0f}",
-                f"{slow}-{fast}",
-                *_ratio(row["relative_to_plain"], row["relative_range"]),
-                *_ratio(row["relative_to_pythia"], row["relative_to_pythia_range"]),
-                "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}",
-                f"{row['peak_memory_bytes'] / 2**20:.0f}",
-            )
-        )
-    absent = [f"absent: {name}: {reason}" for name, reason in record["absent"].items()]
-    return "\n".join([title, aligned(header, rows), *absent])
+        ratios = []
+        for name in ("plain", "pythia"):
+            median = row[f"relative_to_{name}"]
+            ends = row["relative_range" if name == "plain" else "relative_to_pythia_range"]
+            ratios += ["" if median is None else f"{median:.3f}", _ends(ends, digits=3)]
+        mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        memory = f"{row['peak_memory_bytes'] / 2**20:.0f}"
+        speed = (f"{row['tokens_per_second']:.0f}", f"{slow}-{fast}")
+        rows.append((row["model"], *speed, *ratios, mfu, memory))
+    return "\n".join([title, aligned(header, rows), *_absent(record)])
 
 
-def _ratio(median: float | None, ends: list[float] | None) -> tuple[str, str]:
-    return "" if median is None else f"{median:.3f}", _ends(ends, digits=3)
-
-
-def decode_table(record: dict[str, Any]) -> str:
-    """Tokens a second with and without the cache, by model and prompt; or after contexts."""
-    if "contexts" in record:
-        from eval.speed.model.contexts import context_lines
-
-        size = record["contexts"][0]["case"]["size"]
-        return "\n".join([f"{_size(size)}; {_where(record)}", *context_lines(record)])
+def _decode_table(record: dict[str, Any]) -> str:
+    """Tokens a second with and without the cache, by model and prompt."""
     case = record["results"][0]["case"]
     title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
     header = ("", "prompt", "prompt s", "cached tokens/s", "of shortest", "cold")
@@ -114,13 +102,48 @@ def decode_table(record: dict[str, Any]) -> str:
     return "\n".join([title, aligned(header, rows), how])
 
 
+def _contexts_table(record: dict[str, Any]) -> str:
+    """Milliseconds a token after each context, dense and with landmark attention."""
+    first = record["contexts"][0]["case"]
+    options = ", ".join(f"{name} {value}" for name, value in first["landmark"].items())
+    how = f"keys and values are random; {options}; a layer's dense attention is the faster of sdpa "
+    timed = ("dense ms", "landmark ms", "times as fast")
+    header = ("", "context", *(f"layer {name}" for name in timed))
+    header += ("dense MiB", "landmark MiB", *(f"model {name}" for name in timed))
+    rows = []
+    for result in record["contexts"]:
+        layer, model = (_contexts_cells(result[part]) for part in ("layer", "model"))
+        read = [f"{result['layer_bytes'][n] / 2**20:.1f}" for n in ("dense", "landmark")]
+        about = (models()[result["name"]].label, f"{result['case']['context']:,}")
+        rows.append((*about, *layer, *read, *model))
+    title = f"{_size(first['size'])}; {_where(record)}"
+    return "\n".join([title, f"{how}and matmul", aligned(header, rows)])
+
+
+def _contexts_cells(part: dict[str, Any]) -> list[str]:
+    seconds, best, ratio = part["seconds"], part["dense"], part["times_as_fast"]
+    return [
+        f"{_ms(seconds[best]['median'])} ({best})",
+        _ms(seconds["landmark"]["median"]),
+        f"{ratio['median']:.1f} ({_ends(ratio['range'], digits=1)})",
+    ]
+
+
+def _ms(seconds: float, digits: int = 2) -> str:
+    return f"{seconds * 1e3:.{digits}f}"
+
+
 def _rate(values: dict[str, Any]) -> str:
     return f"{values['median']:.2f} ({_ends(values['range'])})"
 
 
-def _ends(values: list[float] | None, digits: int = 2) -> str:
+def _ends(values: Sequence[float] | None, digits: int = 2) -> str:
     """Show the least and the largest; nothing where there is nothing to compare."""
     return "" if values is None else "-".join(f"{value:.{digits}f}" for value in values)
+
+
+def _absent(found: dict[str, Any]) -> list[str]:
+    return [f"absent: {name}: {reason}" for name, reason in found["absent"].items()]
 
 
 def _size(size: dict[str, Any]) -> str:

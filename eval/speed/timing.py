@@ -1,7 +1,7 @@
-"""Time a function: warmed up, repeated in turn with its rivals, summed up as quartiles.
+"""Time functions on a device: warmed up, repeated in turn with their rivals, as quartiles.
 
-On a GPU the clock is a pair of events in the stream. The call is replayed from a CUDA graph where
-it can be captured, so that Python's launch overhead, which a model hides behind other work, is not
+On a GPU the clock is a pair of events in the stream. A call is replayed from a CUDA graph where it
+can be captured, so that Python's launch overhead, which a model hides behind other work, is not
 taken for the kernel's time. Before each timed call the second-level cache is filled with zeros: the
 inputs come from memory, and as many unwritten lines stand in the cache before the call as after it,
 so that the call pays for the writes that it causes. The card's clocks are left as they are.
@@ -13,18 +13,85 @@ as the call before left them.
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from eval.speed.progress import rounds
+from cat_lm.core.errors import UserError
+from cat_lm.ops.runtime.cpu import make_process_ready
+from cat_lm.pretrained.loading import choose_device
 
 WARM_UPS = 3
 _FLUSH_BYTES = 256 * 2**20  # several times the cache of any GPU so far
+# Larger than any cache, so that a copy of it runs at the speed of memory.
+_LARGE_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
+_OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
+_OPENMP_VARIABLES += ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+def open_device(name: str, threads: int | None) -> torch.device:
+    """Return the device named `name`, and make this process ready for it as training does.
+
+    A CPU's tensors keep their memory: the system's clearing of pages would be timed otherwise. What
+    is too small for a normal fp32 is 0.
+
+    Raises:
+        UserError: the device is absent, or neither a CPU nor a CUDA GPU.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = choose_device(name)
+    if device.type not in _LARGE_COPY_BYTES:
+        raise UserError(f"--device {name}: only CPUs and CUDA GPUs are measured")
+    make_process_ready(device)
+    return device
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return the device's name and the settings that decide its speed."""
+    settings = {name: os.environ[name] for name in _OPENMP_VARIABLES if name in os.environ}
+    found = {"type": device.type, "threads": torch.get_num_threads(), "openmp": settings}
+    if device.type != "cuda":
+        return {**found, "name": "cpu"}
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        clock = torch.cuda.clock_rate(device)
+    except (ImportError, RuntimeError):  # without nvidia-ml-py, or where the driver refuses
+        clock = None
+    return {
+        **found,
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
+        "sm_clock_mhz": clock,
+        "cuda": torch.version.cuda,
+    }
+
+
+def without_home(text: str) -> str:
+    """Return `text` with `~` for this user's home, which does not belong in a record."""
+    return text.replace(str(Path.home()), "~")
+
+
+def say(line: str) -> None:
+    """Print what is being done on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def rounds(count: int, title: str) -> Iterator[int]:
+    """Count to `count` under a progress bar, which only a terminal shows."""
+    yield from tqdm(range(count), desc=title, disable=None, leave=False, file=sys.stderr)
 
 
 @dataclass
@@ -41,7 +108,7 @@ class Timing:
         return statistics.median(self.seconds)
 
     def record(self) -> dict[str, Any]:
-        """Median, quartiles, extremes and all values, in seconds."""
+        """Return median, quartiles, extremes and all values, in seconds."""
         return {
             **summary(self.seconds),
             "calls_a_repeat": self.calls_a_repeat,
@@ -51,7 +118,7 @@ class Timing:
 
 
 def times_as_fast(seconds: Sequence[float], rival: Sequence[float]) -> dict[str, Any]:
-    """Compare times with a rival's: how many times as fast, summed up over the rounds.
+    """Return how many times as fast as a rival, summed up over the rounds.
 
     Both stood in every round, so that a slow round slows both sides of its ratio.
     """
@@ -59,7 +126,7 @@ def times_as_fast(seconds: Sequence[float], rival: Sequence[float]) -> dict[str,
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Median, quartiles (the inclusive method), minimum, maximum, and all values in order."""
+    """Return median, quartiles (the inclusive method), extremes, and all values in order."""
     if len(values) > 1:
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     else:
@@ -83,8 +150,9 @@ def time_in_turn(
     warm_ups: int = WARM_UPS,
     title: str = "timing",
 ) -> dict[Hashable, Timing]:
-    """Times each call `repeats` times, all of them in every round, so that a slow moment of the
-    machine falls on all alike.
+    """Time each call `repeats` times, all of them in every round.
+
+    So a slow moment of the machine falls on all alike.
 
     Args:
         calls: name to a function without arguments.
@@ -149,7 +217,7 @@ def _time_on_gpu(
 
 
 def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], Timing]:
-    """The call as a CUDA graph's replay; the call itself where it cannot be captured."""
+    """Return the replay of the call's CUDA graph, or the call where it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -166,3 +234,17 @@ def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], Timing]:
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay, Timing(cuda_graph=True)
+
+
+def copy_bandwidth(device: torch.device, sizes: list[int], repeats: int) -> dict[int, float]:
+    """Time copies of tensors: bytes of a tensor to bytes a second, read and written.
+
+    Measured for the sizes given and one larger than any cache. A tensor's own size is the fair
+    ceiling where a cache holds it, the large one's where that is faster.
+    """
+    calls = {}
+    for size in sorted({*sizes, _LARGE_COPY_BYTES[device.type]}):
+        source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+        calls[size] = partial(torch.empty_like(source).copy_, source)
+    timings = time_in_turn(calls, device, repeats, title="copy")
+    return {size: 2 * size / timing.median for size, timing in timings.items()}

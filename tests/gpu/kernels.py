@@ -181,7 +181,7 @@ def _model(name: str, width: int, heads: int, vocabulary: int) -> Any:
     """Make a model of one layer without memory."""
     import torch
 
-    from eval.speed.model.build import ModelSize, build
+    from eval.speed.models import ModelSize, build
 
     size = ModelSize(1, width, heads, vocabulary, 21, "bfloat16", "meta")
     with torch.device("meta"):

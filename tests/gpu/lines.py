@@ -105,7 +105,7 @@ def versions(record: Record) -> None:
     import torch
 
     from eval.common.provenance import provenance
-    from eval.speed.machine import describe
+    from eval.speed.timing import describe
 
     known = provenance()
     record.keep("machine", **describe(torch.device(DEVICE)))
@@ -130,8 +130,7 @@ def ceilings(record: Record) -> None:
     import torch
     from torch.nn import functional as F
 
-    from eval.speed.machine import copy_bandwidth
-    from eval.speed.timing import summary, time_in_turn
+    from eval.speed.timing import copy_bandwidth, summary, time_in_turn
 
     device = torch.device(DEVICE)
     for size, rate in copy_bandwidth(device, [2**32, 100 * 2**20], 20).items():
@@ -182,7 +181,7 @@ def train(record: Record) -> None:
 
 def group() -> contextlib.AbstractContextManager:
     """Join the group of one rank that training needs, which a process can do once."""
-    from eval.speed.model.update import ranks_of
+    from eval.speed.train import ranks_of
 
     return ranks_of(DEVICE)
 
@@ -202,10 +201,16 @@ def time_models(
     from cat_lm.counts import flops_per_token, meta_model
     from cat_lm.training.estimate import device_peak_flops
     from eval.speed.choices import models
-    from eval.speed.model.build import ModelSize, build, model_config, random_ids, randomize_filters
-    from eval.speed.model.rotation import compile_rotation
-    from eval.speed.model.train import TrainCase, training_step
+    from eval.speed.models import (
+        ModelSize,
+        build,
+        compile_rotation,
+        model_config,
+        random_ids,
+        randomize_filters,
+    )
     from eval.speed.timing import summary, time_in_turn, times_as_fast
+    from eval.speed.train import TrainCase, training_step
 
     gc.collect()
     torch.cuda.empty_cache()
@@ -343,8 +348,9 @@ def conv(record: Record) -> None:
     """Convolutions against the copy bandwidth, fla's and a compiled sum of shifted inputs."""
     import torch
 
-    from eval.speed.conv.kernels import ConvCase, kernels_for
-    from eval.speed.conv.measure import ConvOptions, conv_speed
+    from cat_lm import ops
+    from eval.speed.conv import ConvOptions, conv_speed
+    from eval.speed.kernels import ConvCase
     from eval.speed.timing import summary, time_in_turn
 
     device, shape = torch.device(DEVICE), (BATCH, CONTEXT, SIZE[2], SIZE[1] // SIZE[2])
@@ -364,10 +370,10 @@ def conv(record: Record) -> None:
     for kind, window in CONVOLUTIONS[1:]:
         with record.part(f"{kind}, compiled"):
             case = ConvCase(kind, *shape, window, "bfloat16", DEVICE)
-            (reference,), _ = kernels_for(case, ["reference"])
+            reference = functools.partial(ops.convolve, kind, backend="reference")
             half = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
             x, filters = torch.randn(shape, **half), torch.randn(case.filter_shape, **half)
-            dy, compiled = torch.randn_like(x), torch.compile(reference.convolve)
+            dy, compiled = torch.randn_like(x), torch.compile(reference)
 
             def both(compiled: Any = compiled, given: tuple = (x, filters), dy: Any = dy) -> Any:
                 return torch.autograd.grad(compiled(*given), given, dy)
@@ -380,8 +386,8 @@ def decode(record: Record) -> None:
     """Tokens a second after a prompt, one row, launched by the host."""
     import torch
 
-    from eval.speed.model.build import ModelSize, build, random_ids, randomize_filters
-    from eval.speed.model.decode import decode_cached
+    from eval.speed.decode import decode_cached
+    from eval.speed.models import ModelSize, build, random_ids, randomize_filters
     from eval.speed.timing import summary
 
     size, count = ModelSize(*SIZE, DEVICE), 64
@@ -396,7 +402,7 @@ def decode(record: Record) -> None:
         for _ in range(5):
             for name, model in models.items():
                 found = decode_cached(model, prompt, count)
-                rates[name].append((count - 1) / found.step_seconds)
+                rates[name].append(found.rate)
                 prompts[name].append(found.prompt_seconds)
                 told = {"tokens_per_second": summary(rates[name])["median"]}
                 told["range"] = summary(rates[name])["range"]
@@ -487,8 +493,8 @@ def plan(lines: Sequence[str], cache: str) -> None:
     import pytest
 
     from cat_lm.config import load_config
-    from eval.speed.conv.kernels import ConvCase
-    from eval.speed.model.build import ModelSize
+    from eval.speed.kernels import ConvCase
+    from eval.speed.models import ModelSize
     from tests.gpu import kernels
 
     known = {line.__name__: line for line in LINES}

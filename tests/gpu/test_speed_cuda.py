@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from cat_lm.ops import head_conv
-from eval.speed.conv import kernels
-from eval.speed.conv import measure as conv
-from eval.speed.conv.kernels import Kernel
+from eval.speed import conv, kernels
+from eval.speed.kernels import Kernel
 from eval.speed.timing import time_in_turn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -48,7 +47,7 @@ def test_triton_is_replayed_from_graphs():
 
 def test_wrong_kernel_is_refused(monkeypatch):
     wrong = Kernel("wrong", "on purpose", lambda x, filters: head_conv(x, filters.flip(1)))
-    monkeypatch.setitem(kernels._FINDERS, "triton", lambda case: [wrong])
+    monkeypatch.setitem(kernels.FINDERS, "triton", lambda case: [wrong])
     record = conv.conv_speed(options(conv_types=["head"], kernels=["triton"]), DEVICE)
     assert len(record["refused"]) == len(record["cases"]) == 4
     assert all("forward" not in result["kernels"][0] for result in record["cases"])

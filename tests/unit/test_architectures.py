@@ -55,7 +55,7 @@ FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")
 ELSEWHERE = {
     "cat_lm/__init__.py": "the names that people import",
     "cat_lm/testing.py": "the body in which an attention entry is tried by default",
-    "eval/speed/conv/qkv.py": "transformers' own rotation, to compare with",
+    "eval/speed/kernels.py": "transformers' own rotation, to compare with",
 }
 
 

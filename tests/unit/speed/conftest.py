@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from eval.speed import machine
+from eval.speed import timing
 from eval.speed.__main__ import main
 from tests.unit.calls import call_main
 
@@ -31,5 +31,5 @@ def command(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def speed(command, monkeypatch):
     """The same on a CPU."""
-    monkeypatch.setitem(machine._LARGE_COPY_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(timing._LARGE_COPY_BYTES, "cpu", 2**20)
     return lambda *arguments: command(*arguments, "--device", "cpu")

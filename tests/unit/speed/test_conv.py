@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cat_lm.ops import head_conv
 from cat_lm.ops.convolution import kinds as kinds_table
-from eval.speed import choices
+from eval.speed import choices, kernels
 from eval.speed.choices import KERNELS
-from eval.speed.conv import check, kernels, qkv
-from eval.speed.conv.contest import against_rival
-from eval.speed.conv.floor import forward_backward_bytes, forward_bytes
-from eval.speed.conv.kernels import ConvCase, Kernel
+from eval.speed.conv import against_rival
+from eval.speed.kernels import ConvCase, Kernel
 from tests.unit.speed.calls import conv_arguments
 
 
@@ -43,57 +42,40 @@ def loop_over_numbers(conv_type, x, filters, dy):
 @pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead"])
 @pytest.mark.parametrize(("time", "window"), [(6, 3), (2, 4), (1, 1)])
 def test_expected_results_are_the_definition(conv_type, time, window):
-    case = conv_case(conv_type=conv_type, batch=2, time=time, heads=2, head_dim=3, window=window)
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, *case.shape, dtype=torch.float64)
-    filters = torch.randn(case.filter_shape, dtype=torch.float64)
-    expected = loop_over_numbers(conv_type, x, filters, dy)
-    found = check.expected_results(conv_type, x, filters, dy)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+    sizes = {"batch": 2, "time": time, "heads": 2, "head_dim": 3, "window": window}
+    work = kernels.work_of(conv_case(conv_type=conv_type, **sizes))
+    given = [x.double() for x in (*work.learned, *work.upstream)]
+    expected = loop_over_numbers(conv_type, *given)
+    for name, tensor in work.expected().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_expected_step_is_transformers_rotation_after_the_convolution():
-    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
-
-    case = conv_case(conv_type="qkv", head_dim=16)
-    inputs = qkv.Inputs(case, seed=0)
-    cosines, sines = (angle.double() for angle in inputs.rotary)
-    outputs = []
-    learned = [tensor.detach().double().requires_grad_() for tensor in inputs.learned]
-    packed, *filters, bias = learned
-    for index in range(3):
-        x = packed[:, :, :, index]
-        y = bias[:, index] + torch.zeros_like(x)
-        for lag in range(case.window):
-            delayed = torch.nn.functional.pad(x, (0, 0, 0, 0, lag, 0))[:, : case.time]
-            y = y + filters[index][:, lag, None] * delayed
-        outputs.append(y.transpose(1, 2))
-    outputs[:2] = apply_rotary_pos_emb(*outputs[:2], cosines, sines)
-    outputs = [output.transpose(1, 2) for output in outputs]
-    upstream = [gradient.double() for gradient in inputs.gradients]
-    gradients = torch.autograd.grad(outputs, learned, upstream)
-    found = qkv.expected_results(inputs)
-    assert set(found) == {*"qkv", *qkv.GRADIENTS}
-    names = (*"qkv", *qkv.GRADIENTS)
-    for name, tensor in zip(names, [*outputs, *gradients], strict=True):
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+    work = kernels.work_of(conv_case(conv_type="qkv", head_dim=16))
+    (_, in_parts) = work.find("reference")
+    found = kernels.Contender(in_parts, work).results()
+    expected = work.expected()
+    assert list(found) == list(expected) and list(found)[:4] == ["q", "k", "v", "dqkv"]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].double(), tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_floors_count_each_tensor_once_a_pass():
-    assert forward_bytes(100, 100, 7) == 207
+    work = kernels.work_of(conv_case())
+    x, taps = 4 * 2 * 12 * 3 * 4, 4 * 3 * 5
     # Forward; then dy, x and filters in, dx and dfilters out.
-    assert forward_backward_bytes(100, 100, 7, 5) == 207 + 100 + 100 + 7 + 100 + 5
-    inputs = qkv.Inputs(conv_case(conv_type="qkv"), seed=0)
-    packed = 4 * 2 * 12 * 3 * 3 * 4
+    forward = 2 * x + taps
+    expected = {"forward": forward, "forward_backward": forward + 3 * x + 2 * taps}
+    assert work.floors() == expected
     constants = 4 * (3 * 3 * 5 + 3 * 3 * 4) + 2 * 4 * 12 * 2
-    assert inputs.floors()["forward"] == 2 * packed + constants
+    work = kernels.work_of(conv_case(conv_type="qkv"))
+    assert work.floors()["forward"] == 2 * 3 * x + constants
 
 
 def test_choices_are_what_is_there():
     from cat_lm.ops import BACKENDS
 
-    assert tuple(kernels._FINDERS) == KERNELS
+    assert tuple(kernels.FINDERS) == KERNELS
     assert set(BACKENDS.names()) <= set(KERNELS)
     assert choices.conv_types() == (*kinds_table.names(), "qkv")
 
@@ -111,8 +93,7 @@ def test_conv_record(speed, conv_type):
     assert {"command", "date", "versions", "commit", "machine"} <= set(record)
     cases = [(c["case"]["dtype"], c["case"]["window"]) for c in record["cases"]]
     assert cases == [("float32", 1), ("float32", 5), ("bfloat16", 1), ("bfloat16", 5)]
-    layouts = {f"conv1d, {layout}" for layout in ("padded", "channels last", "transposed")}
-    expected = {"reference", "cpu", "conv1d", *layouts}
+    expected = {"reference", "cpu", "conv1d, padded", "conv1d, channels last"}
     if conv_type == "qkv":
         expected = {f"{name}, in {way}" for name in names[:2] for way in ("one call", "parts")}
     for result in record["cases"]:
@@ -133,35 +114,30 @@ def test_conv_record(speed, conv_type):
 
 
 def test_absent_kernels_say_why(speed):
-    code, record, out, _ = speed(*conv_arguments(kernels="cpu,triton,fla,causal-conv1d"))
+    code, record, out, _ = speed(*conv_arguments(kernels="cpu,triton,fla"))
     (result,) = record["cases"]
     assert code == 0
-    assert set(result["absent"]) == {"triton", "fla", "causal-conv1d"}
+    assert set(result["absent"]) == {"triton", "fla"}
     assert result["absent"]["fla"] == "runs on a GPU only"
     assert all(f"absent: {name}: {why}" in out for name, why in result["absent"].items())
 
 
 @pytest.mark.parametrize("conv_type", ["head", "depthwise"])
-def test_other_libraries_are_given_what_they_document(speed, monkeypatch, conv_type):
-    """Both say what they equal in torch's terms; that stands in for them where no GPU is."""
-
-    def causal_conv1d_fn(x, weight, bias=None):
-        padding = weight.shape[1] - 1
-        y = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=padding, groups=x.shape[1])
-        return y[..., : x.shape[2]]
+def test_fla_is_given_what_it_documents(speed, monkeypatch, conv_type):
+    """What it says that it equals in torch's terms stands in for it where no GPU is."""
 
     def causal_conv1d(x, weight=None, bias=None, backend="triton"):
         assert x.is_contiguous() and weight.is_contiguous() and backend == "triton"
-        return causal_conv1d_fn(x.transpose(1, 2), weight, bias).transpose(1, 2), None
+        padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+        y = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=x.shape[2])
+        return y.transpose(1, 2), None
 
-    stand_ins = {"causal_conv1d": causal_conv1d, "causal_conv1d_fn": causal_conv1d_fn}
-    monkeypatch.setattr(kernels, "_import_for_gpu", lambda case, _, function: stand_ins[function])
+    monkeypatch.setattr(kernels, "_import_fla", lambda case: causal_conv1d)
     code, record, out, _ = speed(
-        *conv_arguments(kernels="fla,causal-conv1d", conv_type=conv_type, dtype="bfloat16")
+        *conv_arguments(kernels="fla", conv_type=conv_type, dtype="bfloat16")
     )
     assert code == 0, out
-    names = [row["kernel"] for row in record["cases"][0]["kernels"]]
-    assert names == ["fla", "causal-conv1d", "causal-conv1d, channels last"]
+    assert [row["kernel"] for row in record["cases"][0]["kernels"]] == ["fla"]
 
 
 def shifted(y):
@@ -195,13 +171,11 @@ def one_wrong_element(y):
     ids=["late by one", "gradient", "last element", "nan", "shape"],
 )
 def test_wrong_kernel_is_refused(speed, monkeypatch, spoil, named, dtype):
-    from cat_lm.ops import head_conv
-
     def convolve(x, filters):
         return spoil(head_conv(x, filters, backend="reference"))
 
     wrong = Kernel("wrong", "a kernel that is wrong on purpose", convolve)
-    monkeypatch.setitem(kernels._FINDERS, "cpu", lambda case: [wrong])
+    monkeypatch.setitem(kernels.FINDERS, "cpu", lambda case: [wrong])
     arguments = conv_arguments(kernels="cpu,conv1d", dtype=dtype, shape="2,300,3,8")
     code, record, out, err = speed(*arguments)
     assert code == 1
@@ -209,18 +183,19 @@ def test_wrong_kernel_is_refused(speed, monkeypatch, spoil, named, dtype):
     assert refused["kernel"] == "wrong" and refused["reason"].startswith(named)
     rows = {row["kernel"]: row for row in record["cases"][0]["kernels"]}
     assert "forward" not in rows["wrong"] and "forward_backward" not in rows["wrong"]
-    assert rows["conv1d"]["refused"] is None and rows["conv1d"]["forward"]["seconds"]["median"] > 0
+    right = rows["conv1d, padded"]
+    assert right["refused"] is None and right["forward"]["seconds"]["median"] > 0
     assert "refused: wrong: " in out
     assert err.endswith("error: 1 kernels are wrong and refused\n")
 
 
 def test_wrong_step_is_refused(speed, monkeypatch):
-    in_one_call = qkv.ops.head_conv_qkv
+    in_one_call = kernels.ops.head_conv_qkv
 
     def unrotated(*arguments, rotary, **options):
         return in_one_call(*arguments, rotary=None, **options)
 
-    monkeypatch.setattr(qkv.ops, "head_conv_qkv", unrotated)
+    monkeypatch.setattr(kernels.ops, "head_conv_qkv", unrotated)
     code, record, _, _ = speed(*conv_arguments(conv_type="qkv", kernels="reference"))
     assert code == 1
     (refused,) = record["refused"]

@@ -7,9 +7,8 @@ from argparse import Namespace
 import pytest
 import torch
 
-from eval.speed import choices, run
-from eval.speed.model import build as models
-from eval.speed.model import decode
+from eval.speed import __main__ as run
+from eval.speed import choices, decode, models
 from tests.unit.speed.calls import TINY
 
 MODELS = choices.models()
@@ -140,11 +139,11 @@ def test_contexts_without_landmarks(speed, context, top_k):
 
 
 def test_wrong_landmark_attention_is_not_timed(speed, monkeypatch):
-    from eval.speed.model import contexts
+    from eval.speed import contexts
 
     attend = contexts._attend
     monkeypatch.setattr(contexts, "_attend", lambda *given: attend(*given) + 0.01)
-    monkeypatch.setattr(contexts, "_timed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(contexts, "_compared", lambda *_: pytest.fail("timed"))
     arguments = ("--contexts", "40", "--models", "cat", "--block", 4)
     code, record, out, err = speed("decode", *TINY, *arguments)
     assert (code, record, out) == (2, None, "")

@@ -8,8 +8,7 @@ import torch
 from cat_lm import architectures
 from cat_lm.ops.convolution import kinds as kinds_table
 from cat_lm.training.estimate import count_parameters
-from eval.speed import choices
-from eval.speed.model import build as models
+from eval.speed import choices, models
 from tests.unit.speed.calls import conv_arguments
 
 MODELS = choices.models()
@@ -68,4 +67,4 @@ def test_a_kind_and_a_family_of_ones_own_are_rows(speed, monkeypatch):
         result["kernels"][0]["refused"] is None and "own kinds only" in result["absent"]["conv1d"]
     )
     assert choices.models()["llama-backwards"].label == "Llama, minus one"
-    assert "backwards" in choices.own_models()
+    assert "backwards" in choices.decoding_models()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eval.speed import machine
+from eval.speed import timing
 from eval.speed.timing import summary, time_in_turn, times_as_fast
 
 CPU = torch.device("cpu")
@@ -12,8 +12,8 @@ CPU = torch.device("cpu")
 
 def test_the_process_is_ready_as_a_trainings_is_before_it_is_timed(monkeypatch):
     kept: list[torch.device] = []
-    monkeypatch.setattr(machine, "make_process_ready", kept.append)
-    assert machine.open_device("cpu", None) == CPU
+    monkeypatch.setattr(timing, "make_process_ready", kept.append)
+    assert timing.open_device("cpu", None) == CPU
     assert kept == [CPU]
 
 

@@ -9,9 +9,7 @@ import torch
 
 from cat_lm.counts import count_parameters, flops_per_token, meta_model
 from cat_lm.training.engine import Engine
-from eval.speed import choices
-from eval.speed.model import build as models
-from eval.speed.model import rotation, train
+from eval.speed import choices, models, train
 from eval.speed.timing import WARM_UPS
 from tests.distributed.ranks import run_on_ranks
 from tests.unit.speed.calls import TINY
@@ -98,7 +96,7 @@ def test_the_rotation_is_compiled_for_its_model_alone(monkeypatch):
     names = ("pythia", "pythia-compiled-rotary", "stock")
     built = {name: models.build(size, name, 16) for name in names}
     ids = models.random_ids(size, 2, 9)
-    assert rotation.compile_rotation(built[names[1]], ids) is None
+    assert models.compile_rotation(built[names[1]], ids) is None
     assert len(calls) == 2 and all(p.grad is None for p in built[names[1]].parameters())
     assert models.check_logits(built, ids, "float32")[names[1]] < 1e-5
     assert len(calls) == 4  # of two layers; the other models rotate as they did

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.core.errors import UserError
 from cat_lm.counts import count_parameters, meta_model
+from cat_lm.model.attention.core import AttentionMixin
 from eval.speed.choices import is_stock, models
-from eval.speed.machine import without_home
+from eval.speed.timing import without_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Relative to the largest logit. In bf16 the bias is added to a projection that was rounded before.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
+# The name of the rotation in the modules of transformers' families.
+_ROTATION = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,13 @@ class ModelSize:
     device: str
     attention: str = "sdpa"
 
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a number."""
+        return getattr(torch, self.dtype).itemsize
+
     def section(self, name: str, positions: int) -> ModelSection:
-        """Make the `model:` section of one of `models`, of the sizes that it has keys for."""
+        """Return the `model:` section of one of `models`, of the sizes that it has keys for."""
         sizes = {
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.layers,
@@ -57,31 +66,33 @@ class ModelSize:
         return section
 
     def num_parameters(self, name: str, positions: int) -> int:
-        """Count those of one of `models`, without making it."""
+        """Return the number of parameters of one of `models`, without making it."""
         return count_parameters(meta_model(model_config(self, name, positions)))
 
 
 def build(
     size: ModelSize, name: str, positions: int, changes: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Make one of `models` with identity filters, for sequences of up to `positions` tokens.
+    """Build one of `models` with identity filters, for sequences of up to `positions` tokens.
 
     Only weights are cast to the dtype; rotary frequencies stay fp32.
 
     Args:
         changes: of the configuration, for one that is no variant of its family.
+
+    Raises:
+        UserError: there is no such model of this size.
     """
     torch.manual_seed(0)
     try:
         config = model_config(size, name, positions)
         architecture = architectures.of_config(config)
+        how = {"attn_implementation": size.attention}
         if is_stock(name):
             attends = "attn_implementation" in architecture.Section.model_fields
-            how = {"attn_implementation": size.attention} if attends else {}
-            config = architectures.library_config(config, **how)
+            config = architectures.library_config(config, **(how if attends else {}))
         if changes:
-            implementation = {"attn_implementation": size.attention}
-            config = architecture.own_config(config, **implementation, **changes)
+            config = architecture.own_config(config, **how, **changes)
         model = architectures.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
@@ -92,14 +103,14 @@ def build(
 
 
 def model_config(size: ModelSize, name: str, positions: int) -> PreTrainedConfig:
-    """Make the configuration of one of `models`, of this project's class; stock's is plain's."""
+    """Return the configuration of one of `models`, of this project's class; stock's is plain's."""
     architecture = architectures.get(models()[name].architecture)
     fields = architecture.fields(size.section(name, positions), size.vocab_size, positions)
     tokens = {"bos_token_id": None, "eos_token_id": None}
     return architecture.config_class()(**fields, **tokens, use_cache=False)
 
 
-def check_logits(built: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str) -> dict[str, float]:
+def check_logits(built: Mapping[str, nn.Module], ids: Tensor, dtype: str) -> dict[str, float]:
     """Load the stock model's weights into models, and return the largest differences of logits.
 
     With identity filters every model is what stock is.
@@ -125,6 +136,7 @@ def check_logits(built: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str) 
             model.load_state_dict(built[stock].state_dict(), strict=False)
             difference = model(input_ids=ids).logits.float() - expected[stock]
             differences[name] = float(difference.abs().max() / expected[stock].abs().max())
+    # Not `>`: a NaN must not pass.
     wrong = {name: value for name, value in differences.items() if not value <= TOLERANCES[dtype]}
     if wrong:
         raise UserError(
@@ -135,7 +147,7 @@ def check_logits(built: Mapping[str, nn.Module], ids: torch.Tensor, dtype: str) 
 
 
 def randomize_filters(model: nn.Module) -> None:
-    """Draws filters, so that no kernel is timed on zeros, which can be faster than numbers are."""
+    """Draw filters, so that no kernel is timed on zeros, which can be faster than numbers are."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -144,14 +156,14 @@ def randomize_filters(model: nn.Module) -> None:
                 parameter.copy_(0.5 * drawn / drawn.shape[-1] ** 0.5)
 
 
-def random_ids(size: ModelSize, batch: int, time: int) -> torch.Tensor:
-    """Token ids [B, T], the same every time."""
+def random_ids(size: ModelSize, batch: int, time: int) -> Tensor:
+    """Return token ids [B, T], the same every time."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(size.vocab_size, (batch, time), generator=generator).to(size.device)
 
 
 def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
-    """Name what computes a model's convolutions and recurrences; None for transformers' own."""
+    """Return what computes a model's convolutions and recurrences; None for transformers' own."""
     architecture = architectures.of_config(model.config)
     if model.config.model_type != architecture.model_type:
         return None
@@ -159,3 +171,43 @@ def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
     keys = ("conv_backend", "mixer_backend")
     said = (architecture.describe_backend(key, *how) for key in keys)
     return without_home("; ".join(filter(None, said)))
+
+
+def compile_rotation(model: nn.Module, ids: Tensor) -> str | None:
+    """Let torch.compile fuse the rotation in this model's forward and backward pass.
+
+    transformers rotates queries and keys by a dozen small kernels, which this project's
+    convolutions have inside of theirs. Beside the eager rotation a convolution would win by what it
+    is not about.
+
+    Args:
+        ids: [B, T], for a pass that shows whether it compiles here.
+
+    Returns:
+        Why it cannot; None where it does.
+    """
+    own = [m for m in model.modules() if isinstance(m, AttentionMixin)]
+    home = sys.modules[type(model).__module__]
+    eager = own[0].rotate if own else getattr(home, _ROTATION)
+    # One graph a shape: those that are timed are few, and sizes that may change cost speed.
+    compiled = torch.compile(eager, dynamic=False)
+    for attention in own:
+        attention.rotate = compiled
+
+    def begin(*_: Any) -> None:
+        setattr(home, _ROTATION, compiled)
+
+    def end(*_: Any) -> None:
+        setattr(home, _ROTATION, eager)
+
+    if not own:
+        # The model's alone: others of its module keep the eager one.
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+    except Exception as error:  # whatever a compiler that is broken or missing makes torch raise
+        words = str(error).split()
+        return f"torch.compile failed: {type(error).__name__}: {' '.join(words)[:200]}"
+    model.zero_grad(set_to_none=True)
+    return None

@@ -13,9 +13,9 @@ Bytes are those that a token's attention has to read: keys, values and landmarks
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,21 +29,17 @@ from cat_lm.model.attention.modules.call import AttentionCall
 from cat_lm.model.attention.modules.landmark import LandmarkCore, LandmarkDynamicLayer
 from cat_lm.model.cache import CatCache
 from cat_lm.model.rules import head_width, key_heads
-from eval.common.text_table import aligned
-from eval.speed.choices import models
-from eval.speed.model.build import TOLERANCES, ModelSize, build, random_ids, randomize_filters
-from eval.speed.progress import rounds, say
-from eval.speed.timing import summary
+from eval.speed.models import TOLERANCES, ModelSize, build, random_ids, randomize_filters
+from eval.speed.timing import say, summary, time_in_turn, times_as_fast
 
 DENSE = ("sdpa", "matmul")
-WARM_UPS = 3
 # A cache is filled this many numbers at a time.
 _FILLED = 2**26
 
 
 @dataclass(frozen=True)
 class ContextCase:
-    """Say what is decoded: `tokens` of every row after a context, with landmarks' options."""
+    """What is decoded: `tokens` of every row after a context, with landmarks' options."""
 
     size: ModelSize
     batch_size: int
@@ -66,7 +62,7 @@ def contexts_speed(
             compute what it should.
     """
     results = []
-    longest = max(case.context + case.tokens for case in cases) + WARM_UPS
+    longest = max(case.context + case.tokens for case in cases)
     for name in names:
         changes = {"attention": "landmark", "attention_options": dict(cases[0].landmark)}
         pair = [build(cases[0].size, name, longest, each) for each in ({}, changes)]
@@ -81,20 +77,20 @@ def contexts_speed(
 
 @torch.no_grad()
 def measure(case: ContextCase, dense: nn.Module, sparse: nn.Module, repeats: int) -> dict[str, Any]:
-    """One pair of models, of the same weights, after one context: a layer, and the whole."""
+    """Time a layer and the whole of two models of the same weights, after one context."""
     cache = random_cache(sparse, case)
     core = next(m for m in sparse.modules() if isinstance(m, LandmarkCore))
     check(core, cache.layers[0], case)
-    layer = _timed(_layer_steps(core, cache.layers[0], case), [cache.layers[0]], case, repeats)
-    whole = _timed(_model_steps(dense, sparse, cache, case), cache.layers, case, repeats)
+    layer = _layer_steps(core, cache.layers[0], case)
+    whole = _model_steps(dense, sparse, cache, case)
     itemsize = getattr(torch, case.size.dtype).itemsize
     of_vectors = case.batch_size * key_heads(sparse.config) * head_width(sparse.config) * itemsize
     read = {name: vectors * of_vectors for name, vectors in _vectors_read(case).items()}
     return {
         "case": asdict(case),
         "layer_bytes": read,
-        "layer": compared(layer),
-        "model": compared(whole),
+        "layer": _compared(layer, cache.layers[:1], case, repeats),
+        "model": _compared(whole, cache.layers, case, repeats),
     }
 
 
@@ -241,68 +237,27 @@ def _model_steps(
     }
 
 
-def _timed(
+def _compared(
     steps: Mapping[str, Callable[[], Any]],
     layers: Sequence[LandmarkDynamicLayer],
     case: ContextCase,
     repeats: int,
-) -> dict[str, list[float]]:
-    """Seconds a token of each, one for each repeat, in turn."""
-    for step in steps.values():
-        for _ in range(WARM_UPS):
+) -> dict[str, Any]:
+    """Time a token of each, in turn, and compare landmark attention with the faster dense one."""
+
+    def decode(step: Callable[[], Any]) -> None:
+        for _ in range(case.tokens):
             step()
-        rewind(layers, WARM_UPS)
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in rounds(repeats, f"{case.context}"):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(case.tokens):
-                step()
-            found[name].append((time.perf_counter() - start) / case.tokens)
-            rewind(layers, case.tokens)
-    return found
+        rewind(layers, case.tokens)
 
-
-def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Sum seconds up, and compare landmark attention's with those of the faster dense one.
-
-    Args:
-        seconds: a token, one for each round, of `DENSE` and of landmark attention.
-    """
-    best = min(DENSE, key=lambda name: summary(seconds[name])["median"])
-    ratios = [theirs / own for theirs, own in zip(seconds[best], seconds["landmark"], strict=True)]
+    calls = {name: partial(decode, step) for name, step in steps.items()}
+    timings = time_in_turn(
+        calls, torch.device("cpu"), repeats, min_seconds=0, warm_ups=1, title=f"{case.context}"
+    )
+    seconds = {name: [s / case.tokens for s in timings[name].seconds] for name in steps}
+    best = min(DENSE, key=lambda name: timings[name].median)
     return {
         "seconds": {name: summary(values) for name, values in seconds.items()},
         "dense": best,
-        "times_as_fast": summary(ratios),
+        "times_as_fast": times_as_fast(seconds["landmark"], seconds[best]),
     }
-
-
-def context_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a record's table."""
-    first = record["contexts"][0]["case"]
-    options = ", ".join(f"{name} {value}" for name, value in first["landmark"].items())
-    lines = [
-        f"keys and values are random; {options}; a layer's dense attention is the faster of "
-        f"{' and '.join(DENSE)}"
-    ]
-    rows = []
-    for result in record["contexts"]:
-        cells = [models()[result["name"]].label, f"{result['case']['context']:,}"]
-        for part in ("layer", "model"):
-            seconds, best = result[part]["seconds"], result[part]["dense"]
-            ratio = result[part]["times_as_fast"]
-            low, high = ratio["range"]
-            cells += [
-                f"{seconds[best]['median'] * 1e3:.2f} ({best})",
-                f"{seconds['landmark']['median'] * 1e3:.2f}",
-                f"{ratio['median']:.1f} ({low:.1f}-{high:.1f})",
-            ]
-            if part == "layer":
-                read = result["layer_bytes"]
-                cells += [f"{read[n] / 2**20:.1f}" for n in ("dense", "landmark")]
-        rows.append(cells)
-    timed = ("dense ms", "landmark ms", "times as fast")
-    header = ("", "context", *(f"layer {name}" for name in timed))
-    header += ("dense MiB", "landmark MiB", *(f"model {name}" for name in timed))
-    return [*lines, aligned(header, rows)]

@@ -1,1 +1,0 @@
-"""Time the convolutions beside torch's and other libraries'."""

@@ -1,0 +1,477 @@
+"""What is timed by `eval.speed conv`: contenders for one piece of work, and what must come out.
+
+The work is a causal convolution of x [B, T, H, D], or `qkv`, the step from the packed projection to
+attention's inputs:
+
+    q, k, v = RoPE(conv(x_q) + b_q), RoPE(conv(x_k) + b_k), conv(x_v) + b_v
+
+Contenders for a convolution are this project's backends, and what one would use instead. Other
+libraries are given everything, filters too, as they like it best, and its making is not timed: a
+filter for each of C = H·D channels, the newest input's tap last, and [B, C, T] where they want
+that; torch's gets the zeros before the text, too, in two layouts, each of which is the fastest
+somewhere. Contenders for `qkv` are `cat_lm.ops.head_conv_qkv`,
+which the triton backend does in one kernel each way, and a convolution with its bias for each
+stream followed by transformers' rotation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cat_lm import ops
+from cat_lm.ops.convolution import kinds
+from eval.speed.choices import QKV, QKV_KIND
+
+ROTATED = 0.25  # of a head's channels, as in Pythia
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """What is convolved: x [B, T, H, D] by filters of W taps.
+
+    `conv_type` is a kind's name, or qkv for the whole step.
+    """
+
+    conv_type: str
+    batch: int
+    time: int
+    heads: int
+    head_dim: int
+    window: int
+    dtype: str
+    device: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.time, self.heads, self.head_dim
+
+    @property
+    def kind(self) -> kinds.Kind:
+        """Return the kind of convolution; of the step `qkv`, that of each stream."""
+        return kinds.get(QKV_KIND if self.conv_type == QKV else self.conv_type)
+
+    @property
+    def filter_shape(self) -> tuple[int, ...]:
+        return self.kind.filter_shape(self.heads, self.head_dim, self.window)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def tensor_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def backend_arguments(self) -> dict[str, Any]:
+        """Return the kind and its sizes for `cat_lm.ops.choose_backend`."""
+        return {
+            "conv_type": self.kind.name,
+            "device": self.device,
+            "dtype": self.torch_dtype,
+            "window": self.window,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+        }
+
+    def describe(self) -> str:
+        return f"{self.conv_type} W={self.window} {list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to do the work.
+
+    Attributes:
+        name: its row in the table.
+        timed: what its time includes, in words.
+        call: from all inputs in the kernel's own layout to its output or outputs.
+        arrange, restore: from [B, T, …] to the kernel's own layout, and back.
+        arrange_filters, restore_filters: from this project's filters to the kernel's own, and from
+            the gradient of these to that of this project's.
+        arrange_gradient: of an output, where it is laid out otherwise than the input.
+    """
+
+    name: str
+    timed: str
+    call: Callable[..., Tensor | tuple[Tensor, ...]]
+    arrange: Change = Tensor.detach
+    restore: Change = Tensor.detach
+    arrange_filters: Change = Tensor.detach
+    restore_filters: Change = Tensor.detach
+    arrange_gradient: Change | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of work.
+
+    Attributes:
+        learned: [B, T, …], what is convolved; then filters and bias.
+        upstream: the gradients of the outputs.
+        names: of the outputs and of the gradients of `learned`.
+        define: from `learned` to the outputs, by the definition.
+        constants: bytes of what is read beside `learned`.
+        find: from one of `choices.KERNELS` to the kernels that serve; raises `Absent`.
+    """
+
+    learned: Sequence[Tensor]
+    upstream: Sequence[Tensor]
+    names: Sequence[str]
+    define: Callable[..., Sequence[Tensor]]
+    constants: int
+    find: Callable[[str], list[Kernel]]
+
+    def expected(self) -> dict[str, Tensor]:
+        """Compute outputs and gradients in float64, a sequence at a time."""
+        first, *shared = self.learned
+        rows = []
+        for row in range(first.shape[0]):
+            given = [x.detach().double().requires_grad_() for x in (first[row : row + 1], *shared)]
+            outputs = self.define(*given)
+            upstream = [x[row : row + 1].double() for x in self.upstream]
+            gradients = torch.autograd.grad(outputs, given, upstream)
+            rows.append([*(y.detach() for y in outputs), *gradients])
+        batched = len(self.upstream) + 1
+        columns = zip(self.names, zip(*rows, strict=True), strict=True)
+        return {
+            name: torch.cat(parts) if number < batched else sum(parts)
+            for number, (name, parts) in enumerate(columns)
+        }
+
+    def floors(self) -> dict[str, int]:
+        """Return the fewest bytes of a forward, and of a forward and a backward pass.
+
+        Each tensor moves once a pass, in or out. A forward pass writes as many outputs as there are
+        inputs. A backward pass comes later, when nothing is left in a cache: it reads the outputs'
+        gradients, all constants, and for the gradients of filters and bias the inputs again, and
+        writes the gradients of all that is learned.
+        """
+        inputs, learned = self.learned[0].nbytes, sum(x.nbytes for x in self.learned[1:])
+        forward = 2 * inputs + learned + self.constants
+        backward = 3 * inputs + learned + self.constants + learned
+        return {"forward": forward, "forward_backward": forward + backward}
+
+    def contenders(self, names: Iterable[str]) -> tuple[list[Contender], dict[str, str]]:
+        """Return the contenders of these names, and for those that cannot serve, why."""
+        found, absent = [], {}
+        for name in names:
+            try:
+                found += [Contender(kernel, self) for kernel in self.find(name)]
+            except Absent as reason:
+                absent[name] = str(reason)
+        return found, absent
+
+
+class Contender:
+    """A kernel with its inputs, filters and gradients in its own layout."""
+
+    def __init__(self, kernel: Kernel, work: Work) -> None:
+        self.kernel, self.names = kernel, work.names
+        first, *shared = work.learned
+        arranged = [
+            kernel.arrange(first),
+            *(kernel.arrange_filters(x).contiguous() for x in shared),
+        ]
+        self.learned = [x.detach().requires_grad_() for x in arranged]
+        self.upstream = [(kernel.arrange_gradient or kernel.arrange)(dy) for dy in work.upstream]
+
+    @torch.no_grad()
+    def forward(self) -> Any:
+        """Compute the outputs, and keep nothing for a backward pass."""
+        return self.kernel.call(*self.learned)
+
+    def forward_backward(self) -> tuple[Any, tuple[Tensor, ...]]:
+        """Compute the outputs and the gradients of all that is learned."""
+        outputs = self.kernel.call(*self.learned)
+        return outputs, torch.autograd.grad(outputs, self.learned, self.upstream)
+
+    def results(self) -> dict[str, Tensor]:
+        """Return outputs and gradients by name, in this project's layout."""
+        outputs, (dx, *gradients) = self.forward_backward()
+        batched = [outputs, dx] if isinstance(outputs, Tensor) else [*outputs, dx]
+        found = [*map(self.kernel.restore, batched)]
+        found += map(self.kernel.restore_filters, gradients)
+        return dict(zip(self.names, found, strict=True))
+
+
+class Absent(Exception):
+    """A kernel cannot serve; the message says why."""
+
+
+def work_of(case: ConvCase, seed: int = 0) -> Work:
+    """Draw the tensors of a case."""
+    generator = torch.Generator(device=case.device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device=case.device)
+        return drawn.to(case.torch_dtype)
+
+    if case.conv_type == QKV:
+        return _step_work(case, draw)
+    x, dy = draw(*case.shape), draw(*case.shape)
+    filters = draw(*case.filter_shape) / case.window**0.5
+
+    def define(x: Tensor, filters: Tensor) -> list[Tensor]:
+        return [convolve_by_lags(case.kind, x, filters)]
+
+    def find(name: str) -> list[Kernel]:
+        return FINDERS[name](case)
+
+    return Work([x, filters], [dy], ("y", "dx", "dfilters"), define, 0, find)
+
+
+def convolve_by_lags(kind: kinds.Kind, x: Tensor, filters: Tensor) -> Tensor:
+    """Convolve x [B, T, H, D] by the kind's definition (`Kind.add_lag`).
+
+    Of the kernels only the reference shares code with it.
+    """
+    y, time = torch.zeros_like(x), x.shape[1]
+    for lag in range(min(kind.window_of(filters), time)):
+        y = y + F.pad(kind.add_lag(filters, lag, x[:, : time - lag]), (0, 0, 0, 0, lag, 0))
+    return y
+
+
+# A convolution
+
+
+def _own(backend: str, case: ConvCase) -> list[Kernel]:
+    _check_backend(backend, case)
+    convolve = partial(ops.convolve, case.kind.name, backend=backend)
+    return [Kernel(backend, f"cat_lm.ops.convolve, {case.kind.name}, [B, T, H, D]", convolve)]
+
+
+def _check_backend(backend: str, case: ConvCase) -> None:
+    try:
+        ops.choose_backend(**case.backend_arguments, backend=backend)
+    except ValueError as error:
+        raise Absent(str(error)) from None
+
+
+def _torch_conv1d(case: ConvCase) -> list[Kernel]:
+    """Find torch's convolution in the layouts that it was ever fastest in."""
+    _refuse_unknown_kind(case)
+    if case.kind.mixes_heads:
+        shape, groups, (first, back) = "[B·D, H, T]", 1, _heads_as_channels(case)
+        filters = (_taps_of_pairs, _from_taps_of_pairs)
+    else:
+        shape, groups = "[B, H·D, T]", case.heads * case.head_dim
+        (first, back), filters = _channels_first(case), _channel_filters(case)
+
+    def contiguous(x: Tensor) -> Tensor:
+        return first(x).contiguous()
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(first(x), (case.window - 1, 0)).contiguous()
+
+    def unpadded(x: Tensor) -> Tensor:
+        return back(x[..., -case.time :])
+
+    def convolve_channels_last(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, _channels_last(weight), groups=groups)
+
+    return [
+        Kernel(
+            "conv1d, padded",
+            f"torch's conv1d given contiguous {shape} with W - 1 zeros before it",
+            partial(F.conv1d, groups=groups),
+            *(padded, unpadded, *filters, contiguous),
+        ),
+        Kernel(
+            "conv1d, channels last",
+            f"the same, given {shape} with zeros before it, in torch's channels_last layout",
+            convolve_channels_last,
+            lambda x: _channels_last(padded(x)),
+            lambda y: unpadded(y[:, :, 0]),
+            *filters,
+            lambda dy: _channels_last(first(dy)),
+        ),
+    ]
+
+
+def _flash_linear_attention(case: ConvCase) -> list[Kernel]:
+    convolve = _import_fla(case)
+    arrange_filters, restore_filters = _channel_filters(case)
+    return [
+        Kernel(
+            "fla",
+            "flash-linear-attention's causal_conv1d, Triton, [B, T, H·D]",
+            lambda x, taps: convolve(x, taps, backend="triton")[0],
+            lambda x: x.flatten(2).contiguous(),
+            lambda y: y.unflatten(2, (case.heads, case.head_dim)),
+            lambda filters: arrange_filters(filters)[:, 0],
+            lambda gradient: restore_filters(gradient[:, None]),
+        )
+    ]
+
+
+def _import_fla(case: ConvCase) -> Callable[..., Any]:
+    _refuse_unknown_kind(case)
+    if case.kind.mixes_heads:
+        raise Absent("convolves each channel on its own")
+    if not case.device.startswith("cuda"):
+        raise Absent("runs on a GPU only")
+    reasons = []
+    # The module has moved between versions; the first name is kept for old users since.
+    for module in ("fla.modules.convolution", "fla.modules.causal_conv1d"):
+        try:
+            return importlib.import_module(module).causal_conv1d
+        except Exception as error:  # a broken installation may raise anything
+            reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    raise Absent(f"cannot be imported ({'; '.join(dict.fromkeys(reasons))})")
+
+
+def _refuse_unknown_kind(case: ConvCase) -> None:
+    if case.kind.name not in kinds.BUILT_IN:
+        raise Absent("is given the filters of this project's own kinds only")
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """[B, C, T] as [B, C, 1, T] in torch's channels_last layout."""
+    return x[:, :, None].contiguous(memory_format=torch.channels_last)
+
+
+def _channels_first(case: ConvCase) -> tuple[Change, Change]:
+    """From [B, T, H, D] to [B, H·D, T], and back."""
+
+    def arrange(x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2)
+
+    def restore(y: Tensor) -> Tensor:
+        return y.transpose(1, 2).unflatten(2, (case.heads, case.head_dim))
+
+    return arrange, restore
+
+
+def _heads_as_channels(case: ConvCase) -> tuple[Change, Change]:
+    """From [B, T, H, D] to [B·D, H, T], and back."""
+
+    def arrange(x: Tensor) -> Tensor:
+        return x.permute(0, 3, 2, 1).flatten(0, 1)
+
+    def restore(y: Tensor) -> Tensor:
+        return y.unflatten(0, (case.batch, case.head_dim)).permute(0, 3, 2, 1)
+
+    return arrange, restore
+
+
+def _channel_filters(case: ConvCase) -> tuple[Change, Change]:
+    """To [C, 1, W] with the newest input's tap last, and from its gradient to the filters'."""
+    has_channels = "D" in case.kind.filter_axes
+
+    def arrange(filters: Tensor) -> Tensor:
+        if not has_channels:
+            filters = filters.repeat_interleave(case.head_dim, dim=0)
+        return filters.reshape(case.heads * case.head_dim, 1, case.window).flip(2)
+
+    def restore(gradient: Tensor) -> Tensor:
+        channels = gradient[:, 0].flip(1).unflatten(0, (case.heads, case.head_dim))
+        return channels if has_channels else channels.sum(1)
+
+    return arrange, restore
+
+
+def _taps_of_pairs(filters: Tensor) -> Tensor:
+    """From [W, out, in] to [out, in, W] with the newest input's tap last."""
+    return filters.permute(1, 2, 0).flip(2)
+
+
+def _from_taps_of_pairs(weight: Tensor) -> Tensor:
+    return weight.flip(2).permute(2, 0, 1)
+
+
+FINDERS: dict[str, Callable[[ConvCase], list[Kernel]]] = {
+    **{backend: partial(_own, backend) for backend in ops.BACKENDS.names()},
+    "conv1d": _torch_conv1d,
+    "fla": _flash_linear_attention,
+}
+
+
+# The step from the packed projection to attention's inputs
+
+
+def _step_work(case: ConvCase, draw: Callable[..., Tensor]) -> Work:
+    batch, time, heads, width = case.shape
+    qkv = draw(batch, time, heads, 3, width)
+    filters = [draw(heads, case.window) / case.window**0.5 for _ in range(3)]
+    learned = [qkv, *filters, draw(heads, 3, width)]
+    # Laid out as attention gives them: [B, H, T, D] in memory.
+    upstream = [draw(batch, heads, time, width).transpose(1, 2) for _ in range(3)]
+    rotated = max(2, int(width * ROTATED) // 2 * 2)
+    pairs = torch.arange(0, rotated, 2, device=case.device)
+    angles = torch.arange(time, device=case.device)[:, None] * 10000.0 ** -(pairs / rotated)
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    rotary = angles.cos().to(case.torch_dtype), angles.sin().to(case.torch_dtype)
+    ways = {
+        "in one call": (_in_one_call, "cat_lm.ops.head_conv_qkv"),
+        "in parts": (_in_parts, "head_conv with bias for q, k and v, transformers' rotation"),
+    }
+
+    def find(backend: str) -> list[Kernel]:
+        _check_backend(backend, case)
+        return [
+            Kernel(
+                f"{backend}, {way}",
+                f"{words}, from [B, T, H, 3, D]",
+                partial(function, backend, rotary),
+                arrange_gradient=Tensor.detach,
+            )
+            for way, (function, words) in ways.items()
+        ]
+
+    names = (*"qkv", "dqkv", "dfilter_q", "dfilter_k", "dfilter_v", "dbias")
+    constants = sum(angle.nbytes for angle in rotary)
+    return Work(
+        learned, upstream, names, partial(_defined_step, case.kind, rotary), constants, find
+    )
+
+
+def _in_one_call(
+    backend: str, rotary: tuple[Tensor, Tensor], qkv: Tensor, *learned: Tensor
+) -> tuple[Tensor, ...]:
+    *filters, bias = learned
+    return ops.head_conv_qkv(qkv, filters, bias, rotary=rotary, backend=backend)
+
+
+def _in_parts(
+    backend: str, rotary: tuple[Tensor, Tensor], qkv: Tensor, *learned: Tensor
+) -> tuple[Tensor, ...]:
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+    *filters, bias = learned
+    query, key, value = (
+        ops.head_conv(qkv[:, :, :, index], taps, bias[:, index], backend=backend)
+        for index, taps in enumerate(filters)
+    )
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
+    return query.transpose(1, 2), key.transpose(1, 2), value
+
+
+def _defined_step(
+    kind: kinds.Kind, rotary: tuple[Tensor, Tensor], qkv: Tensor, *learned: Tensor
+) -> list[Tensor]:
+    cosines, sines = (angle.double()[0, :, None] for angle in rotary)
+    *filters, bias = learned
+    query, key, value = (
+        convolve_by_lags(kind, qkv[:, :, :, index], taps) + bias[:, index]
+        for index, taps in enumerate(filters)
+    )
+    return [_turned(query, cosines, sines), _turned(key, cosines, sines), value]
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Channels (r, r + R/2) as complex numbers times cos + i sin, for r < R/2: x [B, T, H, D]."""
+    half = cosines.shape[-1] // 2
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    pairs = pairs * torch.complex(cosines[..., :half], sines[..., :half])
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1)

@@ -1,1 +1,0 @@
-"""Time whole models: training steps and decoding."""
