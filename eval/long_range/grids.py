@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cat_lm.core.errors import UserError
@@ -17,12 +16,9 @@ from eval.lab.places import CONTROL, NEGATIVE, Run
 from eval.lab.places import Place as Point
 from eval.lab.study import Asked, Rows, Study, Table
 from eval.long_range import mixers
-from eval.long_range.cell import Cell
+from eval.long_range.cell import BOUNDS, WIDTHS, Cell, check_origins, recipe_of
 from eval.long_range.controls import controls
-from eval.long_range.origins import check_origins
-from eval.long_range.recipes import Recipe, recipe_of
-from eval.long_range.tasks import Place, Task, make_task
-from eval.long_range.tasks.commands import check_read
+from eval.long_range.tasks import Place, Task, check_read, make_task
 
 _SHARE = 0.9  # of the best model, which steps are counted to
 LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
@@ -74,11 +70,8 @@ class Scale:
     seeds_of: Mapping[str, int] = field(default_factory=dict)
 
     def with_models(self, figure: str, models: Sequence[str]) -> Scale:
-        """The same with these mixers in a figure.
-
-        Raises:
-            UserError: one that is no mixer, is the negative control or is given twice.
-        """
+        """Return the same with these mixers in a figure. Raises UserError for those that do not
+        fit."""
         for mixer in models:
             mixers.make(mixer, "--models")
             if mixer == NEGATIVE:
@@ -173,6 +166,20 @@ class Choice:
     is_causal: bool = True
     place: Place = field(default=Place(), compare=False)
 
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check that it can be had of tasks, and changes some. Raises UserError."""
+        names, needing = (
+            ", ".join(task.name for task in each)
+            for each in (tasks, [task for task in tasks if task.needs_folder])
+        )
+        if needing and self.place.folder is None:
+            raise UserError(
+                f"--data: {needing} is read from official files alone; name their folder"
+            )
+        check_read(self.place.folder, tasks)
+        if self.protocol != "clean" and not any(hasattr(task, "protocol") for task in tasks):
+            raise UserError(f"--protocol {self.protocol}: has no effect on {names}; leave it out")
+
 
 def figure_places(figure: str) -> Callable[[Asked], list[Point]]:
     """Return a study's `places`: those of a figure's tasks, with their controls."""
@@ -190,56 +197,39 @@ def figure_places(figure: str) -> Callable[[Asked], list[Point]]:
                 said = f"of {figure} at this scale, choose {', '.join(known)}"
                 raise UserError(f"--rows {row!r}: {said}")
         rows = list(dict.fromkeys(asked.rows)) or known
-        tasks = [make_task(scale.tasks[name]) for name in rows]
-        needing = sorted({task.name for task in tasks if task.needs_folder})
-        if needing and choice.place.folder is None:
-            raise UserError(
-                f"--data: {', '.join(needing)} is read from official files alone; name their folder"
-            )
-        if choice.place.folder is not None:
-            check_read(tasks)
-        if choice.protocol != "clean" and not any(map(has_protocol, tasks)):
-            names = ", ".join(task.name for task in tasks)
-            raise UserError(f"--protocol {choice.protocol}: has no effect on {names}; leave it out")
+        choice.check([make_task(scale.tasks[name]) for name in rows])
         return [point for name in rows for point in _row(figure, scale, choice, name)]
 
     return places
 
 
-def has_protocol(task: Task) -> bool:
-    """Return True if the official pipeline of a task validates on its test split."""
-    return "protocol" in {field.name for field in fields(task)}
-
-
 def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
-    """A task's places: its models, what mixes nothing, and controls with other rows' labels or
-    without a bag of tokens."""
+    """Yield a task's places: its models, what mixes nothing, and controls with other rows' labels
+    or without a bag of tokens."""
     base = _base(scale, choice, name)
-    rates = scale.rates or (base.lr,)
-    rates = tuple(sorted({*rates, base.lr})) if len(rates) > 1 else rates
+    rates = tuple(sorted({*scale.rates, base.lr})) if len(scale.rates) > 1 else (base.lr,)
     seeds = scale.seeds_of.get(figure, scale.seeds)
     models = [model.format(chunk=scale.chunk) for model in scale.models[figure]]
     for model in models:
         for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
             yield Point(Run(name, "", model, cell, across), rates, seeds)
-    nothing = replace(base, mixer=NEGATIVE)
-    if base.make_task().classes and base.pool == "last":
+    nothing, has_classes = replace(base, mixer=NEGATIVE), base.make_task().classes > 0
+    if has_classes and base.pool == "last":
         # A position alone knows nothing, and the mean over all is what models must be better than.
         yield Point(Run(CONTROL, name, NEGATIVE, nothing), (base.lr,), 1)
         nothing = replace(nothing, pool="mean")
     across = "rows" if figure == "data-size" else "length"
     yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
-    if base.make_task().classes:
+    if has_classes:
         shuffled = replace(base, mixer=fitted(models[0], name), is_shuffled=True)
         yield Point(Run(CONTROL, name, models[0], shuffled), (base.lr,), 1)
 
 
 def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
-    """The cells of a line, and what its axis is."""
+    """Yield the cells of a line, and what its axis is."""
     if figure == "context":
         for chunk in scale.chunks:
-            joined = "," if ":" in cell.mixer else ":"
-            yield replace(cell, mixer=f"{cell.mixer}{joined}chunk={chunk}"), "chunk"
+            yield replace(cell, mixer=_with(cell.mixer, f"chunk={chunk}")), "chunk"
     elif figure == "data-size":
         most = cell.rows_of("train")
         for share in scale.shares:
@@ -251,25 +241,26 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
 
 
 def _base(scale: Scale, choice: Choice, name: str) -> Cell:
-    options = {**recipe_of(name).cell_options(), **scale.options, **scale.of_task.get(name, {})}
+    options = {**recipe_of(name), **scale.options, **scale.of_task.get(name, {})}
     text = scale.tasks[name]
-    if choice.protocol != "clean" and has_protocol(make_task(text)):
-        text += f"{',' if ':' in text else ':'}protocol={choice.protocol}"
+    if choice.protocol != "clean" and hasattr(make_task(text), "protocol"):
+        text = _with(text, f"protocol={choice.protocol}")
     return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
+
+
+def _with(specification: str, option: str) -> str:
+    return f"{specification}{',' if ':' in specification else ':'}{option}"
 
 
 def fitted(mixer: str, task: str) -> str:
     """Make a mixer with the paper's widths and bounds for a task, where it names none."""
     name, given = parse_specification(mixer)
-    recipe, preset = recipe_of(task), mixers.VARIANTS.get(name, {})
-    own = {f.name: f.default for f in fields(Recipe) if f.name in ("width", "bound")}
-    wanted = {}
-    if given.get("values", preset.get("values", "none")) != "none":
-        wanted["width"] = recipe.width
-    if given.get("decay", preset.get("decay", "none")) == "slow":
-        wanted["bound"] = recipe.bound
-    more = [f"{k}={v}" for k, v in wanted.items() if k not in given and v != own[k]]
-    return mixer + "".join(f"{':' if not given and not i else ','}{x}" for i, x in enumerate(more))
+    options = mixers.VARIANTS.get(name, {}) | given
+    if options.get("values", "none") != "none" and task in WIDTHS and "width" not in given:
+        mixer = _with(mixer, f"width={WIDTHS[task]}")
+    if options.get("decay") == "slow" and task in BOUNDS and "bound" not in given:
+        mixer = _with(mixer, f"bound={BOUNDS[task]}")
+    return mixer
 
 
 def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
@@ -286,41 +277,37 @@ def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     return {place_on_axis(run, record): {"value": record["value"]}}
 
 
-def check(cells: Sequence[Cell], out: Path) -> None:
-    """Check that finished cells were made from the data that is there. Raises UserError."""
-    check_origins(out, cells)
-
-
 def steps_and_tasks(rows: Rows) -> dict[str, Any]:
     """Return each task's facts, and the steps of each line until validation was at its level.
 
     The level is the same for all lines of a task: nine tenths of the largest mean of a test.
     """
-    tasks: dict[str, dict[str, Any]] = {}
-    steps: list[dict[str, Any]] = []
     shown = [(run, record) for run, record in rows if run.row != CONTROL]
-    means: dict[tuple, list[float]] = {}
+    tests: dict[str, dict[tuple, list[float]]] = {}
     for run, record in shown:
-        means.setdefault((run.row, run.line, place_on_axis(run, record)), []).append(
-            record["value"]
-        )
-    for row in dict.fromkeys(run.row for run, _ in shown):
-        best = max(statistics.fmean(found) for (of, *_), found in means.items() if of == row)
-        run, record = next(x for x in shown if x[0].row == row)
-        counts = {split: found["rows"] for split, found in record["data"].items()}
+        line = run.line, place_on_axis(run, record)
+        tests.setdefault(run.row, {}).setdefault(line, []).append(record["value"])
+    tasks: dict[str, dict[str, Any]] = {}
+    for row, lines in tests.items():
+        best = max(map(statistics.fmean, lines.values()))
+        run, record = next(each for each in shown if each[0].row == row)
+        task, data = run.cell.make_task(), record["data"]
         tasks[row] = {
             "task": record["task"],
-            "counted": [run.cell.make_task().counted(*count) for count in counts.items()],
-            "most_frequent": record["data"]["test"]["most_frequent"],
+            "counted": [task.counted(split, found["rows"]) for split, found in data.items()],
+            "most_frequent": data["test"]["most_frequent"],
             "notes": record["notes"],
             "layers": record["layers"],
             "d_model": record["cell"]["d_model"],
             "level": _SHARE * best if best > 0 else None,
         }
-    for run, record in shown:
-        place = {"row": run.row, "line": run.line, "x": place_on_axis(run, record)}
-        found = steps_to(record, tasks[run.row]["level"])
-        steps.append(place | {"seed": run.cell.seed, "steps": found})
+    steps = [
+        {
+            **{"row": run.row, "line": run.line, "x": place_on_axis(run, record)},
+            **{"seed": run.cell.seed, "steps": steps_to(record, tasks[run.row]["level"])},
+        }
+        for run, record in shown
+    ]
     return {"tasks": tasks, "steps": steps}
 
 
@@ -410,7 +397,7 @@ def long_range_study(
         controls=controls,
         extra=steps_and_tasks,
         tables=functools.partial(_tables, printed or {}),
-        check=check,
+        check=check_origins,
         options=("models", "rows", "data", "long_range"),
         **declared,
     )

@@ -19,63 +19,26 @@ from torch.nn import functional as F
 from cat_lm.core.errors import UserError
 from eval.lab import training
 from eval.lab.cell import Step, plan_steps
-from eval.long_range.mixers import KIND
-from eval.long_range.model import LongRangeModel
-from eval.long_range.options import Options
-from eval.long_range.settings import Settings
-from eval.long_range.tasks import SPLITS, Batch, Examples, Exchanged, Task
+from eval.long_range.cell import Cell
+from eval.long_range.model import LearnedFilter, LongRangeModel
+from eval.long_range.tasks import SPLITS, Batch, Examples, Task
 
 FACTOR = 0.2  # of the rate, where validation stands still
 _DRAW = 0  # the seed of chosen rows
 _ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
 
 
-def _check_lengths(mixer: str, options: Options, task: Task) -> None:
-    """Refuse a chunk that cuts no row, and a smoother that reaches beyond all of one."""
-    wrong = ""
-    if options.chunk >= task.length:
-        wrong = f"chunk={options.chunk}: cuts no row; leave it out"
-    elif options.values != "none" and options.width > task.length:
-        wrong = f"width={options.width}: reaches beyond every row; give fewer"
-    if wrong:
-        raise UserError(
-            f"mixer {mixer}: {wrong} ({task.name} has {task.length:,} positions at most)"
-        )
-
-
-def build_model(cell: Settings, task: Task) -> LongRangeModel:
-    """Make a cell's model. Raises UserError for options that do not fit."""
-    mixer = cell.make_mixer()
-    if mixer.kind is KIND:
-        _check_lengths(cell.mixer, mixer.options, task)
-    return LongRangeModel(
-        task,
-        mixer,
-        d_model=cell.d_model,
-        layers=cell.layers,
-        norm=cell.norm,
-        norm_first=cell.norm_first,
-        pool=cell.pool,
-        is_causal=cell.is_causal,
-        feed_forward=cell.feed_forward,
-    )
-
-
-def load(cell: Settings, task: Task, split: str) -> Examples:
-    """Return a split's rows, or those that the cell takes of them.
-
-    Raises:
-        UserError: the split has fewer rows, or none; or its data is missing.
-    """
+def _load(cell: Cell, task: Task, split: str) -> Examples:
+    """Return a split's rows, or those that the cell takes of them."""
     examples = task.load(split, cell.place)
-    count = getattr(cell, f"{split}_rows")
-    if count is not None and count > len(examples):
-        raise UserError(
-            f"{split}_rows={count}: {cell.task} has {len(examples):,} rows there; ask for no more"
-        )
-    if not len(examples):
+    count, there = getattr(cell, f"{split}_rows"), len(examples)
+    if not there:
         raise UserError(
             f"task {cell.task}: its {split} split has no rows; give data that have some"
+        )
+    if count is not None and count > there:
+        raise UserError(
+            f"{split}_rows={count}: {cell.task} has {there:,} rows there; ask for no more"
         )
     return examples if count is None else examples.subset(count, _DRAW)
 
@@ -85,7 +48,7 @@ class Trial(training.Trial):
 
     chosen_by = "value"
 
-    def __init__(self, cell: Settings, device: str) -> None:
+    def __init__(self, cell: Cell, device: str) -> None:
         self.task = cell.make_task()
         super().__init__(cell, device)
         self._order: np.ndarray | None = None
@@ -97,10 +60,10 @@ class Trial(training.Trial):
             )
 
     def build(self) -> LongRangeModel:
-        return build_model(self.cell, self.task)
+        return LongRangeModel(self.cell)
 
     def load(self) -> None:
-        self.examples = {split: load(self.cell, self.task, split) for split in SPLITS}
+        self.examples = {split: _load(self.cell, self.task, split) for split in SPLITS}
         if self.cell.is_shuffled:
             self.examples["train"] = self._exchanged("train")
 
@@ -109,7 +72,7 @@ class Trial(training.Trial):
         whole = self.examples[split]
         if whole.labels is None:
             raise UserError(f"is_shuffled: {self.cell.task} has no classes to exchange")
-        return Exchanged(whole, self._rng(_EXCHANGED, SPLITS.index(split)).permutation(len(whole)))
+        return whole.exchanged(self._rng(_EXCHANGED, SPLITS.index(split)).permutation(len(whole)))
 
     def _rng(self, stream: int, number: int) -> np.random.Generator:
         return np.random.Generator(
@@ -117,8 +80,7 @@ class Trial(training.Trial):
         )
 
     def plan(self) -> Iterator[Step]:
-        cell = self.cell
-        rows = len(self.examples["train"])
+        cell, rows = self.cell, len(self.examples["train"])
         return plan_steps(cell.epochs, rows, cell.batch_size, cell.eval_steps)
 
     def batch(self, step: Step) -> Batch:
@@ -127,14 +89,20 @@ class Trial(training.Trial):
         return self.examples["train"].batch(self._order[step.rows])
 
     def imitate(self, rows: int) -> Batch:
-        return _imitated(self.task, rows)
+        task, shape = self.task, (rows,) if self.task.towers == 1 else (rows, self.task.towers)
+        if task.vocabulary:
+            inputs = np.ones((*shape, task.length), dtype=np.int64)
+        else:
+            inputs = np.ones((rows, task.length, task.channels), dtype=np.float32)
+        labels = np.zeros((rows, task.scored), dtype=np.float32)
+        if task.classes:
+            labels = np.zeros(rows, dtype=np.int64)
+        return Batch(inputs, np.full(shape, task.length, dtype=np.int64), labels)
 
     def loss(self, batch: Batch, own: list[Tensor]) -> Tensor:
         inputs, lengths, labels = _tensors(batch, self.device)
-        answers = self.model(inputs, lengths, own)
-        return (
-            F.cross_entropy(answers, labels) if self.task.classes else F.mse_loss(answers, labels)
-        )
+        compare = F.cross_entropy if self.task.classes else F.mse_loss
+        return compare(self.model(inputs, lengths, own), labels)
 
     def validate(self) -> dict[str, float]:
         return self.measure("validation")
@@ -171,7 +139,12 @@ class Trial(training.Trial):
                 }
                 for split, rows in self.examples.items()
             },
-            "filters": learned_filters(self.model),
+            # Taps of each layer that has learned filters of values, [H][W].
+            "filters": [
+                part.taps.detach().cpu().tolist()
+                for part in self.model.modules()
+                if isinstance(part, LearnedFilter)
+            ],
         }
 
 
@@ -202,11 +175,7 @@ def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
 
 
 def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, lengths, labels = (
-        torch.from_numpy(np.ascontiguousarray(x)).to(device)
-        for x in (batch.inputs, batch.lengths, batch.labels)
-    )
-    return inputs, lengths, labels
+    return tuple(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in batch)
 
 
 def most_frequent(examples: Examples) -> float | None:
@@ -214,23 +183,3 @@ def most_frequent(examples: Examples) -> float | None:
     if examples.labels is None:
         return None
     return float(np.bincount(examples.labels).max() / len(examples))
-
-
-def learned_filters(model: LongRangeModel) -> list[list[list[float]]]:
-    """Return the taps of each layer that has learned filters of values, [H][W], as it has them."""
-    from eval.long_range.attention import LearnedFilter
-
-    return [m.taps.detach().cpu().tolist() for m in model.modules() if isinstance(m, LearnedFilter)]
-
-
-def _imitated(task: Task, rows: int) -> Batch:
-    """Make rows of the task's shape and full length."""
-    towers = (2,) if task.towers == 2 else ()
-    if task.vocabulary:
-        inputs = np.ones((rows, *towers, task.length), dtype=np.int64)
-    else:
-        inputs = np.ones((rows, task.length, task.channels), dtype=np.float32)
-    lengths = np.full((rows, *towers), task.length, dtype=np.int64)
-    if task.classes:
-        return Batch(inputs, lengths, np.zeros(rows, dtype=np.int64))
-    return Batch(inputs, lengths, np.zeros((rows, task.scored), dtype=np.float32))

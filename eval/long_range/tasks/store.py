@@ -1,173 +1,129 @@
 """Keep what takes long to make: arrays in a folder of the cache, mapped into memory when read.
 
 A folder is named by all that decides its arrays, appears whole or not at all, and is made by one
-process while others wait. What is generated in pieces keeps its finished pieces, so that a command
-which was stopped goes on where it was.
+process while others wait.
 """
 
 from __future__ import annotations
 
-import shutil
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
-from cat_lm.core.errors import UserError, describe_os_error
-from cat_lm.core.files import atomic_write, checksums, opened, write_sealed
+from cat_lm.core.errors import UserError
+from cat_lm.core.files import checksums, opened, write_sealed
 from cat_lm.core.folders import atomic_folder, hold
 from cat_lm.core.readers import Versioned, check_shape, read_object
 from cat_lm.data.verified import changed_files
 from eval.lab.store import key_hash
-from eval.long_range.tasks.base import Place
+from eval.long_range.tasks.base import PAD, Examples, Place
 
+Arrays = dict[str, np.ndarray]
+Made = tuple[Arrays, dict[str, Any]]  # arrays by name, and where they come from
+HELD_OUT = 0.1  # of the training rows, for validation
 _RECORD = "record.json"
 
 
-class Stored(NamedTuple):
-    """Attributes: arrays by name, read-only; and where they come from."""
-
-    arrays: dict[str, np.ndarray]
-    origin: dict[str, Any]
-
-
-class _Shape(Versioned):
-    """The record of a folder: the dtype and the shape of each array, and the files' SHA-256."""
-
+class _Record(Versioned):
     key: dict[str, Any]
     origin: dict[str, Any]
-    arrays: dict[str, list]
     sha256: dict[str, str]
 
 
-class Work:
-    """A folder in the making, and the place for finished pieces that outlives a stop.
-
-    Attributes:
-        parts: a folder for pieces; it goes when all is done.
-        workers: processes that may work.
-    """
-
-    def __init__(self, folder: Path, parts: Path, workers: int) -> None:
-        self.parts, self.workers = parts, workers
-        self.shapes: dict[str, list] = {}
-        self._folder = folder
-
-    def save(self, name: str, array: np.ndarray) -> None:
-        """Keep an array under a name."""
-        self.shapes[name] = [str(array.dtype), list(array.shape)]
-        np.save(self._folder / f"{name}.npy", array, allow_pickle=False)
-
-
-def stored(
-    place: Place, name: str, key: Mapping[str, Any], make: Callable[[Work], Mapping[str, Any]]
-) -> Stored:
+def stored(place: Place, name: str, key: Mapping[str, Any], make: Callable[[], Made]) -> Made:
     """Return arrays from the cache; made and kept where they are not there yet.
 
     Args:
         name: begins the folder's name.
         key: plain values, all that decides the arrays.
-        make: saves the arrays, and says where they come from.
 
     Raises:
         UserError: of `make`; or the folder holds something else than was written.
     """
     folder = place.cache / f"{name}-{key_hash(key)}"
-    if not (folder / _RECORD).is_file():
+    record = folder / _RECORD
+    if not record.is_file():
         place.cache.mkdir(parents=True, exist_ok=True)
         with hold(place.cache / f".{folder.name}.lock"):
-            if not (folder / _RECORD).is_file():
-                _make(folder, key, make, place.workers)
-    return _read(folder)
-
-
-def _make(
-    folder: Path, key: Mapping[str, Any], make: Callable[[Work], Mapping[str, Any]], workers: int
-) -> None:
-    parts = folder.with_name(f"{folder.name}.parts")
-    with atomic_folder(folder) as place:
-        work = Work(place, parts, workers)
-        origin = _made(make, work, folder.parent)
-        digests = checksums((place / f"{name}.npy" for name in work.shapes), "sha256")
-        record = {
-            "format": 1, "key": dict(key), "origin": dict(origin), "arrays": work.shapes,
-            "sha256": {path.name: digest for path, digest in digests.items()},
-        }  # fmt: skip
-        write_sealed(place / _RECORD, record)
-    shutil.rmtree(parts, ignore_errors=True)
-
-
-def _made(make: Callable[[Work], Mapping[str, Any]], work: Work, cache: Path) -> Mapping[str, Any]:
-    """Call `make`; what it cannot read elsewhere is a UserError that names the file."""
-    try:
-        return make(work)
-    except OSError as error:
-        if error.filename is None or Path(error.filename).is_relative_to(cache):
-            raise
-        raise UserError(f"{error.filename}: {describe_os_error(error)}") from None
-
-
-def _read(folder: Path) -> Stored:
+            if not record.is_file():
+                arrays, origin = make()
+                with atomic_folder(folder, flag="--cache") as new:
+                    paths = [new / f"{array}.npy" for array in arrays]
+                    for path, array in zip(paths, arrays.values(), strict=True):
+                        np.save(path, array, allow_pickle=False)
+                    digests = {p.name: digest for p, digest in checksums(paths, "sha256").items()}
+                    found = {"key": dict(key), "origin": origin, "sha256": digests}
+                    write_sealed(new / _RECORD, {"format": 1, **found})
     advice = f"delete {folder}, and the same command makes it again"
-    values, whole = opened(read_object(folder / _RECORD, advice))
-    record = check_shape(values, _Shape, str(folder / _RECORD), advice)
-    if not whole:
-        raise UserError(f"{folder / _RECORD}: was changed after it was written; {advice}")
-    arrays = {}
-    for name, shape in record.arrays.items():
-        path = folder / f"{name}.npy"
-        try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError):  # missing; or shorter than its own header says
-            raise UserError(f"{path}: is missing or damaged; {advice}") from None
-        if [str(array.dtype), list(array.shape)] != shape:
-            raise UserError(f"{path}: is not the one that was written; {advice}")
-        arrays[name] = array
-    if changed := list(changed_files(folder, record.sha256)):
-        raise UserError(f"{changed[0]}: is not the one that was written; {advice}")
-    return Stored(arrays, record.origin)
+    values, is_whole = opened(read_object(record, advice))
+    kept = check_shape(values, _Record, str(record), advice)
+    if not is_whole:
+        raise UserError(f"{record}: was changed after it was written; {advice}")
+    for file in kept.sha256:
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file}: is missing; {advice}")
+    for path in changed_files(folder, kept.sha256):
+        raise UserError(f"{path}: is not the one that was written; {advice}")
+    arrays = {file: np.load(folder / file, mmap_mode="r") for file in kept.sha256}
+    return {file.removesuffix(".npy"): array for file, array in arrays.items()}, kept.origin
 
 
-def in_parts(
-    work: Work, make: Callable[[Any], np.ndarray], pieces: Mapping[str, Any], what: str
-) -> Iterator[np.ndarray]:
-    """Yield the arrays of pieces in their order, each made once and kept until all is done.
+def packed(split: str, rows: Iterable[bytes], labels: Iterable[int]) -> Arrays:
+    """Lay out rows of ids as they are kept.
 
     Args:
-        make: a function of a module, of a piece's value alone: other processes import it.
-        pieces: name -> value.
-        what: a word for the progress bar.
+        rows: a byte for each id less one (0 is padding's); of several towers, one after the
+            other.
+        labels: of all rows; read after them.
     """
-    from tqdm import tqdm
-
-    from data_prep.common.workers import run_tasks
-
-    work.parts.mkdir(parents=True, exist_ok=True)
-    # Unlike .npy, .npz has checksums of its arrays (CRC-32), which are compared at reading.
-    paths = {name: work.parts / f"{name}.npz" for name in pieces}
-    missing = [(make, pieces[name], path) for name, path in paths.items() if not path.is_file()]
-    bar = tqdm(total=len(pieces), initial=len(pieces) - len(missing), desc=what, disable=None)
-    with bar:
-        workers = max(1, min(work.workers, len(missing)))
-        for _ in run_tasks(_make_part, missing, workers, lambda done: None):
-            bar.update(1)
-    for path in paths.values():
-        try:
-            with np.load(path, allow_pickle=False) as piece:
-                array = piece["arr_0"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            raise UserError(
-                f"{path}: is missing or damaged; delete {work.parts}, and the same command makes "
-                "it again"
-            ) from None
-        yield array
+    ids, ends = bytearray(), [0]
+    for row in rows:
+        ids += row
+        ends.append(len(ids))
+    kept = {"ids": np.frombuffer(ids, dtype=np.uint8), "ends": np.array(ends, dtype=np.int64)}
+    kept["labels"] = np.fromiter(labels, dtype=np.int64)
+    return {f"{split}.{name}": array for name, array in kept.items()}
 
 
-def _make_part(
-    task: tuple[Callable[[Any], np.ndarray], Any, Path], report: Callable[[int], None]
-) -> None:
-    make, value, path = task
-    with atomic_write(path, "wb") as stream:
-        np.savez(stream, make(value))
+def sequences(made: Made, split: str, towers: int = 1) -> Examples:
+    """Return packed rows, padded at their end to the longest of those that are read at once.
+
+    A row without ids is one of padding alone, of length 1.
+    """
+    arrays, origin = made
+    ids, ends, labels = (arrays[f"{split}.{name}"] for name in ("ids", "ends", "labels"))
+    shape = (len(labels), towers)[:towers]
+    lengths = np.maximum(np.diff(ends), 1)
+
+    def read(rows: np.ndarray) -> tuple[np.ndarray, None]:
+        places = (rows[:, None] * towers + np.arange(towers)).ravel()
+        inputs = np.full((len(places), lengths[places].max(initial=1)), PAD, dtype=np.int64)
+        for row, start, end in zip(inputs, ends[places], ends[places + 1], strict=True):
+            row[: end - start] = ids[start:end]
+            row[: end - start] += 1
+        return inputs.reshape(len(rows), *shape[1:], -1), None
+
+    return Examples(read, lengths.reshape(shape), labels, origin)
+
+
+def held_out(contents: Iterable[bytes], share: float = HELD_OUT) -> np.ndarray:
+    """Choose rows by their content alone, so that no order of files matters.
+
+    The rows with the smallest hashes go; rows of one content go together, so that the count may be
+    larger by as many.
+
+    Args:
+        contents: of all rows.
+        share: of the rows that go.
+
+    Returns:
+        [n] bool.
+    """
+    digests = (hashlib.sha256(content).digest()[:8] for content in contents)
+    hashes = np.array([int.from_bytes(digest, "big") for digest in digests], dtype=np.uint64)
+    count = int(share * len(hashes))
+    if count == 0:
+        return np.zeros(len(hashes), dtype=bool)
+    return hashes <= np.sort(hashes)[count - 1]

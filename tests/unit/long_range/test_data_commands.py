@@ -5,22 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cat_lm.core.cli import Parser
 from cat_lm.core.errors import UserError
+from eval.long_range.__main__ import make_parser
 from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
-from eval.long_range.tasks.commands import add_prepare, add_show
-from eval.long_range.tasks.store import Work, in_parts
 from tests.unit.long_range.test_pathfinder import write_folder
 
 LISTOPS = "listops:min_length=3,max_length=40,train=12,validation=3,test=3"
 
 
 def run(*arguments) -> None:
-    parser = Parser(prog="python -m eval.long_range")
-    commands = parser.add_subparsers(dest="command", required=True)
-    add_prepare(commands)
-    add_show(commands)
-    parsed = parser.parse_args([str(argument) for argument in arguments])
+    parsed = make_parser().parse_args([str(argument) for argument in arguments])
     parsed.run(parsed)
 
 
@@ -70,12 +64,12 @@ def test_what_is_in_the_cache_is_not_made_again(tmp_path, monkeypatch):
 
     task, place = make_task(LISTOPS), Place(cache=tmp_path)
     before = task.load("train", place)
-    monkeypatch.setattr(listops, "_block", None)
+    monkeypatch.setattr(listops, "make_block", None)
     after = task.load("train", place)
     rows = np.arange(12)
     assert (before.batch(rows).inputs == after.batch(rows).inputs).all()
     assert not list(tmp_path.glob("*.parts"))
-    assert isinstance(after._ids, np.memmap)
+    assert isinstance(after.labels, np.memmap)
 
 
 def test_damage_in_the_cache_is_one_line(tmp_path):
@@ -85,12 +79,12 @@ def test_damage_in_the_cache_is_one_line(tmp_path):
     record, ids = folder / "record.json", folder / "test.ids.npy"
     kept = {path: path.read_bytes() for path in (record, ids)}
     cases = [
-        (ids, kept[ids][:-1], "test.ids.npy: is missing or damaged"),
+        (ids, kept[ids][:-1], "test.ids.npy: is not the one that was written"),
         (ids, (folder / "train.ids.npy").read_bytes(), "is not the one that was written"),
         (ids, kept[ids][:-1] + b"\7", "test.ids.npy: is not the one that was written"),
         (record, kept[record].replace(b'"seed": 0', b'"seed": 1'), "was changed after"),
         (record, b"{", "record.json: is not JSON"),
-        (record, b'{"key": {}, "origin": {}, "arrays": {}}', "has no format, must be 1"),
+        (record, b'{"key": {}, "origin": {}, "sha256": {}}', "has no format, must be 1"),
     ]
     for path, content, message in cases:
         path.write_bytes(content)
@@ -102,17 +96,6 @@ def test_damage_in_the_cache_is_one_line(tmp_path):
     ids.unlink()
     with pytest.raises(UserError, match=f"delete {folder}, and the same command makes it again"):
         task.load("train", place)
-
-
-def test_damaged_piece_of_unfinished_work_is_one_line(tmp_path):
-    work = Work(tmp_path, tmp_path / "parts", 1)
-    pieces = {"a": 1, "b": 2}
-    assert [x.tolist() for x in in_parts(work, np.arange, pieces, "pieces")] == [[0], [0, 1]]
-    path = tmp_path / "parts" / "b.npz"
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(np.arange(2).tobytes(), np.arange(1, 3).tobytes()))
-    with pytest.raises(UserError, match=r"b\.npz: is missing or damaged; delete .*parts"):
-        list(in_parts(work, np.arange, pieces, "pieces"))
 
 
 def test_every_task_says_what_a_model_needs():

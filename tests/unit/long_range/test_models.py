@@ -11,9 +11,7 @@ from cat_lm.mixers import Setting
 from cat_lm.model.context import Context
 from eval.long_range.cell import Cell
 from eval.long_range.mixers import VARIANTS, make
-from eval.long_range.model import build_mixer
-from eval.long_range.tasks import make_task
-from eval.long_range.training import build_model
+from eval.long_range.model import LongRangeModel, build_mixer
 
 TIME = 12
 SEQUENCES = f"cumsum:seq_len={TIME},train=4,validation=2,test=2"
@@ -27,7 +25,7 @@ def cell(task: str, mixer: str, **options) -> Cell:
 
 def model(task: str, mixer: str, **options) -> torch.nn.Module:
     torch.manual_seed(0)
-    return build_model(cell(task, mixer, **options), make_task(task)).eval()
+    return LongRangeModel(cell(task, mixer, **options)).eval()
 
 
 def layer(mixer: str, is_causal: bool, width: int = 16) -> torch.nn.Module:

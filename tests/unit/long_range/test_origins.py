@@ -15,8 +15,8 @@ from eval.lab.run import run_study
 from eval.lab.study import Asked
 from eval.long_range import training
 from eval.long_range.__main__ import main
+from eval.long_range.cell import check_origins
 from eval.long_range.grids import SCALES, Choice
-from eval.long_range.origins import check_origins
 from eval.long_range.tasks import TASKS, Place, make_task
 from eval.studies import STUDIES
 from tests.unit.long_range.test_images import idx, write_mnist
@@ -83,13 +83,13 @@ def test_runs_of_other_data_are_not_compared(tmp_path, monkeypatch):
     runs = [point.at(1e-3, seed).cell for seed in (0, 1)]
     origins = {runs[0]: "a", runs[1]: "a"}
     monkeypatch.setattr(
-        "eval.long_range.origins.finished",
+        "eval.long_range.cell.finished",
         lambda out, cell: {"data": {"test": {"origin": {"sha256": origins[cell]}}}},
     )
-    check_origins(tmp_path, runs)
+    check_origins(runs, tmp_path)
     origins[runs[1]] = "b"
     with pytest.raises(UserError, match="was made from other data"):
-        check_origins(tmp_path, runs)
+        check_origins(runs, tmp_path)
 
 
 def test_generators_are_not_asked_for_their_rows_again():

@@ -55,15 +55,18 @@ def test_ids_are_the_pixels(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda base: (base / "imgs/0/sample_7.png").unlink(), "sample_7.png: no such file"),
+        (
+            lambda base: (base / "imgs/0/sample_7.png").unlink(),
+            "sample_7.png: is missing, truncated or no PNG image",
+        ),
         (
             lambda base: cut(base / "imgs/0/sample_7.png"),
-            "sample_7.png: is truncated or no PNG image",
+            "sample_7.png: is missing, truncated or no PNG image",
         ),
         (
             # Pillow would start Ghostscript.
             lambda base: Image.new("L", (32, 32)).save(base / "imgs/0/sample_7.png", "EPS"),
-            "sample_7.png: is truncated or no PNG image",
+            "sample_7.png: is missing, truncated or no PNG image",
         ),
         (
             lambda base: Image.new("L", (8, 9)).save(base / "imgs/0/sample_7.png"),
@@ -75,13 +78,16 @@ def test_ids_are_the_pixels(tmp_path):
         ),
         (
             lambda base: (base / "metadata/0.npy").write_text(""),
-            "curv_contour_length_14: its lists name no image that has bytes",
+            "metadata: has no list (NUMBER.npy) of an image that has bytes",
         ),
         (
             lambda base: [path.write_bytes(b"") for path in (base / "imgs/0").iterdir()],
-            "curv_contour_length_14: its lists name no image that has bytes",
+            "metadata: has no list (NUMBER.npy) of an image that has bytes",
         ),
-        (lambda base: (base / "metadata/0.npy").unlink(), "metadata: has no list (NUMBER.npy)"),
+        (
+            lambda base: (base / "metadata/0.npy").unlink(),
+            "metadata: has no list (NUMBER.npy) of an",
+        ),
     ],
 )
 def test_wrong_files_are_one_line(tmp_path, damage, message):
@@ -106,7 +112,7 @@ def test_without_files_it_says_where_they_are_had(tmp_path):
     [
         ("size=64", "size=64: must be 32 or 128"),
         ("contour=7", "contour=7: must be 14, 9 or 6"),
-        ("pixels=byte", "pixels=byte: choose real or ids"),
+        ("pixels=byte", "pixels='byte': choose one of real, ids"),
     ],
 )
 def test_wrong_options_are_one_line(options, message):

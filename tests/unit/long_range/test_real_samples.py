@@ -49,7 +49,7 @@ def place(sample, tmp_path_factory) -> Place:
 def rows_of(text: str, place: Place) -> dict:
     task = make_task(text)
     found = {split: task.load(split, place) for split in SPLITS}
-    return {split: x.batch(np.arange(len(x)), full=True) for split, x in found.items()}
+    return {split: x.batch(np.arange(len(x))) for split, x in found.items()}
 
 
 @pytest.mark.parametrize(

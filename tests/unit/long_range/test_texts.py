@@ -6,24 +6,23 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from eval.long_range.tasks import Place, imdb, make_task
-from eval.long_range.tasks.retrieval import Retrieval
-from eval.long_range.tasks.text import Bytes, Characters
+from eval.long_range.tasks import Place, make_task, texts
+from eval.long_range.tasks.texts import Characters, Retrieval
 
 
 def places(tmp_path):
     return Place(tmp_path / "data", tmp_path / "cache")
 
 
-def write_reviews(root, texts=None):
-    """Four folders of reviews; `texts`: (split, kind, number) -> text, in the place of others."""
+def write_reviews(root, others=None):
+    """Four folders of reviews; `others`: (split, kind, number) -> text, in the place of others."""
     for split in ("train", "test"):
         for kind in ("pos", "neg"):
             folder = root / "aclImdb" / split / kind
             folder.mkdir(parents=True)
             for number in range(20):
                 text = f"{split} {kind} review {number} of a film"
-                text = (texts or {}).get((split, kind, number), text)
+                text = (others or {}).get((split, kind, number), text)
                 (folder / f"{number}_{7 if kind == 'pos' else 2}.txt").write_bytes(text.encode())
     (root / "aclImdb" / "train" / "unsup").mkdir()
     (root / "aclImdb" / "train" / "unsup" / "0_0.txt").write_text("of nobody's opinion")
@@ -36,16 +35,10 @@ def texts_of(task, place, split):
     return [(task.shown(row, examples.origin), int(label)) for row, label in rows]
 
 
-def test_bytes_are_utf8_and_cut_anywhere():
-    assert Bytes(10).encode("aé\0") == b"a\xc3\xa9\0"
-    assert Bytes(2).encode("aé") == b"a\xc3"
-    assert Bytes(2).encode("") == b""
-
-
 def test_characters_are_numbered_by_frequency_and_end():
     encoder = Characters(["bbaa", "abc", "zzzzb"], length=5, least=2)
     # a, b: 3 and 4 times; z four times, cut to four letters: its b is not seen
-    assert encoder.characters == "zab"
+    assert encoder.known == "zab"
     assert list(encoder.encode("abz")) == [3, 4, 2, 1]  # ids 4, 5, 3 and the end's 2, less one
     assert list(encoder.encode("cc")) == [0, 0, 1]  # unknown
     assert list(encoder.encode("aaaaaaa")) == [3, 3, 3, 3, 1]  # the end is kept
@@ -55,12 +48,12 @@ def test_characters_are_numbered_by_frequency_and_end():
 def test_no_more_characters_than_a_byte_has_room_for():
     text = "".join(chr(1000 + i) for i in range(400)) + chr(1399) * 2
     encoder = Characters([text], length=1000)
-    assert len(encoder.characters) == 253 and encoder.characters[0] == chr(1399)
+    assert len(encoder.known) == 253 and encoder.known[0] == chr(1399)
     assert max(encoder.encode(text)) == 254  # id 255, the largest of 256
 
 
 def test_reviews_are_read_with_their_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(imdb, "LEAST", 1)
+    monkeypatch.setattr(texts, "LEAST", 1)
     write_reviews(tmp_path / "data")
     task, place = make_task("imdb:max_length=100"), places(tmp_path)
     found = {split: texts_of(task, place, split) for split in ("train", "validation", "test")}
@@ -91,7 +84,7 @@ def test_a_text_twice_is_never_in_training_and_validation(tmp_path):
 
 
 def test_characters_of_validation_and_test_are_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(imdb, "LEAST", 1)
+    monkeypatch.setattr(texts, "LEAST", 1)
     write_reviews(tmp_path / "data", {("test", "pos", 0): "only here: ∞"})
     task, place = make_task("imdb"), places(tmp_path)
     examples = task.load("test", place)
@@ -108,7 +101,7 @@ def test_an_empty_text_is_one_position(tmp_path):
         examples = make_task(f"imdb:level={level}").load("test", place)
         batch = examples.batch(np.arange(1))
         assert (batch.inputs.tolist(), batch.lengths.tolist()) == ([[ids]], [1])
-        assert examples.lengths()[0] == 1
+        assert examples.lengths[0] == 1
 
 
 def test_bytes_are_padded_at_the_end_and_cut_at_the_length(tmp_path):
@@ -120,15 +113,14 @@ def test_bytes_are_padded_at_the_end_and_cut_at_the_length(tmp_path):
     assert batch.inputs.tolist() == [whole, [ord("b") + 1] + [0] * 7]
     assert batch.lengths.tolist() == [8, 1]
     assert examples.batch(np.array([1])).inputs.shape == (1, 1)
-    assert examples.batch(np.array([1]), full=True).inputs.shape == (1, 8)
     assert batch.inputs.max() < task.vocabulary == 257
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda base: drop(base / "test"), "aclImdb/test/neg: no such folder"),
-        (lambda base: drop(base / "train" / "pos"), "aclImdb/train/pos: no such folder"),
+        (lambda base: drop(base / "test" / "neg"), "aclImdb/test/neg: no such file or folder"),
+        (lambda base: drop(base / "train" / "pos"), "aclImdb/train/pos: no such file or folder"),
         (lambda base: empty(base / "test" / "pos"), "test/pos: has no review (ID_STARS.txt)"),
     ],
 )
@@ -179,7 +171,7 @@ def test_retrieval_has_two_documents_a_row(tmp_path):
     assert batch.lengths.tolist() == [[1, 3], [9, 9]] and batch.labels.tolist() == [0, 1]
     shown = [[task.shown(tower, examples.origin) for tower in row] for row in batch.inputs]
     assert shown == [["", "b\tc"], ['of "trees', "a longer "]]
-    assert (examples.lengths()[[1, 0]] == batch.lengths).all()
+    assert (examples.lengths[[1, 0]] == batch.lengths).all()
 
 
 def test_retrieval_in_characters_ends_each_document(tmp_path):
@@ -195,10 +187,18 @@ def test_retrieval_in_characters_ends_each_document(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "names", "message"),
     [
-        (PAIRS, ("train", "test"), "new_aan_pairs.eval.tsv: no such file"),
+        (PAIRS, ("train", "test"), "new_aan_pairs.eval.tsv: no such file or folder"),
         (PAIRS, (), "new_aan_pairs.train.tsv: no such file or folder"),
-        ([*PAIRS, ("1", "P1", "P2", "cut")], None, "tsv, row 3: has 4 columns, must have label"),
-        ([("yes", "P1", "P2", "a", "b")], None, "row 1: has the label 'yes', must be 0 or 1"),
+        (
+            [*PAIRS, ("1", "P1", "P2", "cut")],
+            None,
+            "tsv, row 3: has 4 columns and the label '1', must",
+        ),
+        (
+            [("yes", "P1", "P2", "a", "b")],
+            None,
+            "row 1: has 5 columns and the label 'yes', must have label (0 or 1)",
+        ),
         ([], None, "new_aan_pairs.train.tsv: is empty"),
     ],
 )
@@ -230,7 +230,7 @@ def test_pairs_that_are_cut_are_one_line(tmp_path, monkeypatch, name):
 def test_pairs_that_are_no_text_are_one_line(tmp_path):
     write_pairs(tmp_path / "data")
     (tmp_path / "data" / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n1\ta\tb\t\xff\td\n")
-    with pytest.raises(UserError, match=r"test.tsv, after row \d: is not UTF-8 text; "):
+    with pytest.raises(UserError, match=r"test.tsv, after row \d: is no table in UTF-8 "):
         make_task("aan").load("train", places(tmp_path))
 
 
@@ -255,8 +255,8 @@ def test_retrieval_from_the_hub_takes_the_same_files_at_a_pinned_revision(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("imdb:level=words", "level=words: choose characters or bytes"),
-        ("imdb:protocol=mine", "protocol=mine: choose clean or lra"),
+        ("imdb:level=words", "level='words': choose one of characters, bytes"),
+        ("imdb:protocol=mine", "protocol='mine': choose one of clean, lra"),
         ("aan:max_length=0", "max_length=0: must be at least 1"),
     ],
 )

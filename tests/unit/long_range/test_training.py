@@ -40,7 +40,7 @@ def cell(task: str = SUMS, mixer: str = "las:position=none", **options) -> Cell:
 
 def _rows(examples):
     """All rows of a split, padded alike, and their labels."""
-    batch = examples.batch(np.arange(len(examples)), full=True)
+    batch = examples.batch(np.arange(len(examples)))
     return batch.inputs, batch.labels
 
 
@@ -149,12 +149,12 @@ class TestCells:
         plain = dataclasses.replace(shuffled, is_shuffled=False)
         there, real = (loaded(x).examples["train"] for x in (shuffled, plain))
         order, every = np.random.default_rng(0).permutation(24), np.arange(24)
-        batch, usual = there.batch(order, full=True), real.batch(every, full=True)
+        batch, usual = there.batch(order), real.batch(every)
         assert (batch.labels == real.labels[order]).all()
         rows = sorted(row.tobytes() for row in usual.inputs)
         assert sorted(row.tobytes() for row in batch.inputs) == rows
         assert (batch.inputs != usual.inputs[order]).any(axis=1).sum() > 12
-        assert (there.lengths()[order] == batch.lengths).all()
+        assert (there.lengths[order] == batch.lengths).all()
         with pytest.raises(UserError, match="has no classes to exchange"):
             cell(is_shuffled=True).run()
 
@@ -167,7 +167,7 @@ class TestCells:
         assert len(seen) == 8
 
         def reading(model, inputs, lengths, losses=None):
-            wide = np.zeros((len(inputs), test.batch(np.arange(8), full=True).inputs.shape[1]), int)
+            wide = np.zeros((len(inputs), test.batch(np.arange(8)).inputs.shape[1]), int)
             wide[:, : inputs.shape[1]] = inputs
             return torch.eye(10)[[int(seen[row.tobytes()]) for row in wide]]
 
