@@ -15,12 +15,13 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cat_lm.core import cli
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import Range, check_number
 
+T = TypeVar("T")
 _SILENT = ("None", "False", "()", argparse.SUPPRESS)  # defaults of which help says nothing
 
 
@@ -68,6 +69,13 @@ def add_options(
             said += f" (default: {default})"
         how["help"] = said.strip()
         parser.add_argument(f"--{field.name.replace('_', '-')}", **how)
+
+
+def options_of(arguments: argparse.Namespace, cls: type[T]) -> T:
+    """Make an instance of what the command was given; fields that it has no option for: as is."""
+    values = vars(arguments)
+    names = [field.name for field in dataclasses.fields(cls) if field.name in values]
+    return cls(**{name: values[name] for name in names})
 
 
 def check_options(instance: Any) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 
-from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, output_path, whole
+from cat_lm.core.cli import Parser, output_path
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
-from eval.common.options import add_options
+from eval.common.options import add_options, options_of
 from eval.recall.cell import Cell
+from eval.recall.theory.claims import Simulations
 
 
 @command
@@ -54,16 +53,14 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     for length in arguments.test_lengths:
-        if length < arguments.seq_len:
+        if length < (trained := arguments.seq_len):
             raise UserError(
-                f"--test-lengths {length}: is shorter than the training's {arguments.seq_len} "
-                "tokens"
+                f"--test-lengths {length}: is shorter than the training's {trained} tokens"
             )
     from eval.lab.cell import cell_path, run
     from eval.recall.filter_plots import save_portrait
 
-    values = vars(arguments)
-    cell = Cell(**{f.name: values[f.name] for f in dataclasses.fields(Cell)})
+    cell = options_of(arguments, Cell)
     path = cell_path(arguments.out, cell)
     if path.exists():
         print(f"{path}: finished before, is told again")
@@ -103,24 +100,18 @@ def _add_theory(commands: argparse._SubParsersAction) -> None:
         "theory",
         help="compute the theorems and propositions",
         description="Computes each claim of the paper and puts something wrong to the same check, "
-        "prints both, and writes theory.json, theory.md and the pictures. Exit "
-        "status 1 if a claim does not hold or a wrong one passes.",
+        "prints both, and writes theory.json, theory.md and the pictures. Exit status 1 if a claim "
+        "does not hold or a wrong one passes.",
     )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
-    parser.add_argument("--seed", type=whole(numbers.SEED), default=0)
-    trials = whole(numbers.TRIALS)
-    parser.add_argument("--rows", type=trials, default=500, help="sequences for each construction")
-    parser.add_argument(
-        "--trials", type=trials, default=400, help="trials of the slower simulations (default 400)"
-    )
+    add_options(parser, Simulations)
     parser.set_defaults(run=_theory)
 
 
 def _theory(arguments: argparse.Namespace) -> None:
     from eval.recall.theory.report import theory
 
-    options = dict(seed=arguments.seed, rows=arguments.rows, slow_trials=arguments.trials)
-    if fallen := theory(arguments.out, **options):
+    if fallen := theory(arguments.out, options_of(arguments, Simulations)):
         what = "do not hold or have a control that passes"
         print(f"error: theory: {what}: {'; '.join(fallen)}", file=sys.stderr)
         raise SystemExit(1)

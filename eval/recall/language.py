@@ -10,10 +10,11 @@ not among these.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,18 +22,95 @@ from torch.nn import functional as F
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Versioned
+from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.loader import TrainLoader
 from cat_lm.data.opening import open_verified
 from cat_lm.mixers import make_mixer
 from cat_lm.training.schedule import cosine
 from eval.lab import training
 from eval.lab.cell import Step
+from eval.lab.contrasts import ratio_error
 from eval.recall.cell import FilterCell, FilterRecord, dropout_of
-from eval.recall.held_out import HeldOut, check_documents, held_out, over_documents
 from eval.recall.model import RecallModel, learned_filters
 
 FLOOR = 0.1  # of the learning rate, where the cosine ends
 _POINTS = 20  # of a run's history, at least
+
+
+class HeldOut(NamedTuple):
+    """Rows of T tokens, each of one document.
+
+    Attributes:
+        inputs, labels: int64 [R, T]; labels −100 where a document has ended.
+        documents: [R], the number of a row's document among those scored.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray
+
+
+def held_out(
+    corpus: TokenCorpus, count: int, tokens: int, length: int, among: range | None = None
+) -> HeldOut:
+    """Read the first tokens of `count` documents that stand evenly over a split, or `among` some.
+
+    Every token after a document's first, its EOD among them where that is near enough, is predicted
+    once, from the tokens before it in its row: a row begins where the one before it ended.
+
+    Args:
+        tokens: to predict in a document at most.
+        length: T.
+        among: numbers of documents, `count` or more; none: all of the split.
+
+    Raises:
+        UserError: the split has fewer documents, ids that the vocabulary does not have, or in the
+            documents nothing to predict.
+    """
+    if among is None:
+        check_documents(corpus.name, corpus.num_documents, count)
+        among = range(corpus.num_documents)
+    rows: list[tuple[int, np.ndarray]] = []
+    for number in range(count):
+        start, stop = corpus.document(among[(2 * number + 1) * len(among) // (2 * count)])
+        read = corpus.tokens(start, min(stop, start + tokens + 1))
+        pieces = range(0, max(1, len(read) - 1), length)
+        rows += [(number, read[first : first + length + 1]) for first in pieces]
+    inputs = np.full((len(rows), length), corpus.eod_id, dtype=np.int64)
+    labels = np.full((len(rows), length), IGNORE_INDEX, dtype=np.int64)
+    for row, (_, read) in enumerate(rows):
+        inputs[row, : min(length, len(read))] = read[:length]
+        labels[row, : len(read) - 1] = read[1:]
+    if (labels == IGNORE_INDEX).all():
+        raise UserError(
+            f"{corpus.name}: {count:,} documents of its validation split have no token to predict; "
+            "prepare it with longer ones held out"
+        )
+    return HeldOut(inputs, labels, np.array([number for number, _ in rows]))
+
+
+def check_documents(name: str, there: int, count: int, choosing: int = 0) -> None:
+    """Check that a validation split has documents enough, to score and to choose by.
+
+    Raises UserError.
+    """
+    if there < count + choosing:
+        beside = f" and {choosing:,} others choose rates" if choosing else ""
+        raise UserError(
+            f"{name}: its validation split has {there:,} documents, {count:,} are to be scored"
+            f"{beside}; prepare it with more held out (--validation-fraction, --validation-path)"
+        )
+
+
+def over_documents(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the mean loss a token of documents' sums, and its standard error over documents.
+
+    Returns:
+        `loss`, `standard_error` (none for one document), `tokens_scored`.
+    """
+    error = ratio_error(nats, tokens) if len(tokens) > 1 else None
+    total = sum(tokens)
+    return {"loss": sum(nats) / total, "standard_error": error, "tokens_scored": total}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ before the rows are a stack's. Of a model that diverged, one of whose answers is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from eval.recall.tasks import Examples
 
 Answer = Callable[[Tensor, Tensor], Tensor]
 _LOGITS = 2**24  # logits made at once for a model
+_SQUARES = 2**22  # squares of rows' lengths at once
 
 
 def scored_positions(labels: Tensor) -> Tensor:
@@ -34,17 +35,15 @@ def measure(model: RecallModel, examples: Examples) -> dict[str, float]:
     positions are all right; `accuracy_GROUP` for each of the examples' groups that has positions.
     Answers before are given (teacher forcing)."""
     model.eval()
-    return measure_stack(model, [examples], *_place(model), stacked=False)[0]
+    table = model.embedding.weight
+    return measure_stack(model, [examples], len(table), table.device, stacked=False)[0]
 
 
 def free_running(model: RecallModel, examples: Examples) -> dict[str, float]:
     """The same when a model's own answers are fed back, where labels stand at a row's end."""
     model.eval()
-    return free_running_stack(model, [examples], _place(model)[1], stacked=False)[0]
-
-
-def _place(model: RecallModel) -> tuple[int, torch.device]:
-    return len(model.embedding.weight), model.embedding.weight.device
+    device = model.embedding.weight.device
+    return free_running_stack(model, [examples], device, stacked=False)[0]
 
 
 @torch.no_grad()
@@ -62,31 +61,24 @@ def measure_stack(
         answer: of models that are in evaluation mode.
         stacked: whether `answer` has a dimension of models; otherwise there is one.
     """
-    inputs, labels = _joined(examples, stacked)
     count = int((examples[0].labels[:1] != IGNORE_INDEX).sum())
     rows = max(1, _LOGITS // (count * vocabulary))
-    rows = min(rows, max(1, 2**22 // inputs.shape[-1] ** 2))
     right, sound = [], torch.ones(len(examples), dtype=torch.bool)
-    for start in range(0, len(examples[0]), rows):
-        part = (..., slice(start, start + rows), slice(None))
-        tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
+    for tokens, wanted in _parts(examples, stacked, rows, device):
         positions = scored_positions(wanted)
-        found, numbers = _likeliest(answer(tokens, positions), len(examples))
+        found, is_sound = _likeliest(answer(tokens, positions), len(examples))
         right.append((found.view(positions.shape) == wanted.gather(-1, positions)).cpu())
-        sound &= numbers
-    correct = torch.cat(right, dim=-2).view(len(examples), -1, count)
-    measured = [
-        {
+        sound &= is_sound
+    measured = []
+    for rows, part in zip(_by_model(right, examples), examples, strict=True):
+        found = {
             "accuracy": float(rows.double().mean(dim=1).mean()),
             "rows_right": float(rows.all(dim=1).double().mean()),
-            **{
-                f"accuracy_{name}": float(rows.numpy()[group].mean())
-                for name, group in part.groups.items()
-                if group.any()
-            },
         }
-        for rows, part in zip(correct, examples, strict=True)
-    ]
+        for name, group in part.groups.items():
+            if group.any():
+                found[f"accuracy_{name}"] = float(rows.numpy()[group].mean())
+        measured.append(found)
     return _where_sound(measured, sound)
 
 
@@ -99,29 +91,43 @@ def free_running_stack(
     stacked: bool = True,
 ) -> list[dict[str, float]]:
     """`free_running` for each of S models that answer at once; see `measure_stack`."""
-    inputs, labels = _joined(examples, stacked)
     first = int((examples[0].labels[0] == IGNORE_INDEX).sum())
-    rows = max(1, 2**22 // inputs.shape[-1] ** 2)
     right, sound = [], torch.ones(len(examples), dtype=torch.bool)
-    for start in range(0, len(examples[0]), rows):
-        part = (..., slice(start, start + rows), slice(None))
-        tokens, wanted = (torch.from_numpy(x[part]).to(device) for x in (inputs, labels))
+    for tokens, wanted in _parts(examples, stacked, len(examples[0]) or 1, device):
         tokens = tokens[..., : first + 1]
-        for _ in range(first, labels.shape[-1]):
+        for _ in range(first, wanted.shape[-1]):
             last = tokens.new_full((*tokens.shape[:-1], 1), tokens.shape[-1] - 1)
-            found, numbers = _likeliest(answer(tokens, last), len(examples))
-            sound &= numbers
+            found, is_sound = _likeliest(answer(tokens, last), len(examples))
+            sound &= is_sound
             tokens = torch.cat([tokens, found[..., None]], dim=-1)
         right.append((tokens[..., first + 1 :] == wanted[..., first:]).cpu())
-    correct = torch.cat(right, dim=-2).view(len(examples), -1, labels.shape[-1] - first)
     measured = [
         {
             "free_running_accuracy": float(rows.double().mean()),
             "free_running_rows_right": float(rows.all(dim=1).double().mean()),
         }
-        for rows in correct
+        for rows in _by_model(right, examples)
     ]
     return _where_sound(measured, sound)
+
+
+def _parts(
+    examples: Sequence[Examples], stacked: bool, most: int, device: torch.device | str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels of at most so many rows: [S, rows, T] of a stack, [rows, T] of one."""
+    both = [[x.inputs for x in examples], [x.labels for x in examples]]
+    both = [np.stack(x) if stacked else x[0] for x in both]
+    most = min(most, max(1, _SQUARES // both[0].shape[-1] ** 2))
+    for start in range(0, len(examples[0]), most):
+        part = (..., slice(start, start + most), slice(None))
+        inputs, labels = (torch.from_numpy(x[part]).to(device) for x in both)
+        yield inputs, labels
+
+
+def _by_model(right: Sequence[Tensor], examples: Sequence[Examples]) -> Tensor:
+    """Whether answers are right, [S, rows, n]."""
+    whole = torch.cat(list(right), dim=-2)
+    return whole.view(len(examples), -1, whole.shape[-1])
 
 
 def _likeliest(logits: Tensor, models: int) -> tuple[Tensor, Tensor]:
@@ -133,13 +139,6 @@ def _likeliest(logits: Tensor, models: int) -> tuple[Tensor, Tensor]:
 
 def _where_sound(measured: Sequence[dict[str, float]], sound: Tensor) -> list[dict[str, float]]:
     return [
-        found if fine else dict.fromkeys(found, -math.inf)
-        for found, fine in zip(measured, sound.tolist(), strict=True)
+        found if is_sound else dict.fromkeys(found, -math.inf)
+        for found, is_sound in zip(measured, sound.tolist(), strict=True)
     ]
-
-
-def _joined(examples: Sequence[Examples], stacked: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels, [S, rows, T] of a stack, [rows, T] of one."""
-    if not stacked:
-        return examples[0].inputs, examples[0].labels
-    return np.stack([x.inputs for x in examples]), np.stack([x.labels for x in examples])

@@ -27,8 +27,7 @@ from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
 from eval.lab.study import Asked, Study, choose
 from eval.recall.cell import Cell
-from eval.recall.held_out import check_documents
-from eval.recall.language import LanguageCell
+from eval.recall.language import LanguageCell, check_documents
 
 WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
 CONV_TYPES = ("head", "depthwise")

@@ -17,8 +17,7 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from cat_lm.model.streams.pipeline import StreamPipeline
-from eval.recall.held_out import held_out, over_documents
-from eval.recall.language import LanguageCell, _rate
+from eval.recall.language import LanguageCell, _rate, held_out, over_documents
 from eval.studies import streams
 
 

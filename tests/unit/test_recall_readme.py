@@ -69,7 +69,7 @@ def test_its_commands_run(tmp_path, monkeypatch, tiny_corpus, capsys):
             cells.run(out, run.cell, device, quiet=True)
 
     monkeypatch.setattr(execution, "execute", in_this_process)
-    monkeypatch.setattr(report, "theory", lambda out, **_: done.append("theory"))
+    monkeypatch.setattr(report, "theory", lambda *_: done.append("theory"))
     monkeypatch.setattr(report, "landmark_tradeoff", lambda out, _: done.append("landmark"))
     real = study.run
     monkeypatch.setattr(

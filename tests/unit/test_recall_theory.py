@@ -25,7 +25,7 @@ from eval.recall.theory import (
     two_sided,
 )
 from eval.recall.theory.associative import Recipe
-from eval.recall.theory.claims import Claim, Verdict, describe, stands
+from eval.recall.theory.claims import Claim, Simulations, Verdict, describe, stands
 from eval.recall.theory.report import theory
 from eval.recall.theory.two_sided import Problem
 from tests.conftest import REPOSITORY
@@ -414,7 +414,7 @@ def run(tmp_path_factory):
             generalization, "NGRAM_PROBLEMS", (Problem(8, 2, 4, 6, bounded=True, seed=1),)
         )
         patch.setattr(generalization, "NGRAM_LENGTHS", (16, 64))
-        fallen = theory(out, rows=20, slow_trials=40)
+        fallen = theory(out, Simulations(rows=20, trials=40))
     return fallen, out, json.loads((out / "theory.json").read_text())
 
 
@@ -567,7 +567,7 @@ def test_a_claim_needs_a_control_and_stands_only_if_that_fails():
 
 
 def test_the_command_fails_with_the_rows_that_do_not_stand(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(report, "theory", lambda out, **_: ["Lemma 9", "Theorem 0"])
+    monkeypatch.setattr(report, "theory", lambda *_: ["Lemma 9", "Theorem 0"])
     monkeypatch.setattr("sys.argv", ["eval.recall", "theory", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as end:
         command.main()

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from cat_lm.core import numbers
+from eval.common.options import Option
+
+
+@dataclass(frozen=True)
+class Simulations:
+    """How much is drawn."""
+
+    seed: Annotated[int, Option(range=numbers.SEED)] = 0
+    rows: Annotated[int, Option("sequences for each construction", numbers.TRIALS)] = 500
+    trials: Annotated[int, Option("trials of the slower simulations", numbers.TRIALS)] = 400
 
 
 class Verdict(NamedTuple):
