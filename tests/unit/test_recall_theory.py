@@ -213,10 +213,6 @@ def test_the_chance_that_a_block_is_among_the_chosen(block, top_k, snr):
     expected = float(landmark.retrieval(snr**2, block, rivals, top_k))
     assert 0.2 < expected < 0.98
     assert abs(found - expected) < 4 * math.sqrt(expected * (1 - expected) / trials)
-    # The thresholds' law has L̄ − 2 rivals and is drawn another way.
-    length = block * (rivals + 2)
-    drawn = landmark.fixed_thresholds(block, 40_000, 0, length=length, local=False, top_k=top_k)
-    assert abs((drawn < snr**2).mean() - expected) < 0.012
     other = landmark.retrieval(snr**2, block, rivals, top_k + 1)
     assert other > expected + 0.03  # a block more is a chance more
 
@@ -228,10 +224,9 @@ def test_the_chance_at_its_ends():
     assert float(chance(1e6, 64, 10**6, 1)) == pytest.approx(1.0)
     assert chance(np.zeros((2, 3)), 2, np.full((2, 3), 7), 2).shape == (2, 3)
     # The thresholds' median is where the chance is one half, at a million tokens too.
-    for block, top_k in ((16, 4), (64, 1)):
-        half = np.median(landmark.fixed_thresholds(block, 20_000, 0, local=False, top_k=top_k))
-        rivals = landmark.LENGTH / block - 2
-        assert float(chance(half, block, rivals, top_k)) == pytest.approx(0.5, abs=0.015)
+    half = np.median(landmark.fixed_thresholds(64, 20_000, 0, local=False))
+    rivals = landmark.LENGTH / 64 - 2
+    assert float(chance(half, 64, rivals, 1)) == pytest.approx(0.5, abs=0.015)
 
 
 def test_subspace_thresholds_equal_vectors(monkeypatch):

@@ -36,37 +36,23 @@ _CELLS = 2**22  # numbers drawn at once
 Law = Callable[[Any, float], float]  # what was simulated, and t -> d/σ²
 
 
-def largest_normal(
-    rng: np.random.Generator, count: float, trials: int, rank: int = 1
-) -> np.ndarray:
-    """The `rank`-th largest of `count` standard normals, [trials]: Φ⁻¹ of that of uniforms.
-
-    The largest of uniforms is U^{1/count}; what lies above the k-th is Beta(k, count − k + 1).
-    """
-    if rank > count:
+def largest_normal(rng: np.random.Generator, count: float, trials: int) -> np.ndarray:
+    """The largest of `count` standard normals, [trials]: Φ⁻¹ of that of uniforms, U^{1/count}."""
+    if count < 1:
         return np.full(trials, -np.inf)
-    if rank == 1:
-        return -ndtri(-np.expm1(np.log(rng.random(trials)) / count))
-    return -ndtri(rng.beta(rank, count - rank + 1, trials))
+    return -ndtri(-np.expm1(np.log(rng.random(trials)) / count))
 
 
 def fixed_thresholds(
-    block: int,
-    trials: int,
-    seed: int,
-    *,
-    length: float = LENGTH,
-    local: bool = True,
-    top_k: int = 1,
+    block: int, trials: int, seed: int, *, length: float = LENGTH, local: bool = True
 ) -> np.ndarray:
     """Least d/σ² for success with one fixed query, [trials].
 
     Args:
         local: whether the copy must also win inside the blocks.
-        top_k: how many blocks are chosen, among which the copy's must be.
     """
     rng = np.random.default_rng([seed, block, 1])
-    rivals = largest_normal(rng, length / block - 2, trials, top_k)
+    rivals = largest_normal(rng, length / block - 2, trials)
     needed = math.sqrt(block) * rivals - math.sqrt(block - 1) * rng.standard_normal(trials)
     needed = np.maximum(needed, 0)
     if local:
@@ -196,9 +182,9 @@ def _band(block: int, thresholds: np.ndarray) -> dict[str, float]:
     return {"block": block, "d10": float(low), "d50": float(half), "trials": len(thresholds)}
 
 
-def formula_curves(ranks: Sequence[int] = RANKS) -> dict[str, list[tuple[int, float]]]:
+def formula_curves() -> dict[str, list[tuple[int, float]]]:
     """Proposition 1's curves at t = 0 for the figure: label -> (B, d)."""
-    widths = {"fixed query": 0.0} | {f"uniform, dim(S) = {r}": math.sqrt(r) for r in ranks}
+    widths = {"fixed query": 0.0} | {f"uniform, dim(S) = {r}": math.sqrt(r) for r in RANKS}
     return {name: [(b, sufficient(b, width)) for b in BLOCKS] for name, width in widths.items()}
 
 

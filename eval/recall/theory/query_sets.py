@@ -30,9 +30,9 @@ class QuerySet:
     rank: int
     support: Support
 
-    def width(self, rng: np.random.Generator, draws: int = _DRAWS) -> tuple[float, float]:
+    def width(self, rng: np.random.Generator) -> tuple[float, float]:
         """The Gaussian width ω(S) = E h(g) with its standard error."""
-        return _mean(self.support(rng.standard_normal((draws, self.rank))))
+        return _mean(self.support(rng.standard_normal((_DRAWS, self.rank))))
 
 
 Widths = Mapping[str, tuple[float, float]]
