@@ -1,4 +1,4 @@
-"""`python -m eval.records`: the reports of committed records, made from their JSON alone."""
+"""`python -m eval.records`: pages of committed records, made from their JSON and notes alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from cat_lm.core.cli import Parser, path
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_text
+from eval.common.text_table import markdown_table
 
 FOLDER = Path(__file__).with_name("records")
 _NOTE_WORDS = 120
@@ -25,7 +26,8 @@ def main() -> None:
         "render",
         help="write NAME.md for each record, and an index",
         description="Writes the report NAME.md of each study's record NAME.json, with the note "
-        "NAME.note.md where there is one, and README.md, an index.",
+        "NAME.note.md where there is one, a page for each other record that has a note, and "
+        "README.md, an index of all.",
     )
     one.add_argument("--check", action="store_true", help="compare with what is there")
     one.add_argument("--folder", type=path, default=FOLDER, metavar="DIR", help="of the records")
@@ -55,7 +57,7 @@ def _render(arguments: argparse.Namespace) -> None:
 
 
 def render(folder: Path) -> dict[str, str]:
-    """Return the reports of a folder's records of studies, and the index, by file names.
+    """Return the pages of a folder's records, and the index, by file names.
 
     Raises:
         UserError: a record cannot be read, or a note is too long.
@@ -63,14 +65,25 @@ def render(folder: Path) -> dict[str, str]:
     from eval.lab.page import report
     from eval.studies import STUDIES
 
-    texts, rows = {}, []
-    for file, record in _studies(folder):
+    texts, studies, others = {}, [], []
+    for file, record in _records(folder):
         note = _note(file.with_suffix(".note.md"))
-        texts[f"{file.stem}.md"] = report(STUDIES.get(record["study"]), record, file.stem) + note
-        rows.append(_row(file.stem, record))
-    head = "# Records of studies\n\nMade by `python -m eval.records render`.\n\n"
-    table = "| record | study | scale | commit |\n| --- | --- | --- | --- |\n"
-    texts["README.md"] = head + table + "\n".join(rows) + "\n"
+        if _is_study(record):
+            study = STUDIES.get(record["study"])
+            texts[f"{file.stem}.md"] = report(study, record, file.stem) + note
+            studies.append([_link(file, "md"), study.title, record["scale"], _commit(record)])
+            continue
+        made = _find_provenance(record)
+        if note:
+            texts[f"{file.stem}.md"] = _page(file, made) + note
+        link = _link(file, "md" if note else "json")
+        others.append([link, made.get("machine", ""), made.get("date", "")[:10], _commit(made)])
+    texts["README.md"] = "\n".join((
+        "# Records\n\nMade by `python -m eval.records render`.\n\n## Studies\n",
+        markdown_table(["record", "study", "scale", "commit"], studies),
+        "\n## Other measurements\n",
+        markdown_table(["record", "machine", "date", "commit"], others) + "\n",
+    ))  # fmt: skip
     return texts
 
 
@@ -84,7 +97,7 @@ def _draw(folder: Path) -> None:
     from eval.lab.run import pictures
     from eval.studies import STUDIES
 
-    for file, record in _studies(folder):
+    for file, record in filter(lambda pair: _is_study(pair[1]), _records(folder)):
         for ending, picture in pictures(STUDIES.get(record["study"]), record).items():
             picture.savefig(drawn := io.BytesIO(), format="png", dpi=_DPI)
             # Few colours are enough, and a third of the bytes.
@@ -92,19 +105,42 @@ def _draw(folder: Path) -> None:
                 Image.open(drawn).convert("RGB").quantize(_COLOURS).save(out, "png", optimize=True)
 
 
-def _studies(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a folder's records of studies, with their files."""
+def _records(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield a folder's records with their files."""
     for file in sorted(folder.glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and "study" in record:
-            yield file, record
+        yield file, json.loads(file.read_text(encoding="utf-8"))
 
 
-def _row(name: str, record: dict[str, Any]) -> str:
-    from eval.studies import STUDIES
+def _is_study(record: Any) -> bool:
+    return isinstance(record, dict) and "study" in record
 
-    title = STUDIES.get(record["study"]).title
-    return f"| [{name}]({name}.md) | {title} | {record['scale']} | {(record['commit'] or '')[:9]} |"
+
+def _find_provenance(record: Any) -> dict[str, Any]:
+    """Return the first part of a record that says when and where it was measured, or {}."""
+    if isinstance(record, dict) and {"date", "machine"} <= record.keys():
+        return record
+    parts = record.values() if isinstance(record, dict) else record
+    found = (_find_provenance(part) for part in parts if isinstance(part, dict | list))
+    return next(filter(None, found), {})
+
+
+def _page(file: Path, made: dict[str, Any]) -> str:
+    """Return the page of a record that is of no study: its values are in its JSON."""
+    picture = f"\n![{file.stem}]({file.stem}.png)\n" if file.with_suffix(".png").is_file() else ""
+    command = f"\n`{made['command']}`\n" if made.get("command") else ""
+    commit = f" at commit {_commit(made)}" if _commit(made) else ""
+    return (
+        f"# {file.stem}\n\nMeasured on {made['date'][:10]}{commit}; {made['machine']}. "
+        f"All values are in [{file.name}]({file.name}).\n{command}{picture}"
+    )
+
+
+def _link(file: Path, ending: str) -> str:
+    return f"[{file.stem}]({file.stem}.{ending})"
+
+
+def _commit(made: dict[str, Any]) -> str:
+    return (made.get("commit") or "")[:9]
 
 
 def _note(file: Path) -> str:

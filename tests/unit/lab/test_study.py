@@ -128,6 +128,13 @@ def test_committed_reports_are_as_their_records_say(tmp_path, monkeypatch, capsy
     records.main()
     monkeypatch.setattr(sys, "argv", [*call, "--check"])
     records.main()
+    (tmp_path / "speed.json").write_text(
+        '[{"date": "2026-01-02T03", "machine": "M", "commit": null}]'
+    )
+    assert "| [speed](speed.json) | M | 2026-01-02 |  |" in records.render(tmp_path)["README.md"]
+    (tmp_path / "speed.note.md").write_text("One process.")
+    assert "Measured on 2026-01-02; M." in (text := records.render(tmp_path)["speed.md"])
+    assert text.endswith("\n## Note\n\nOne process.\n")
     (tmp_path / f"{name}.note.md").write_text("word " * 121)
     with pytest.raises(UserError, match="more than 120 words"):
         records.render(tmp_path)
