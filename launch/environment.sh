@@ -66,5 +66,5 @@ set_up_environment || exit
 export VIRTUAL_ENV=$project_root/.venv
 export PATH=$VIRTUAL_ENV/bin:$PATH
 # OpenMP's threads sleep instead of spinning while they wait: one that spins stops the one that
-# works, where another program shares the cores (RESULTS.md, "OpenMP on a shared machine").
+# works, where another program shares the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
