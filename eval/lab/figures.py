@@ -89,11 +89,7 @@ def draw_curves(
             axes.set_xlabel(axis)
         for axes, row in zip(panels[:, 0], places, strict=True):
             axes.set_ylabel(measure(row[0][0]))
-        handles = [
-            Line2D([], [], label=_label(name), markersize=4.5, **_style(index, name))
-            for index, name in enumerate(names)
-        ]
-        handles.append(_run_key("every run (line: the mean)"))
+        handles = _keys(names, "every run (line: the mean)")
         if any(LIMIT in line["also"] for line in lines):
             handles.append(Line2D([], [], label="one token matched alone", **CEILING))
         figure.legend(handles=handles, loc="outside right upper", fontsize=8)
@@ -110,38 +106,33 @@ def draw_losses(
         lines: whose columns are ways of reading; those that stand at several lengths get curves.
     """
     names = list(dict.fromkeys(line["line"] for line in lines))
-    panels = _panels(lines)
-    strips = {place: [x for x in part if x["x"] == trained] for place, part in panels.items()}
-    curves = {place: part for place, part in panels.items() if len({x["x"] for x in part}) > 1}
-    of_row: dict[str, list[tuple[tuple[str, str], dict]]] = {}
-    for kind in (strips, curves):
-        for place in filter(kind.get, panels):
-            of_row.setdefault(place[0], []).append((place, kind))
+    of_row: dict[str, list[tuple[tuple[str, str], list[Line], bool]]] = {}
+    for is_strip in (True, False):
+        for place, part in _panels(lines).items():
+            shown = [x for x in part if x["x"] == trained] if is_strip else part
+            if shown and (is_strip or len({x["x"] for x in part}) > 1):
+                of_row.setdefault(place[0], []).append((place, shown, is_strip))
     wide = max(map(len, of_row.values()))
     with matplotlib.rc_context(STYLE):
         high = 0.9 + max(2.0, 0.18 * len(names))
         size = (2.0 + 3.3 * wide, 0.9 + high * len(of_row) + 0.2 * -(-len(names) // 4))
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(len(of_row), wide, squeeze=False)
-        for beside, (row, kinds) in zip(grid, of_row.items(), strict=True):
-            for number, axes in enumerate(beside):
-                if number >= len(kinds):
-                    axes.set_axis_off()
-                    continue
-                place, kind = kinds[number]
-                if kind is strips:
-                    _strip(axes, strips[place], names, None)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for beside, panels in zip(grid, of_row.values(), strict=True):
+            for number, (place, shown, is_strip) in enumerate(panels):
+                axes = beside[number]
+                axes.set_axis_on()
+                if is_strip:
+                    _strip(axes, shown, names, None)
                     axes.tick_params(labelleft=number == 0)
-                    axes.set_xlabel(f"{measure(row)}, {axis} {trained:,}", fontsize=8)
                 else:
-                    _curves(axes, curves[place], names, None)
-                    axes.set_xlabel(axis, fontsize=8)
+                    _curves(axes, shown, names, None)
+                label = f"{measure(place[0])}, {axis} {trained:,}" if is_strip else axis
+                axes.set_xlabel(label, fontsize=8)
                 axes.set_title(", ".join(place), loc="left", fontsize=9, color=INK)
-        handles = [
-            Line2D([], [], label=_label(name), markersize=4.5, **_style(index, name))
-            for index, name in enumerate(names)
-        ]
-        handles.append(_run_key("every run (bar, line: the mean)"))
+        handles = _keys(names, "every run (bar, line: the mean)")
         figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=4)
         _title(figure, title, 3.3 * wide)
     return figure
@@ -366,6 +357,12 @@ def _mark(index: int) -> dict[str, Any]:
 
 def _label(name: str) -> str:
     return f"{name} (control)" if name == NEGATIVE else name
+
+
+def _keys(names: Sequence[str], every_run: str) -> list[Line2D]:
+    styles = [(name, _style(index, name)) for index, name in enumerate(names)]
+    keys = [Line2D([], [], label=_label(name), markersize=4.5, **style) for name, style in styles]
+    return [*keys, _run_key(every_run)]
 
 
 def _run_key(label: str) -> Line2D:

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> None:
     """Add what all grids have. stacks: whether cells can be trained as one."""
-    parser.add_argument(
-        "--scale",
-        choices=("smoke", "cpu", "gpu", "paper"),
-        default="cpu",
-        help="how large; gpu: of language models, paper: of the others (default: cpu)",
-    )
+    scales = ("smoke", "cpu", "gpu", "paper")
+    parser.add_argument("--scale", choices=scales, default="cpu", help="of those a study has")
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",

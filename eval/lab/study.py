@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cat_lm.core.errors import UserError
 from eval.lab.contrasts import Contrast, first_minus_others
-from eval.lab.frame import (
-    Line,
-    Record,
-    Values,
-)
+from eval.lab.frame import Line, Record, Values
 from eval.lab.places import NEGATIVE, Place, Run
 
 if TYPE_CHECKING:
@@ -67,16 +63,12 @@ class Control:
         return self.value >= self.bound if self.kind == "positive" else self.value <= self.bound
 
 
-def _no_controls(rows: Rows) -> list[Control]:
+def _no_list(_: Any) -> list[Any]:
     return []
 
 
-def _nothing(_: Any) -> dict[str, Any]:
+def _no_values(_: Any) -> dict[str, Any]:
     return {}
-
-
-def _no_tables(record: Record) -> list[Table]:
-    return []
 
 
 class Table(NamedTuple):
@@ -123,10 +115,10 @@ class Study:
     figure: str = "curves"
     contrasts: Callable[[Sequence[Line]], Sequence[Contrast]] = first_minus_others
     by_row: bool = False
-    controls: Callable[[Rows], list[Control]] = _no_controls
-    extra: Callable[[Rows], dict[str, Any]] = _nothing
-    tables: Callable[[Record], list[Table]] = _no_tables
-    pictures: Callable[[Record], Mapping[str, Figure]] = _nothing
+    controls: Callable[[Rows], list[Control]] = _no_list
+    extra: Callable[[Rows], dict[str, Any]] = _no_values
+    tables: Callable[[Record], list[Table]] = _no_list
+    pictures: Callable[[Record], Mapping[str, Figure]] = _no_values
     check: Callable[[Iterable[Any], Path], None] | None = None
     solved: float | None = None
     options: tuple[str, ...] = ("models", "rows")

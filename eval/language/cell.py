@@ -7,6 +7,7 @@ those of other studies in the same OUT are found; what is measured of them lies 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import shlex
 import statistics
@@ -22,7 +23,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import finite
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import quiet_transformers
-from eval.common.interrupts import run_to_end
+from eval.common.interrupts import Stopped, run_to_end
 from eval.common.precision import evaluation_dtype
 from eval.common.result_files import read_export, read_metrics, read_sweep
 from eval.common.runs import EVALUATION
@@ -272,7 +273,12 @@ def _command(arguments: list[str], log: Path, device: str) -> int:
         stream.write(f"$ {shlex.join(['python', *arguments])}\n")
         stream.flush()
         words = [sys.executable, *arguments]
-        return run_to_end(words, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+        try:
+            return run_to_end(words, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
+        except Stopped:
+            if multiprocessing.parent_process() is not None:
+                os._exit(1)  # a process of a pool would begin its next cell
+            raise
 
 
 def _check_command(arguments: list[str], log: Path, device: str) -> None:
