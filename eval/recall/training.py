@@ -259,7 +259,6 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
 
 
 def _validate(stack: Stack, step: Step, losses: Tensor) -> list[Trial]:
-    """Validates all models; those that stop."""
     stopping = []
     found = stack.measure(lambda trial: trial.validation)
     for trial, loss, point in zip(stack.trials, losses.tolist(), found, strict=True):

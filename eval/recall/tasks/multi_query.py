@@ -245,7 +245,6 @@ class MultiQueryRecall(Task):
     def _fill(
         self, rng: np.random.Generator, inputs: np.ndarray, given: np.ndarray, keys: np.ndarray
     ) -> None:
-        """Writes the fillers into inputs [rows, T]."""
         if self.filler == "zeros":
             return
         if self.filler == "unused":

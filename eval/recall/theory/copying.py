@@ -116,15 +116,6 @@ def theorem_4(
         found = min(success(one, prompts, rows, seed) for one, prompts in pairs)
         return Verdict(f"{100 * found:.1f}% of prompts right in the worst case", found == 1)
 
-    def apart(near: float = 3.0, above: float = 3.0) -> Callable[[Prompts], CopyLayer]:
-        """θ = 1, α = near T W, β = above α."""
-
-        def make(prompts: Prompts) -> CopyLayer:
-            alpha = near * (prompts.length + prompts.count + 1) * count
-            return CopyLayer(count, alpha=alpha, beta=above * alpha)
-
-        return make
-
     setting = (
         f"N = {count}; L = {', '.join(map(str, lengths))}; (signal tokens, |S|, |noise|) = "
         f"{', '.join(map(str, shapes))}; {rows} prompts each, greedy"
@@ -162,9 +153,19 @@ def theorem_4(
             "α = 3TW θ and β = 3α are far enough apart, W = N and T = L + N + 1",
             setting,
             check,
-            apart(),
-            {"α = TW/30 θ": apart(near=1 / 30), "β = 0": apart(above=0.0)},
+            _apart(count),
+            {"α = TW/30 θ": _apart(count, near=1 / 30), "β = 0": _apart(count, above=0.0)},
             "The proof bounds p* p_i by 1, but the convolved position reaches W; ρ^i − ρ^{i+1} is "
             "at least log 2/(2T).",
         ),
     ]
+
+
+def _apart(window: int, near: float = 3.0, above: float = 3.0) -> Callable[[Prompts], CopyLayer]:
+    """θ = 1, α = near T W, β = above α."""
+
+    def make(prompts: Prompts) -> CopyLayer:
+        alpha = near * (prompts.length + prompts.count + 1) * window
+        return CopyLayer(window, alpha=alpha, beta=above * alpha)
+
+    return make

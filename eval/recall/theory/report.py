@@ -70,7 +70,6 @@ def theory(out: Path, asked: Simulations) -> list[str]:
 
 
 def _claims(layers: generalization.Trained, asked: Simulations) -> Iterator[Claim]:
-    """All claims, each simulated when it is its turn."""
     seed, rows = asked.seed, asked.rows
     yield from associative.theorem_1(rows, seed)
     yield from generalization.theorem_2(layers)
