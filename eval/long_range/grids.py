@@ -14,7 +14,7 @@ from eval.lab.contrasts import Contrast, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Run
 from eval.lab.places import Place as Point
-from eval.lab.study import Asked, Rows, Study, Table
+from eval.lab.study import Asked, Rows, Study, Table, check_models, choose
 from eval.long_range import mixers
 from eval.long_range.cell import BOUNDS, WIDTHS, Cell, check_origins, recipe_of
 from eval.long_range.controls import controls
@@ -48,14 +48,12 @@ class Scale:
     """Fix how large the grids are.
 
     Attributes:
-        tasks: task -> its specification, in the order of the panels; a figure shows those that it
-            is about.
+        tasks: task -> its specification, in the order of the panels.
         options: of all cells, over the recipe's; of_task: of a task's cells, over those.
         seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
         rates: to choose from, none for the recipe's alone.
         chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
         shares: of the training rows, of `data-size`.
-        models: figure -> mixers, none for those of MODELS.
     """
 
     tasks: Mapping[str, str]
@@ -66,19 +64,7 @@ class Scale:
     chunk: int
     chunks: tuple[int, ...]
     shares: tuple[float, ...]
-    models: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MODELS)
     seeds_of: Mapping[str, int] = field(default_factory=dict)
-
-    def with_models(self, figure: str, models: Sequence[str]) -> Scale:
-        """Return the same with these mixers in a figure. Raises UserError for those that do not
-        fit."""
-        for mixer in models:
-            mixers.make(mixer, "--models")
-            if mixer == NEGATIVE:
-                raise UserError(f"--models {mixer}: is in every figure, as its control")
-            if models.count(mixer) > 1:
-                raise UserError(f"--models {mixer}: is given twice")
-        return replace(self, models={**self.models, figure: tuple(models)})
 
 
 _SMALL = "train=64,validation=32,test=64"
@@ -185,44 +171,51 @@ def figure_places(figure: str) -> Callable[[Asked], list[Point]]:
     """Return a study's `places`: those of a figure's tasks, with their controls."""
 
     def places(asked: Asked) -> list[Point]:
-        scale = SCALES[asked.scale]
-        if asked.models:
-            scale = scale.with_models(figure, asked.models)
-        if asked.seeds is not None:
-            scale = replace(scale, seeds=asked.seeds, seeds_of={})
-        choice = asked.more.get("long_range", Choice())
-        known = [name for name in TASKS[figure] if name in scale.tasks]
-        for row in asked.rows:
-            if row not in known:
-                said = f"of {figure} at this scale, choose {', '.join(known)}"
-                raise UserError(f"--rows {row!r}: {said}")
-        rows = list(dict.fromkeys(asked.rows)) or known
-        choice.check([make_task(scale.tasks[name]) for name in rows])
-        return [point for name in rows for point in _row(figure, scale, choice, name)]
+        scale, choice = SCALES[asked.scale], asked.more.get("long_range", Choice())
+        models = check_models(asked.models, mixers.make) or tuple(
+            model.format(chunk=scale.chunk) for model in MODELS[figure]
+        )
+        seeds = asked.seeds or scale.seeds_of.get(figure, scale.seeds)
+        known = (name for name in TASKS[figure] if name in scale.tasks)
+        names = choose("--rows", known, asked.rows)
+        choice.check([make_task(scale.tasks[name]) for name in names])
+        return [
+            point
+            for name in names
+            for point in _row(figure, models, seeds, scale, _base(scale, choice, name))
+        ]
 
     return places
 
 
-def _row(figure: str, scale: Scale, choice: Choice, name: str) -> Iterator[Point]:
+def _base(scale: Scale, choice: Choice, name: str) -> Cell:
+    options = {**recipe_of(name), **scale.options, **scale.of_task.get(name, {})}
+    text = scale.tasks[name]
+    if choice.protocol != "clean" and hasattr(make_task(text), "protocol"):
+        text = _with(text, f"protocol={choice.protocol}")
+    return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
+
+
+def _row(
+    figure: str, models: Sequence[str], seeds: int, scale: Scale, base: Cell
+) -> Iterator[Point]:
     """Yield a task's places: its models, what mixes nothing, and controls with other rows' labels
     or without a bag of tokens."""
-    base = _base(scale, choice, name)
-    rates = tuple(sorted({*scale.rates, base.lr})) if len(scale.rates) > 1 else (base.lr,)
-    seeds = scale.seeds_of.get(figure, scale.seeds)
-    models = [model.format(chunk=scale.chunk) for model in scale.models[figure]]
+    task = base.make_task()
+    rates = tuple(sorted({*scale.rates, base.lr}))
     for model in models:
-        for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, name))):
-            yield Point(Run(name, "", model, cell, across), rates, seeds)
-    nothing, has_classes = replace(base, mixer=NEGATIVE), base.make_task().classes > 0
-    if has_classes and base.pool == "last":
+        for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, task.name))):
+            yield Point(Run(task.name, "", model, cell, across), rates, seeds)
+    nothing, rate = base, (base.lr,)
+    if task.classes and base.pool == "last":
         # A position alone knows nothing, and the mean over all is what models must be better than.
-        yield Point(Run(CONTROL, name, NEGATIVE, nothing), (base.lr,), 1)
+        yield Point(Run(CONTROL, task.name, NEGATIVE, nothing), rate, 1)
         nothing = replace(nothing, pool="mean")
     across = "rows" if figure == "data-size" else "length"
-    yield Point(Run(name, "", NEGATIVE, nothing, across), (base.lr,), 1)
-    if has_classes:
-        shuffled = replace(base, mixer=fitted(models[0], name), is_shuffled=True)
-        yield Point(Run(CONTROL, name, models[0], shuffled), (base.lr,), 1)
+    yield Point(Run(task.name, "", NEGATIVE, nothing, across), rate, 1)
+    if task.classes:
+        shuffled = replace(base, mixer=fitted(models[0], task.name), is_shuffled=True)
+        yield Point(Run(CONTROL, task.name, models[0], shuffled), rate, 1)
 
 
 def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
@@ -238,14 +231,6 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
             yield replace(cell, train_rows=rows), "rows"
     else:
         yield cell, "length"
-
-
-def _base(scale: Scale, choice: Choice, name: str) -> Cell:
-    options = {**recipe_of(name), **scale.options, **scale.of_task.get(name, {})}
-    text = scale.tasks[name]
-    if choice.protocol != "clean" and hasattr(make_task(text), "protocol"):
-        text = _with(text, f"protocol={choice.protocol}")
-    return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
 
 
 def _with(specification: str, option: str) -> str:
@@ -323,40 +308,49 @@ def _tables(printed: Mapping[str, Mapping[str, float]], record: Record) -> list[
     tasks = record["extra"]["tasks"]
     of_tasks = [
         [
-            name,
-            ", ".join(task["counted"]),
-            f"{task['layers']} x {task['d_model']}",
+            *(name, ", ".join(task["counted"]), f"{task['layers']} x {task['d_model']}"),
             "" if task["most_frequent"] is None else f"{task['most_frequent']:.3f}",
             " ".join(task["notes"]),
         ]
         for name, task in tasks.items()
     ]
-    head = ["task", "rows", "layers x width", "most frequent class of the test", "notes"]
-    found = [Table("Tasks", "What models are trained and tested on.", head, of_tasks)]
     steps: dict[tuple, list[int | None]] = {}
     for one in record["extra"]["steps"]:
         steps.setdefault((one["row"], one["line"], one["x"]), []).append(one["steps"])
-    rows = []
+    of_steps = []
     for (row, line, x), own in steps.items():
         there = [count for count in own if count is not None]
-        of_all = "" if len(there) == len(own) else f" ({len(there)} of {len(own)})"
-        said = f"{statistics.fmean(there):,.0f}{of_all}" if there else ""
-        rows.append([row, f"`{line}`", f"{x:,}", said])
-    text = (
-        "Steps until validation was at nine tenths of the best model's mean test, mean of the "
-        "seeds that were there."
-    )
-    found.append(Table("Steps", text, ["task", "model", "length, chunk or rows", "steps"], rows))
+        said = f"{statistics.fmean(there):,.0f}" if there else ""
+        said += f" ({len(there)} of {len(own)})" if 0 < len(there) < len(own) else ""
+        of_steps.append([row, f"`{line}`", f"{x:,}", said])
     papers = [
         [task, f"`{model}`", f"{number:.4f}"]
-        for task, of_task in printed.items()
+        for task in printed
         if task in tasks
-        for model, number in of_task.items()
+        for model, number in printed[task].items()
     ]
-    if papers:
-        text = "These are of the paper's scale, and do not compare with those of another."
-        found.append(Table("The paper's numbers", text, ["task", "model", "value"], papers))
-    return found
+    found = [
+        Table(
+            "Tasks",
+            "What models are trained and tested on.",
+            ["task", "rows", "layers x width", "most frequent class of the test", "notes"],
+            of_tasks,
+        ),
+        Table(
+            "Steps",
+            "Steps until validation was at nine tenths of the best model's mean test, mean of the "
+            "seeds that were there.",
+            ["task", "model", "length, chunk or rows", "steps"],
+            of_steps,
+        ),
+        Table(
+            "The paper's numbers",
+            "These are of the paper's scale, and do not compare with those of another.",
+            ["task", "model", "value"],
+            papers,
+        ),
+    ]
+    return [table for table in found if table.rows]
 
 
 def long_range_study(
@@ -379,14 +373,12 @@ def long_range_study(
 
     def contrasts(lines: Sequence[Line]) -> list[Contrast]:
         names = {line["line"] for line in lines}
-        chunks = {scale.chunk for scale in SCALES.values()}
         more = [
-            (a, b)
-            for chunk in chunks
-            for a, b in (tuple(name.format(chunk=chunk) for name in pair) for pair in pairs)
-            if {a, b} <= names
+            tuple(name.format(chunk=scale.chunk) for name in pair)
+            for scale in SCALES.values()
+            for pair in pairs
         ]
-        return first_minus_others(lines, list(dict.fromkeys(more)))
+        return first_minus_others(lines, [x for x in dict.fromkeys(more) if names.issuperset(x)])
 
     return Study(
         name,

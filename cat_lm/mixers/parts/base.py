@@ -188,10 +188,10 @@ def check_positive(options: object, *names: str) -> None:
             raise ValueError(f"{name}={getattr(options, name)}: must be a number above 0")
 
 
-def check_choice(options: object, name: str, choices: tuple[str, ...]) -> None:
-    """Check an option that is one of few words. Raises ValueError."""
+def check_choice(options: object, name: str, choices: tuple[str | int, ...]) -> None:
+    """Check an option that is one of few values. Raises ValueError."""
     if (value := getattr(options, name)) not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
 def check_heads(heads: int, words: str, *channels: int) -> None:

@@ -24,7 +24,7 @@ from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice
 from eval.long_range.tasks.base import Examples, Place, Task
 from eval.long_range.tasks.sources import LRA, Source
-from eval.long_range.tasks.store import HELD_OUT, Arrays, Made, held_out, stored
+from eval.long_range.tasks.store import HELD_OUT, Made, held_out, stored
 
 _MNIST = Source(
     "smnist",
@@ -47,7 +47,7 @@ _CIFAR = Source(
     "uoft-cs/cifar10",
     "0b2714987fa478483af9968de7c934580d0bb9a2",
 )
-_CIFAR_BYTES = 1 + 3 * 32**2  # a label, then red, green and blue
+Splits = dict[str, tuple[np.ndarray, np.ndarray]]  # images [n, pixels] uint8, and classes
 # Contour lengths of Pathfinder and LRA's names of their folders.
 _CONTOURS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_baseline"}
 
@@ -58,30 +58,50 @@ class Images(Task):
 
     Attributes:
         kept_as: begins the name of the images in the cache.
+        source: where they are had; column: of the Hub's rows.
     """
 
     kept_as: ClassVar[str]
+    source: ClassVar[Source]
+    column: ClassVar[str] = "image"
     channels: ClassVar[int] = 1
     classes: ClassVar[int] = 10
     notes: ClassVar[tuple[str, ...]] = (
         "Validation is a tenth of the official training images, chosen by a hash of their pixels.",
     )
 
-    def source(self) -> Source:
-        """Return where the images are had."""
-        raise NotImplementedError
-
-    def make(self, folder: Path | None) -> Made:
-        """Read all images and their classes. Raises UserError for wrong files."""
-        raise NotImplementedError
-
     def read(self, pixels: np.ndarray) -> np.ndarray:
         """Turn bytes [n, pixels] into what a model reads."""
         raise NotImplementedError
 
+    def read_files(self, paths: Mapping[str, Path]) -> Splits:
+        """Read official files. Raises UserError for wrong ones."""
+        raise NotImplementedError
+
+    def splits(self, folder: Path | None) -> tuple[Splits, dict[str, Any]]:
+        """Return all images, and where they come from."""
+        if folder is None:
+            official = _from_hub(self.source, self.column)
+        else:
+            official = self.read_files(self.source.find(folder))
+        pixels, labels = official["train"]
+        held = held_out(row.tobytes() for row in pixels)
+        parts = {
+            name: (pixels[x], labels[x]) for name, x in (("train", ~held), ("validation", held))
+        }
+        return {**parts, "test": official["test"]}, self.source.origin(folder)
+
+    def make(self, folder: Path | None) -> Made:
+        """Lay out images as they are kept."""
+        splits, origin = self.splits(folder)
+        arrays = {f"{split}.pixels": pixels for split, (pixels, _) in splits.items()}
+        for split, (_, labels) in splits.items():
+            arrays[f"{split}.labels"] = labels.astype(np.int64)
+        return arrays, origin
+
     def load(self, split: str, place: Place | None = None) -> Examples:
         place = place or Place()
-        key, make = self.source().key(place.folder), functools.partial(self.make, place.folder)
+        key, make = self.source.key(place.folder), functools.partial(self.make, place.folder)
         arrays, origin = stored(place, self.kept_as, key, make)
         pixels, labels = arrays[f"{split}.pixels"], arrays[f"{split}.labels"]
         lengths = np.full(len(labels), self.length, dtype=np.int64)
@@ -107,12 +127,12 @@ class SequentialMnist(Images):
 
     name: ClassVar[str] = "smnist"
     kept_as: ClassVar[str] = "mnist"
+    source: ClassVar[Source] = _MNIST
     official: ClassVar[dict[str, int]] = {"train": 60_000, "validation": 0, "test": 10_000}
     size: int = 28
 
     def __post_init__(self) -> None:
-        if self.size not in (28, 14):
-            raise ValueError(f"size={self.size}: must be 28 or 14")
+        check_choice(self, "size", (28, 14))
 
     @property
     def length(self) -> int:
@@ -128,18 +148,11 @@ class SequentialMnist(Images):
         """Return the order [T] in which pixels are read."""
         return np.arange(self.length)
 
-    def source(self) -> Source:
-        return _MNIST
-
-    def make(self, folder: Path | None) -> Made:
-        if folder is None:
-            return _split(_from_hub(_MNIST, "image")), _MNIST.key(None)
-        paths, splits = _MNIST.find(folder), {}
+    def read_files(self, paths: Mapping[str, Path]) -> Splits:
+        splits = {}
         for split in ("train", "test"):
-            images, labels = (
-                _read_idx(paths[f"{split} {kind}"], dimensions)
-                for kind, dimensions in (("images", 3), ("labels", 1))
-            )
+            images = _read_idx(paths[f"{split} images"], 3)
+            labels = _read_idx(paths[f"{split} labels"], 1)
             if images.shape != (len(labels), 28, 28) or not len(labels) or labels.max() > 9:
                 _MNIST.refuse(
                     paths[f"{split} labels"],
@@ -148,7 +161,7 @@ class SequentialMnist(Images):
                     "there are images of 28 x 28",
                 )
             splits[split] = images.reshape(-1, 28 * 28), labels
-        return _split(splits), _MNIST.origin(folder)
+        return splits
 
 
 @dataclass(frozen=True)
@@ -180,25 +193,27 @@ class PermutedMnist(SequentialMnist):
 
 
 @dataclass(frozen=True)
-class Pictures(Images):
-    """Pictures whose pixels are real numbers, or tokens.
+class Cifar10(Images):
+    """CIFAR-10 in grey, row by row.
 
     Attributes:
-        mean, deviation: of grey values.
+        mean, deviation: of grey values, S4's.
         pixels: real, less the mean and over the deviation; or ids from 0 to 255, as LRA's own
             models read.
     """
 
-    mean: ClassVar[float] = 122.6  # S4's, of CIFAR-10
+    name: ClassVar[str] = "cifar10"
+    kept_as: ClassVar[str] = "cifar10"
+    source: ClassVar[Source] = _CIFAR
+    column: ClassVar[str] = "img"
+    official: ClassVar[dict[str, int]] = {"train": 50_000, "validation": 0, "test": 10_000}
+    length: ClassVar[int] = 32**2
+    mean: ClassVar[float] = 122.6
     deviation: ClassVar[float] = 61.0
     pixels: str = "real"
 
     def __post_init__(self) -> None:
         check_choice(self, "pixels", ("real", "ids"))
-
-    @property
-    def length(self) -> int:
-        return 32**2
 
     @property
     def vocabulary(self) -> int:
@@ -213,45 +228,28 @@ class Pictures(Images):
             return pixels.astype(np.int64)
         return ((pixels - np.float32(self.mean)) / np.float32(self.deviation))[:, :, None]
 
-
-@dataclass(frozen=True)
-class Cifar10(Pictures):
-    """CIFAR-10 in grey, row by row."""
-
-    name: ClassVar[str] = "cifar10"
-    kept_as: ClassVar[str] = "cifar10"
-    official: ClassVar[dict[str, int]] = {"train": 50_000, "validation": 0, "test": 10_000}
-
-    def source(self) -> Source:
-        return _CIFAR
-
-    def make(self, folder: Path | None) -> Made:
-        if folder is None:
-            return _split(_from_hub(_CIFAR, "img")), _CIFAR.key(None)
+    def read_files(self, paths: Mapping[str, Path]) -> Splits:
         found: dict[str, list[np.ndarray]] = {"train": [], "test": []}
-        for kind, path in _CIFAR.find(folder).items():
+        for kind, path in paths.items():
             data = _CIFAR.read(path)
-            if not data or len(data) % _CIFAR_BYTES:
-                _CIFAR.refuse(
-                    path,
-                    f"is truncated or another file: {len(data):,} bytes, must be images of "
-                    f"{_CIFAR_BYTES:,} bytes each",
-                )
-            records = np.frombuffer(data, dtype=np.uint8).reshape(-1, _CIFAR_BYTES)
+            size = 1 + 3 * self.length  # a label, then red, green and blue
+            if not data or len(data) % size:
+                what = f"{len(data):,} bytes, must be images of {size:,} bytes each"
+                _CIFAR.refuse(path, f"is truncated or another file: {what}")
+            records = np.frombuffer(data, dtype=np.uint8).reshape(-1, size)
             if records[:, 0].max() > 9:
                 _CIFAR.refuse(path, f"has the label {records[:, 0].max()}, must be from 0 to 9")
             found[kind.split()[0]].append(records)
         every = {split: np.concatenate(parts) for split, parts in found.items()}
-        splits = {
+        return {
             split: (grey(records[:, 1:].reshape(len(records), 3, -1).mT), records[:, 0])
             for split, records in every.items()
         }
-        return _split(splits), _CIFAR.origin(folder)
 
 
 @dataclass(frozen=True)
-class Pathfinder(Pictures):
-    """Two classes: apart, joined.
+class Pathfinder(Cifar10):
+    """Two classes: apart, joined. Pixels are real from −1 to 1, or ids.
 
     Attributes:
         size: 32 or 128 pixels a side.
@@ -273,41 +271,36 @@ class Pathfinder(Pictures):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size not in (32, 128):
-            raise ValueError(f"size={self.size}: must be 32 or 128")
-        if self.contour not in _CONTOURS:
-            raise ValueError(f"contour={self.contour}: must be 14, 9 or 6")
+        check_choice(self, "size", (32, 128))
+        check_choice(self, "contour", tuple(_CONTOURS))
 
     @property
     def length(self) -> int:
         return self.size**2
 
+    @property
     def source(self) -> Source:
         name = f"pathfinder{self.size}/{_CONTOURS[self.contour]}"
         return Source("pathfinder", (name, f"lra_release/{name}"), {"lists": "metadata"}, LRA)
 
-    def make(self, folder: Path | None) -> Made:
-        source = self.source()
-        lists = source.find(folder)["lists"]
+    def splits(self, folder: Path | None) -> tuple[Splits, dict[str, Any]]:
+        lists = self.source.find(folder)["lists"]
         named = list(self._images(lists))
         # The release has an image without bytes.
         kept = [x for x in named if not (x[0].is_file() and x[0].stat().st_size == 0)]
         if not kept:
-            source.refuse(lists, "has no list (NUMBER.npy) of an image that has bytes")
+            self.source.refuse(lists, "has no list (NUMBER.npy) of an image that has bytes")
         pixels = np.stack([self._pixels(path) for path, _ in kept])
         labels = np.array([label for _, label in kept])
         contents = [row.tobytes() for row in pixels]
         test = held_out(contents)
         validation = held_out(contents, 2 * HELD_OUT) & ~test
-        arrays: Arrays = {}
-        splits = {"train": ~test & ~validation, "validation": validation, "test": test}
-        for split, rows in splits.items():
-            arrays |= {f"{split}.pixels": pixels[rows], f"{split}.labels": labels[rows]}
+        rows = {"train": ~test & ~validation, "validation": validation, "test": test}
         digest = hashlib.sha256(pixels)
         digest.update(labels)
         found = {"folder": lists.parent.name, "images": len(kept)}
-        found["empty_files"] = len(named) - len(kept)
-        return arrays, {**found, "sha256": digest.hexdigest()}
+        found |= {"empty_files": len(named) - len(kept), "sha256": digest.hexdigest()}
+        return {split: (pixels[x], labels[x]) for split, x in rows.items()}, found
 
     def _images(self, lists: Path) -> Iterator[tuple[Path, int]]:
         """Yield the path and the class of each image in the order of the lists."""
@@ -317,17 +310,17 @@ class Pathfinder(Pictures):
                 columns = line.split()
                 if len(columns) < 4 or columns[3] not in ("0", "1"):
                     what = f"{clipped(line)!r} is no folder, file, number and class"
-                    self.source().refuse(f"{path}, line {number}", what)
+                    self.source.refuse(f"{path}, line {number}", what)
                 yield lists.parent / columns[0] / columns[1], int(columns[3])
 
     def _pixels(self, path: Path) -> np.ndarray:
         try:
             image = _decoded(path)
         except (OSError, SyntaxError):  # Pillow's error at unknown bytes is an OSError.
-            self.source().refuse(path, "is missing, truncated or no PNG image")
+            self.source.refuse(path, "is missing, truncated or no PNG image")
         if image.shape != (self.size, self.size):
             height, width = image.shape
-            self.source().refuse(path, f"is {height}×{width}, must be {self.size}×{self.size}")
+            self.source.refuse(path, f"is {height}×{width}, must be {self.size}×{self.size}")
         return image.ravel()
 
 
@@ -361,7 +354,7 @@ def _decoded(image: Path | io.BytesIO) -> np.ndarray:
         return np.asarray(picture.convert("L"))
 
 
-def _from_hub(source: Source, column: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _from_hub(source: Source, column: str) -> Splits:
     import datasets
 
     splits = {}
@@ -370,14 +363,3 @@ def _from_hub(source: Source, column: str) -> dict[str, tuple[np.ndarray, np.nda
         pictures = [_decoded(io.BytesIO(row[column]["bytes"])).ravel() for row in rows]
         splits[split] = np.stack(pictures), np.array(rows["label"])
     return splits
-
-
-def _split(splits: dict[str, tuple[np.ndarray, np.ndarray]]) -> Arrays:
-    """Keep the official test images as they are, and the training ones in two parts."""
-    pixels, labels = splits["train"]
-    held = held_out(row.tobytes() for row in pixels)
-    parts = {"train": (pixels[~held], labels[~held]), "validation": (pixels[held], labels[held])}
-    arrays: Arrays = {}
-    for split, (images, classes) in {**parts, "test": splits["test"]}.items():
-        arrays |= {f"{split}.pixels": images, f"{split}.labels": classes.astype(np.int64)}
-    return arrays

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,34 +52,9 @@ _AAN = Source(
     "6cb133c44f406da743661488df9e977b87d98775",
 )
 _LONGEST = 2**27  # characters of a text; csv's own bound is lower
+Encode = Callable[[str], bytes]
 Reviews = tuple[list[str], np.ndarray]  # texts of a split, and their classes
-
-
-class Characters:
-    """The characters of the training texts that are frequent enough, an unknown one, and an end.
-
-    Ids are 3 and up in the order of frequency; a text is cut so that its end is kept.
-
-    Args:
-        texts: of training; cut as they will be read.
-        length: positions of a text, its end among them.
-        least: times that a character must be there; the rarest beyond 253 are unknown too.
-    """
-
-    def __init__(self, texts: Iterable[str], length: int, least: int = 1) -> None:
-        seen: Counter[str] = Counter()
-        for text in texts:
-            seen.update(text[: length - 1])
-        frequent = [pair for pair in seen.items() if pair[1] >= least]
-        frequent.sort(key=lambda pair: (-pair[1], pair[0]))
-        self.known = "".join(character for character, _ in frequent[: _CHARACTERS - _FIRST])
-        self._length = length
-        known = {ord(character): chr(_FIRST - 1 + i) for i, character in enumerate(self.known)}
-        self._bytes = defaultdict(lambda: chr(_UNKNOWN - 1), known)
-
-    def encode(self, text: str) -> bytes:
-        """Return a byte for each id less one."""
-        return text[: self._length - 1].translate(self._bytes).encode("latin-1") + bytes([_END - 1])
+Pair = tuple[int, str, str]  # whether one text cites the other, and both
 
 
 @dataclass(frozen=True)
@@ -119,14 +93,30 @@ class TextTask(Task):
         made = stored(place, self.name, key, functools.partial(self.make, place.folder))
         return sequences(made, split, self.towers)
 
-    def encoder(
-        self, texts: Iterable[str], least: int = 1
-    ) -> tuple[Callable[[str], bytes], dict[str, str]]:
-        """Return what encodes a text, and what an origin says of it, by the training texts."""
+    def encoder(self, texts: Iterable[str], least: int = 1) -> tuple[Encode, dict[str, str]]:
+        """Return what encodes a text, a byte for each id less one, and what an origin says of it.
+
+        Characters have ids from 3 in the order of frequency in the training texts; a text is cut
+        so that its end is kept.
+
+        Args:
+            texts: of training.
+            least: times that a character must be there; the rarest beyond 253 are unknown too.
+        """
         if self.level == "bytes":
             return lambda text: text.encode()[: self.max_length], {}
-        characters = Characters(texts, self.max_length, least)
-        return characters.encode, {"characters": characters.known}
+        most, seen = self.max_length - 1, Counter()
+        for text in texts:
+            seen.update(text[:most])
+        frequent = sorted((-times, x) for x, times in seen.items() if times >= least)
+        known = [character for _, character in frequent[: _CHARACTERS - _FIRST]]
+        ids = {ord(character): chr(_FIRST - 1 + i) for i, character in enumerate(known)}
+        table = defaultdict(lambda: chr(_UNKNOWN - 1), ids)
+
+        def encode(text: str) -> bytes:
+            return text[:most].translate(table).encode("latin-1") + bytes([_END - 1])
+
+        return encode, {"characters": "".join(known)}
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
         if self.level == "bytes":
@@ -156,15 +146,10 @@ class Imdb(TextTask):
 
     @property
     def notes(self) -> tuple[str, ...]:
+        said = "a tenth of the official training texts, chosen by a hash of them."
         if self.protocol == "lra":
-            return (
-                "protocol=lra: validation is the test split, as in LRA and S4; what is chosen by "
-                "it is chosen on the test.",
-            )
-        return (
-            "protocol=clean: validation is a tenth of the official training texts, chosen by a "
-            "hash of them.",
-        )
+            said = "the test split, as in LRA and S4; what is chosen by it is chosen on the test."
+        return (f"protocol={self.protocol}: validation is {said}",)
 
     def make(self, folder: Path | None) -> Made:
         train, test = (_reviews(folder, split) for split in ("train", "test"))
@@ -224,26 +209,16 @@ class Retrieval(TextTask):
         for split, path in paths.items():
             labels: list[int] = []
             arrays |= packed(split, _encoded(read_pairs(path), encode, labels), labels)
-            if len(labels) != self.official[split] and not _ends_line(path):
-                _AAN.refuse(path, "is truncated: its last row has no end")
         return arrays, {**known, **_AAN.origin(folder)}
 
 
-def _encoded(
-    pairs: Iterator[tuple[int, str, str]], encode: Callable[[str], bytes], labels: list[int]
-) -> Iterator[bytes]:
+def _encoded(pairs: Iterator[Pair], encode: Encode, labels: list[int]) -> Iterator[bytes]:
     for label, *texts in pairs:
         labels.append(label)
         yield from map(encode, texts)
 
 
-def _ends_line(path: Path) -> bool:
-    with open(path, "rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read() == b"\n"
-
-
-def read_pairs(path: Path) -> Iterator[tuple[int, str, str]]:
+def read_pairs(path: Path) -> Iterator[Pair]:
     """Read a file of pairs, a row at a time: whether one cites the other, and both texts.
 
     Raises:

@@ -110,8 +110,8 @@ def test_without_files_it_says_where_they_are_had(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("size=64", "size=64: must be 32 or 128"),
-        ("contour=7", "contour=7: must be 14, 9 or 6"),
+        ("size=64", "size=64: choose one of 32, 128"),
+        ("contour=7", "contour=7: choose one of 14, 9, 6"),
         ("pixels=byte", "pixels='byte': choose one of real, ids"),
     ],
 )

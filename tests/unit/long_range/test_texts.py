@@ -7,7 +7,6 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task, texts
-from eval.long_range.tasks.texts import Characters, Retrieval
 
 
 def places(tmp_path):
@@ -36,20 +35,20 @@ def texts_of(task, place, split):
 
 
 def test_characters_are_numbered_by_frequency_and_end():
-    encoder = Characters(["bbaa", "abc", "zzzzb"], length=5, least=2)
+    encode, found = make_task("imdb:max_length=5").encoder(["bbaa", "abc", "zzzzb"], least=2)
     # a, b: 3 and 4 times; z four times, cut to four letters: its b is not seen
-    assert encoder.known == "zab"
-    assert list(encoder.encode("abz")) == [3, 4, 2, 1]  # ids 4, 5, 3 and the end's 2, less one
-    assert list(encoder.encode("cc")) == [0, 0, 1]  # unknown
-    assert list(encoder.encode("aaaaaaa")) == [3, 3, 3, 3, 1]  # the end is kept
-    assert list(encoder.encode("")) == [1]
+    assert found == {"characters": "zab"}
+    assert list(encode("abz")) == [3, 4, 2, 1]  # ids 4, 5, 3 and the end's 2, less one
+    assert list(encode("cc")) == [0, 0, 1]  # unknown
+    assert list(encode("aaaaaaa")) == [3, 3, 3, 3, 1]  # the end is kept
+    assert list(encode("")) == [1]
 
 
 def test_no_more_characters_than_a_byte_has_room_for():
     text = "".join(chr(1000 + i) for i in range(400)) + chr(1399) * 2
-    encoder = Characters([text], length=1000)
-    assert len(encoder.known) == 253 and encoder.known[0] == chr(1399)
-    assert max(encoder.encode(text)) == 254  # id 255, the largest of 256
+    encode, found = make_task("imdb").encoder([text])
+    assert len(found["characters"]) == 253 and found["characters"][0] == chr(1399)
+    assert max(encode(text)) == 254  # id 255, the largest of 256
 
 
 def test_reviews_are_read_with_their_classes(tmp_path, monkeypatch):
@@ -211,20 +210,6 @@ def test_wrong_pairs_are_one_line(tmp_path, rows, names, message):
         make_task("aan").load("train", places(tmp_path))
     assert message in str(error.value) and "\n" not in str(error.value)
     assert "OpenNLPLab/lra" in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["train", "test"])
-def test_pairs_that_are_cut_are_one_line(tmp_path, monkeypatch, name):
-    """A row that was cut in its last text still has five columns."""
-    write_pairs(tmp_path / "data")
-    path = tmp_path / "data" / f"new_aan_pairs.{name}.tsv"
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(UserError) as error:
-        make_task("aan").load("train", places(tmp_path))
-    assert str(error.value).startswith(f"{path}: is truncated: its last row has no end")
-    # One with all rows may end without a new line.
-    monkeypatch.setattr(Retrieval, "official", {"train": 2, "validation": 2, "test": 2})
-    assert len(make_task("aan").load("train", places(tmp_path))) == 2
 
 
 def test_pairs_that_are_no_text_are_one_line(tmp_path):

@@ -246,7 +246,7 @@ class TestCommand:
             (("study", "atomic", "--data", "."), "--data: has no effect on select, cumsum"),
             (("run", "--task", SUMS, "--mixer", "las", "--data", "."), "no effect on cumsum"),
             (("run", "--task", SUMS, "--mixer", "las", "--pool", "last"), "--pool: has no effect"),
-            (("study", "atomic", "--rows", "imdb"), "--rows 'imdb': of atomic at this scale"),
+            (("study", "atomic", "--rows", "imdb"), "--rows 'imdb': choose among select"),
             (("study", "atomic", "--models", "none"), "--models none: is in every figure"),
             (("study", "atomic", "--models", "las", "las"), "--models las: is given twice"),
             (("study", "atomic", "--models", "lass"), "--models='lass': must be one of"),
