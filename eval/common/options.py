@@ -66,7 +66,8 @@ def add_options(
         how |= {"required": True} if required else {"default": default}
         said = option.help
         if not required and str(default) not in _SILENT:
-            said += f" (default: {default})"
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            said += f" (default: {shown})"
         how["help"] = said.strip()
         parser.add_argument(f"--{field.name.replace('_', '-')}", **how)
 
@@ -120,7 +121,7 @@ def _reader(kind: Any, option: Option, default: Any) -> dict[str, Any]:
         read = cli.whole(option.range)
     elif kind is float:
         read = cli.number(option.range, above=option.above)
-    elif typing.get_origin(kind) is tuple:
+    elif typing.get_origin(kind) is tuple and read is None:
         read = cli.whole_numbers(option.range, option.example)
     if option.word is not None:
         read = cli.or_word(read, option.word)

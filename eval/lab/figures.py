@@ -112,6 +112,8 @@ def draw_losses(
             shown = [x for x in part if x["x"] == trained] if is_strip else part
             if shown and (is_strip or len({x["x"] for x in part}) > 1):
                 of_row.setdefault(place[0], []).append((place, shown, is_strip))
+    drawn = {x["line"] for panels in of_row.values() for _, shown, _ in panels for x in shown}
+    names = [name for name in names if name in drawn]
     wide = max(map(len, of_row.values()))
     with matplotlib.rc_context(STYLE):
         high = 0.9 + max(2.0, 0.18 * len(names))

@@ -98,3 +98,14 @@ class CellStore:
         except DamagedCell:
             print(f"{self.path(name)}: damaged, is computed again", file=sys.stderr)
             return None
+
+    def computed(
+        self, key: dict[str, Any], compute: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the cell that a key decides, computed and kept where there is no whole one."""
+        name = key_hash(key)
+        values = self.read_intact(name, lambda values: key.items() <= values.items())
+        if values is None:
+            values = key | compute()
+            self.write(name, values)
+        return values

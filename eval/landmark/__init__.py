@@ -1,1 +1,1 @@
-"""Landmark attention in trained models: what it reads, what that costs, and when it works."""
+"""What trained models lose where their attention reads chosen blocks of keys alone."""

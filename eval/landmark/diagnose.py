@@ -1,8 +1,8 @@
-"""Which block size and how many blocks a trained model bears, by what its heads' products are.
+"""Which block size and how many blocks a trained model tolerates, by its heads' products.
 
 Of a query t and a head, with blocks of b keys, the match is the key that gets most of the weight
 among those of candidate blocks, and z_t = (q·k_match − mean q·k) / sd q·k over the others. With m
-other candidate blocks, Proposition 1 says how often the landmark of the match's block is among the
+other candidate blocks, Proposition 1 gives how often the landmark of the match's block is among the
 k highest, if the other products are independent normals:
 
     predicted = E_t P(z_t²; b, m, k),      `eval.recall.theory.landmark.retrieval`
@@ -17,47 +17,33 @@ what is near needs no choice.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import atomic_write, write_json
-from cat_lm.core.outputs import claim_outputs
+from cat_lm.core.files import write_json, write_text
+from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from cat_lm.pretrained.loading import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
+from eval.landmark.options import Questions
 from eval.length_sweep.cells import Subject
 from eval.length_sweep.text import sweep_streams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.landmark.selectors import Streams
+    from eval.landmark.choosers import Streams
 
-SHARED = ("layer", "head", "block")
 OF_BLOCK = ("snr_squared", "far", "clumping", "rivals", "queries")
 OF_CHOICE = ("predicted", "retrieved", "caught", "most")
-COLUMNS = (*SHARED, "top_k", *OF_BLOCK, *OF_CHOICE)
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Say what is asked: of how many windows of which length, and queries of each."""
-
-    length: int
-    windows: int
-    queries: int
-    blocks: tuple[int, ...]
-    top_k: tuple[int, ...]
-    local: int
-    wanted: float
+EDGES = tuple(2.0 ** (power / 2) for power in range(-10, 9))  # of bins, equal in the logarithm
+COLUMNS = ("layer", "head", "block", *OF_BLOCK, "top_k", *OF_CHOICE)
 
 
 def diagnose(
@@ -69,7 +55,7 @@ def diagnose(
     data: Path | str | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure a model, and write diagnosis.json and .csv into `out`.
+    """Measure a model, and write diagnosis.json, .csv and a picture into `out`.
 
     Args:
         text, data: a text file, or prepared data; exactly one of them.
@@ -85,7 +71,7 @@ def diagnose(
     import torch
 
     from cat_lm.sparsify import dense_model
-    from eval.landmark.cores import add_choosers
+    from eval.landmark.choosers import add_choosers
 
     target, folder = evaluation_device(device), model_folder(model)
     largest = max(questions.blocks)
@@ -98,88 +84,82 @@ def diagnose(
     subject = Subject(folder, label, model_config(folder), None, ("none",), sha256)
     budget = questions.windows * questions.length
     stream = sweep_streams([subject], questions.length, text, data, None, budget, None)[0]
-    claim_outputs(out, "diagnosis.json", ["diagnosis.csv"])
+    claim_outputs(out, "diagnosis.json", named("diagnosis", ".csv", *PICTURES))
     built = dense_model(folder).to(target)
     choosers = add_choosers(built)
     tokens = torch.from_numpy(stream.tokens[: stream.scored // questions.length * questions.length])
-    sums: list[Sums] = [Sums(questions) for _ in choosers]
+    found: list[Found] = [{} for _ in choosers]
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for window in tokens.view(-1, questions.length).to(target):
             drawn = torch.randperm(questions.length, generator=generator)[: questions.queries]
-            for chooser, of_layer in zip(choosers, sums, strict=True):
-                chooser.watch = lambda streams, s=of_layer, d=drawn: s.add(streams, d)
+            for chooser, of_layer in zip(choosers, found, strict=True):
+                chooser.watch = lambda streams, f=of_layer, d=drawn: add_window(
+                    f, streams, d, questions
+                )
             built.base_model(window[None], use_cache=False)
     rows = [
-        {"layer": layer, **row} for layer, of_layer in enumerate(sums) for row in of_layer.rows()
+        {"layer": layer, **row}
+        for layer, of_layer in enumerate(found)
+        for row in head_rows(of_layer, questions)
     ]
     return _write(Path(out), rows, questions, subject, stream.source)
 
 
-class Sums:
-    """What a layer's heads do on the queries so far, by block size."""
-
-    def __init__(self, questions: Questions) -> None:
-        self.questions = questions
-        # [heads, queries] of each block size: z, m, far, clumping, and by k what was chosen.
-        self.found: dict[int, list[dict[str, np.ndarray]]] = {b: [] for b in questions.blocks}
-
-    def add(self, streams: Streams, drawn: Tensor) -> None:
-        """Take the queries of one window [1, H, T, D] in."""
-        for block in self.questions.blocks:
-            # Two candidate blocks at least, of which one is not the match's.
-            able = drawn[drawn // block - self.questions.local + 1 >= 2]
-            if len(able):
-                self.found[block].append(_measured(streams, able, block, self.questions))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each head, block size and number of blocks.
-
-        Raises:
-            UserError: no query has blocks to choose from.
-        """
-        from eval.recall.theory.landmark import retrieval
-
-        found = []
-        for block, parts in self.found.items():
-            if not parts:
-                raise UserError(
-                    f"--queries {self.questions.queries}: none of those drawn has two blocks of "
-                    f"{block} to choose from; give more of them, or more --windows"
-                )
-            of_block = {
-                name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]
-            }
-            predicted = {
-                k: retrieval(of_block["z"] ** 2, block, of_block["rivals"], k)
-                for k in self.questions.top_k
-            }
-            for head in range(len(of_block["z"])):
-                own = {name: values[head] for name, values in of_block.items()}
-                shared = {
-                    "head": head, "block": block, "snr_squared": float(own["z"].mean() ** 2),
-                    "far": float(own["far"].mean()), "clumping": float(own["clumping"].mean()),
-                    "rivals": float(own["rivals"].mean()), "queries": len(own["z"]),
-                }  # fmt: skip
-                weight = max(float(own["far"].sum()), 1e-30)
-                for k in self.questions.top_k:
-                    found.append(
-                        shared
-                        | {
-                            "top_k": k,
-                            "predicted": float(predicted[k][head].mean()),
-                            "retrieved": float(own[f"retrieved {k}"].mean()),
-                            "caught": float(own[f"caught {k}"].sum() / weight),
-                            "most": float(own[f"most {k}"].sum() / weight),
-                        }
-                    )
-        return found
+# [heads, queries] of each block size, window by window: see `measured_heads`.
+Found = dict[int, list[dict[str, np.ndarray]]]
 
 
-def _measured(
+def add_window(found: Found, streams: Streams, drawn: Tensor, questions: Questions) -> None:
+    """Add what a layer's heads do on the queries `drawn` of one window [1, H, T, D]."""
+    for block in questions.blocks:
+        # At least two candidate blocks are needed, of which one is not the match's.
+        able = drawn[drawn // block - questions.local + 1 >= 2]
+        if len(able):
+            found.setdefault(block, []).append(measured_heads(streams, able, block, questions))
+
+
+def head_rows(found: Found, questions: Questions) -> list[dict[str, Any]]:
+    """Return a row for each head of a layer, block size and number of blocks.
+
+    Raises:
+        UserError: no query has blocks to choose from.
+    """
+    from eval.recall.theory.landmark import retrieval
+
+    rows = []
+    for block in questions.blocks:
+        if block not in found:
+            raise UserError(
+                f"--queries {questions.queries}: none of those drawn has two blocks of {block} to "
+                "choose from; give more of them, or more --windows"
+            )
+        own = {
+            name: np.concatenate([x[name] for x in found[block]], axis=1)
+            for name in found[block][0]
+        }
+        predicted = {k: retrieval(own["z"] ** 2, block, own["rivals"], k) for k in questions.top_k}
+        weight = own["far"].sum(axis=1).clip(min=1e-30)
+        for head in range(len(own["z"])):
+            shared = {"head": head, "block": block, "queries": own["z"].shape[1]}
+            shared["snr_squared"] = float(own["z"][head].mean() ** 2)
+            shared |= {key: float(own[key][head].mean()) for key in ("far", "clumping", "rivals")}
+            for k in questions.top_k:
+                chosen = {
+                    "top_k": k,
+                    "predicted": float(predicted[k][head].mean()),
+                    "retrieved": float(own[f"retrieved {k}"][head].mean()),
+                    "caught": float(own[f"caught {k}"][head].sum() / weight[head]),
+                    "most": float(own[f"most {k}"][head].sum() / weight[head]),
+                }
+                rows.append(shared | chosen)
+    return rows
+
+
+def measured_heads(
     streams: Streams, drawn: Tensor, block: int, questions: Questions
 ) -> dict[str, np.ndarray]:
-    """What the products of queries with a choice say, by blocks of one size, [H, queries]."""
+    """Measure the products of queries with a choice, by blocks of one size, [H, queries]."""
     import torch
 
     from cat_lm.ops.landmark.attend import for_heads
@@ -225,7 +205,7 @@ def _measured(
 
 
 def means_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over heads, weighed by `far`, for each block size and number of blocks."""
+    """Return means over heads, weighed by `far`, for each block size and number of blocks."""
     found = []
     for block, k in dict.fromkeys((row["block"], row["top_k"]) for row in rows):
         own = [row for row in rows if (row["block"], row["top_k"]) == (block, k)]
@@ -242,7 +222,7 @@ def means_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
-    """For each number of blocks the largest size that has what is wanted; None where none has."""
+    """Return for each number of blocks the largest size that has what is wanted, None without."""
     found = []
     for k in sorted({row["top_k"] for row in means}):
         own = [row for row in means if row["top_k"] == k]
@@ -254,22 +234,57 @@ def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]
     return found
 
 
+def retrieval_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return means over heads in bins of x = SNR² / (2 b ln(m / k)): as measured and predicted.
+
+    By the law's first order 2 b ln(m / k) of SNR² are needed, so that one curve should hold all
+    heads, block sizes b and numbers of blocks k. Heads are weighed by their `far` attention; rows
+    in which no choice is left have no x.
+    """
+    bins: dict[int, list[tuple[float, dict[str, Any]]]] = {}
+    for row in rows:
+        if row["rivals"] <= row["top_k"] or row["snr_squared"] <= 0:
+            continue
+        x = row["snr_squared"] / (2 * row["block"] * math.log(row["rivals"] / row["top_k"]))
+        place = sum(x >= edge for edge in EDGES)
+        if 0 < place < len(EDGES):
+            bins.setdefault(place, []).append((x, row))
+    found = []
+    for _, own in sorted(bins.items()):
+        weight = math.fsum(row["far"] for _, row in own) or 1.0
+        means = {
+            name: math.fsum(row["far"] * row[name] for _, row in own) / weight
+            for name in ("retrieved", "predicted")
+        }
+        x = math.exp(math.fsum(row["far"] * math.log(x) for x, row in own) / weight)
+        found.append({"x": x, "heads": len(own), **means})
+    return found
+
+
 def _write(
     out: Path, rows: list[dict[str, Any]], questions: Questions, subject: Subject, source: str
 ) -> dict[str, Any]:
+    import pandas as pd
+
     from eval.common.provenance import provenance
+    from eval.common.style import save_figure
+    from eval.landmark.figures import retrieval_figure
 
     means = means_of(rows)
     record = {
-        "format": 1, "text": source, "label": subject.label, "model_sha256": subject.sha256,
-        "length": questions.length, "local": questions.local, "wanted": questions.wanted,
-        "rows": rows, "means": means, "bears": bears(means, questions.wanted), **provenance(),
-    }  # fmt: skip
+        "format": 1,
+        "text": source,
+        "label": subject.label,
+        "model_sha256": subject.sha256,
+        **{name: getattr(questions, name) for name in ("length", "local", "wanted")},
+        "rows": rows,
+        "means": means,
+        "bears": bears(means, questions.wanted),
+        **provenance(),
+    }
     write_json(out / "diagnosis.json", record)
-    with atomic_write(out / "diagnosis.csv") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_text(out / "diagnosis.csv", pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False))
+    save_figure(retrieval_figure({subject.label: retrieval_points(rows)}), out / "diagnosis")
     return record
 
 

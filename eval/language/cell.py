@@ -169,7 +169,7 @@ class Cell(cell.Cell):
         if code and not is_diverged:
             raise UserError(f"{name}: train.py ended with code {code}, see {log}: {_last(log)}")
         if not is_diverged:
-            _check_command(["-m", "cat_lm.export", str(run), str(run / "model")], log, device)
+            check_command(["-m", "cat_lm.export", str(run), str(run / "model")], log, device)
         records = read_metrics(run / "metrics.jsonl")
         losses = [r["val_loss"] for r in records if "val_loss" in r]
         speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
@@ -192,7 +192,7 @@ class Cell(cell.Cell):
         words += ["--max-document-tokens", longest, "--out", str(out), "--device", device]
         words += ["--max-tokens", str(self.documents * max(self.lengths))]
         words += ["--skip-tokens", str(self.skip)] if is_trained else []
-        _check_command(["-m", "eval.length_sweep", str(run), *words], log, device)
+        check_command(["-m", "eval.length_sweep", str(run), *words], log, device)
         return [
             {name: row[name] for name in ("length", "method", "loss", "tokens_sha256")}
             | {"text": data.name}
@@ -249,7 +249,7 @@ def _speed(config: RunConfig, device: str) -> tuple[float, float]:
         values["train"]["output_dir"] = str(run)
         RunConfig.model_validate(values).save(file := Path(folder) / "trial.yaml")
         begin = time.perf_counter()
-        _check_command(["train.py", str(file)], log, device)
+        check_command(["train.py", str(file)], log, device)
         wall = time.perf_counter() - begin
         records = [r for r in read_metrics(run / "metrics.jsonl") if r.get("step_seconds")]
     rates = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
@@ -281,7 +281,7 @@ def _command(arguments: list[str], log: Path, device: str) -> int:
             raise
 
 
-def _check_command(arguments: list[str], log: Path, device: str) -> None:
+def check_command(arguments: list[str], log: Path, device: str) -> None:
     """Run a command. Raises UserError where it fails."""
     if code := _command(arguments, log, device):
         what = " ".join(arguments[:2])

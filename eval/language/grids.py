@@ -129,7 +129,7 @@ def places(question: Question, asked: Asked) -> list[Place]:
             raise UserError(f"--models {model}: choose among {', '.join(question.models)}")
     tokens = more.get("tokens") or scale.tokens or question.tokens
     documents = more.get("documents") or scale.documents or question.documents
-    data = _texts(tuple(more.get("data", ())), asked.scale, scale.vocabulary, question.tokenizer)
+    data = texts(tuple(more.get("data", ())), asked.scale, scale.vocabulary, question.tokenizer)
     found = []
     for model in in_order(asked.models or question.models):
         config = configuration(model, scale.recipe, data[0][0], tokens)
@@ -163,19 +163,26 @@ def places(question: Question, asked: Asked) -> list[Place]:
 
 
 @functools.cache
-def _texts(
-    folders: tuple[str, ...], scale: str, vocabulary: int, tokenizer: str | None
+def texts(
+    folders: tuple[str, ...],
+    name: str,
+    vocabulary: int,
+    tokenizer: str | None = None,
+    held_out: float = 0.6,
 ) -> tuple[Pair, ...]:
-    """The folders of texts with their fingerprints; the library's text is made where none is given.
+    """Return folders of texts with their fingerprints; the library's is made where none is given.
+
+    Args:
+        name: of the library's folder; held_out: its validation fraction.
 
     Raises UserError for folders of equal names, and for texts of another tokenizer.
     """
     from cat_lm.data.manifest import read_manifest
 
     if not folders:
-        # Of which 0.6 is held out: without codec tables it has some 300 files that are long enough.
-        folders = (str(ROOT / f"data/python-stdlib-{'bytes' if tokenizer else scale}"),)
-        words = [*LIBRARY, "--validation-fraction", "0.6", "--out", folders[0]]
+        # With 0.6 held out it has some 300 files that are long enough, without codec tables.
+        folders = (str(ROOT / f"data/python-stdlib-{'bytes' if tokenizer else name}"),)
+        words = [*LIBRARY, "--validation-fraction", f"{held_out:g}", "--out", folders[0]]
         words += ["--tokenizer", tokenizer or f"train:sentencepiece:{vocabulary}"]
         call = [sys.executable, "-m", "data_prep.prepare", *words]
         if code := subprocess.run(call, cwd=ROOT, stdout=sys.stderr).returncode:

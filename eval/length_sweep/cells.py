@@ -21,7 +21,7 @@ from cat_lm.core.files import finite
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import choose_device, load_model
 from cat_lm.pretrained.record import read_record
-from eval.lab.store import CellStore, key_hash
+from eval.lab.store import CellStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -150,11 +150,7 @@ class Cells:
         }
         if used := plugins.describe():  # of which the model may have a part
             key["plugins"] = used
-        name = key_hash(key)
-        values = self.store.read_intact(name, lambda values: key.items() <= values.items())
-        if values is None:
-            values = key | self._compute(length, method, fields)
-            self.store.write(name, values)
+        values = self.store.computed(key, lambda: self._compute(length, method, fields))
         # Names may change between calls without changing any number.
         return values | {
             "byte_perplexity": _byte_perplexity(values["bits_per_byte"]),

@@ -336,13 +336,6 @@ TARGETS = (
         file_weight=0.3,
     ),
     Target(
-        *("landmark-study", "eval.landmark", "torch"),
-        ("study", "--list", "--data", "data", "--out", "out", "--scale", "smoke"),
-        needs=DATA,
-        files=("data/manifest.json",),
-        outputs=(),
-    ),
-    Target(
         *("report", "eval.report", "torch", ("run", "--out", "out")),
         needs=("run", *DATA),
         files=(*_RUN, *_RUN, "run/model/*.json", "run/model/*.safetensors", "data/manifest.json"),

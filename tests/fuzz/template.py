@@ -32,7 +32,7 @@ _TORCH = (
     *("cat_lm.export", "cat_lm.generate", "cat_lm.upcycle", "cat_lm.sparsify"),
     *("cat_lm.data.loader",),
     *("eval.length_sweep.__main__", "eval.report.write", "eval.speed.__main__"),
-    *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.cores"),
+    *("eval.landmark.__main__", "eval.landmark.sweep", "eval.landmark.choosers"),
     *("eval.speed.conv", "eval.speed.decode"),
     *("eval.speed.train", "eval.speed.tables"),
     *("eval.recall.__main__", "eval.recall.filter_plots", "eval.study"),

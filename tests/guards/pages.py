@@ -8,8 +8,9 @@ measured here, and there are no pictures.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,24 @@ def render_theory(folder: Path, name: str) -> dict[str, str]:
     return {"markdown": markdown(record["claims"], record["provenance"]["command"])}
 
 
-def render_landmark(folder: Path, name: str, block: int) -> dict[str, str]:
-    """Return the table of perplexities of landmark sweeps at one block size.
+def render_landmark(folder: Path, name: str) -> dict[str, str]:
+    """Return a table of perplexities over dense attention's at the longest length."""
+    from eval.common.text_table import aligned
 
-    The record holds too little of the diagnoses for the panel of retrieval.
-    """
-    from eval.landmark.summary import sweep_points, table
-
-    points = sweep_points([{"rows": read_record(name)["sweeps"]}], block)
-    return {"table": table({"needles": [], "perplexity": points})}
+    rows = []
+    positions = {"no positions": "none", "RoPE": "rope"}
+    for line in read_record(name)["lines"]:
+        way, _, length = line["column"].partition(", ")
+        if length == "1,024 tokens":
+            over = [math.expm1(value) for value in line["runs"].values()]
+            share = statistics.fmean(line["also"]["share"].values())
+            spread = f"{min(over):+.2%} to {max(over):+.2%}"
+            means = (f"{share:.1%}", f"{statistics.fmean(over):+.2%}", spread, str(len(over)))
+            place = (f"{positions[line['row']]}-{way}", line["line"], "16", line["x"])
+            rows.append((*place, *means))
+    header = ("", "select", "block", "top-k", "keys", "over dense", "range", "seeds")
+    cells = [[str(value) for value in row] for row in sorted(rows)]
+    return {"table": aligned(header, cells, left=(0, 1))}
 
 
 # Study: its record, and what renders it.
@@ -75,7 +85,7 @@ STUDIES: dict[str, tuple[str, Adapter]] = {
     "language models: qk norms": ("qk_norm_cpu", render_report),
     "language models: long texts": ("long_texts_cpu", render_report),
     "language models: rivals": ("rivals_cpu", render_report),
-    "landmarks": ("landmark_cpu", partial(render_landmark, block=16)),
+    "landmarks": ("landmark_cpu", render_landmark),
     "long range: atomic": ("long_range_atomic_cpu", render_report),
     "long range: ListOps": ("long_range_listops_cpu", render_report),
     "long range: smnist": ("long_range_smnist_cpu", render_report),

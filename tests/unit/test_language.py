@@ -409,7 +409,7 @@ class TestTexts:
 
         monkeypatch.setattr(grids.subprocess, "run", imitated)
         monkeypatch.setattr(grids, "ROOT", tmp_path)
-        ((folder, _),) = grids._texts((), "smoke", 2048, None)
+        ((folder, _),) = grids.texts((), "smoke", 2048, None)
         assert folder == str(tmp_path / "data/python-stdlib-smoke")
 
     def test_attention_is_measured_behind_what_is_skipped(self, long_corpus, monkeypatch):

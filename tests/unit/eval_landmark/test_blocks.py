@@ -14,10 +14,10 @@ from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.chunks import taps_of
 from cat_lm.sparsify import dense_model, sparsify
-from eval.landmark import cores, selectors
+from eval.landmark import choosers as choosing
 from eval.landmark import diagnose as diagnosing
 from eval.landmark import sweep as sweeping
-from eval.landmark.choices import LEARNED, SELECTORS
+from eval.landmark.options import LEARNED, SELECTORS, Grid, Questions
 from eval.length_sweep.perplexity import score_tokens
 from tests.unit.tiny_models import GROUPED, cat_model, random_ids
 
@@ -41,7 +41,7 @@ def drawn(heads=4, shared=2, time=18, width=8):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, time, width, generator=generator)
     key = torch.randn(2, shared, time, width, generator=generator)
-    return selectors.Streams(query, key, 0.3)
+    return choosing.Streams(query, key, 0.3)
 
 
 class Sizes:
@@ -53,17 +53,17 @@ def test_scores_are_the_definition(name):
     streams = drawn()
     layout = sequence_blocks(18, BLOCK, None, None, streams.key.device)
     state = 4 if name == "ssm" else 0
-    module = selectors.LearnedFilter(Sizes, BLOCK, state) if name in LEARNED else None
+    module = choosing.LearnedFilter(Sizes, BLOCK, state) if name in LEARNED else None
     if module is not None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
     rows = slice(13, 18)
-    scores = selectors.prepared_scores(name, streams, layout, 1, module)(
+    scores = choosing.prepared_scores(name, streams, layout, 1, module)(
         rows, layout.of_queries(rows)
     ).detach()
     assert scores.shape[1:] == (4, 5, 4)
-    again = selectors.prepared_scores(name, streams, layout, 1, module)(
+    again = choosing.prepared_scores(name, streams, layout, 1, module)(
         rows, layout.of_queries(rows)
     )
     assert torch.equal(scores, again.detach())
@@ -101,10 +101,10 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
     """Also where heads share keys, and each head weighs its blocks with a sharpness of its own."""
     options = {"block": BLOCK, "top_k": 1, "local": 1, "filter": name, "filter_state": state}
     model = cat_model(**FIELDS, **GROUPED, attention="landmark", attention_options=options)
-    choosers = cores.add_choosers(model)
+    choosers = choosing.add_choosers(model)
     generator = torch.Generator().manual_seed(0)
     for chooser in choosers:
-        learned = selectors.LearnedFilter(model.config, BLOCK, state)
+        learned = choosing.LearnedFilter(model.config, BLOCK, state)
         with torch.no_grad():
             learned.filter += 0.3 * torch.randn(learned.filter.shape, generator=generator)
             learned.sharpness += 2 * torch.randn(learned.sharpness.shape, generator=generator)
@@ -118,9 +118,9 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
         return chosen[-1]
 
     monkeypatch.setattr(select_module, "select_blocks", kept)
-    monkeypatch.setattr(cores, "select_blocks", kept)
+    monkeypatch.setattr(choosing, "select_blocks", kept)
     ids, found = random_ids(2, 61), {}
-    for selection in (None, cores.Selection(name, BLOCK, 1, 1)):
+    for selection in (None, choosing.Selection(name, BLOCK, 1, 1)):
         chosen.clear()
         for chooser in choosers:
             chooser.selection = selection
@@ -133,7 +133,7 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
 def test_blocks_that_are_drawn_are_others_in_every_layer():
     layout = sequence_blocks(18, BLOCK, None, None, torch.device("cpu"))
     one, same, other = (
-        selectors.prepared_scores("random", replace(drawn(), layer=layer), layout, 1, None)(
+        choosing.prepared_scores("random", replace(drawn(), layer=layer), layout, 1, None)(
             slice(None), layout
         )
         for layer in (0, 0, 1)
@@ -148,7 +148,7 @@ def test_what_is_read_is_counted():
             near = [s for s in range(t + 1) if s // block > t // block - local]
             read += len(near) + block * min(top_k, max(0, t // block - local + 1))
         assert sweeping.keys_read(length, block, top_k, local) == (read, length * (length + 1) / 2)
-    count = selectors.selector_bytes
+    count = choosing.selector_bytes
     assert count("box", Sizes, 64, 4, 4) == 16 * 2 * 8 * 4
     assert count("oracle", Sizes, 64, 4, 4) == 4 * count("box", Sizes, 64, 4, 4)
     assert count("local", Sizes, 64, 4, 4) == 0
@@ -188,7 +188,7 @@ def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):
         assert (out / name).stat().st_size > 100
     # Nothing is computed or learned twice; a damaged cell is computed again.
     monkeypatch.setattr(sweeping.Cells, "_compute", lambda *_: pytest.fail("computed"))
-    monkeypatch.setattr("eval.landmark.learn.calibrate", lambda *_: pytest.fail("learned"))
+    monkeypatch.setattr(choosing, "calibrate", lambda *_: pytest.fail("learned"))
     monkeypatch.setattr(sweeping, "_draw", lambda *_: None)
     assert command(*words)[0] == 0
     for file in (out / "learned").iterdir():
@@ -198,38 +198,36 @@ def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):
 
 
 def test_learned_selectors_learn_alone(tiny_corpus, tmp_path):
-    from eval.landmark.learn import Lessons, learn
-
     model = dense_model(saved(tmp_path / "model", tiny_corpus))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ids = random_ids(2, 32)
     expected = model(ids, use_cache=False).logits
-    choosers = cores.add_choosers(model)
+    choosers = choosing.add_choosers(model)
     assert [chooser.layer for chooser in choosers] == [0, 1]
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
-    lessons = Lessons(str(tiny_corpus), 30 * 4 * 32, 32)
-    name = learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
+    sizes = {"lengths": (32,), "select": LEARNED, "blocks": (4, 8), "local": 1}
+    grid = Grid(calibrate=str(tiny_corpus), tokens=30 * 4 * 32, **sizes)
+    how = model, choosers, grid, 32, tmp_path / "learned", {}
+    name = choosing.learn(*how)
     for key in ((name_, block) for name_ in LEARNED for block in (4, 8)):
         losses = np.mean([chooser.taught[key] for chooser in choosers], axis=0)
         assert len(losses) == 30 and losses[-6:].mean() < losses[:6].mean()
     after = {name.replace("core.dense.", "core."): x for name, x in model.state_dict().items()}
     assert all(torch.equal(after[key], value) for key, value in before.items())
     learned = [x.clone() for x in choosers[0].learners["ssm", 4].parameters()]
-    again = learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
-    assert again == name
+    assert choosing.learn(*how) == name
     for one, other in zip(learned, choosers[0].learners["ssm", 4].parameters(), strict=True):
         assert torch.equal(one, other)
-    path = tmp_path / "learned" / f"{name}.pt"
-    changed = {key: value + 1 for key, value in torch.load(path, weights_only=True).items()}
-    torch.save(changed, path)
-    with pytest.raises(UserError, match=r"\.pt: damaged: it is not what was written; delete it"):
-        learn(model, choosers, LEARNED, (4, 8), 1, lessons, tmp_path / "learned", {})
+    path = tmp_path / "learned" / f"{name}.json"
+    path.write_text(path.read_text().replace("0.", "1.", 1))
+    with pytest.raises(UserError, match=r"\.json: damaged: was changed after it was written"):
+        choosing.learn(*how)
 
 
 def test_diagnosis_of_drawn_products():
     """Independent normals with a planted match behave by the law; clumped keys do not."""
     heads, time, width = 400, 256, 4
-    questions = diagnosing.Questions(time, 1, 1, (8,), (1, 4), 1, 0.9)
+    questions = Questions(length=time, blocks=(8,), top_k=(1, 4), local=1)
     generator = torch.Generator().manual_seed(1)
     products = torch.randn(heads, time, generator=generator)
     products[:, 77] = 9.0
@@ -240,10 +238,11 @@ def test_diagnosis_of_drawn_products():
         key[0, :, :, 0] = products
         query = torch.zeros_like(key)
         query[..., 0] = 1
-        streams = selectors.Streams(query, key, 1.0)
-        sums = diagnosing.Sums(questions)
-        sums.add(streams, torch.tensor([time - 1, 3]))  # the second has no choice
-        return sums.rows()
+        streams = choosing.Streams(query, key, 1.0)
+        found = {}
+        drawn = torch.tensor([time - 1, 3])  # the second has no choice
+        diagnosing.add_window(found, streams, drawn, questions)
+        return diagnosing.head_rows(found, questions)
 
     rows = sums_of(products)
     assert len(rows) == 2 * heads and all(row["queries"] == 1 for row in rows)
@@ -268,6 +267,20 @@ def test_diagnosis_of_drawn_products():
     ]
 
 
+def test_retrieval_is_binned_over_heads():
+    """Heads are put in bins of x, weighed by their far attention."""
+
+    def head(snr, top_k, far, retrieved):
+        choice = {"block": 4, "top_k": top_k, "retrieved": retrieved, "predicted": retrieved / 2}
+        return choice | {"rivals": 30.0, "snr_squared": snr, "far": far}
+
+    needed = 2 * 4 * np.log(30 / 2)
+    rows = [head(needed, 2, 0.3, 1.0), head(needed, 2, 0.1, 0.6), head(4 * needed, 2, 0.3, 1.0)]
+    near, far = diagnosing.retrieval_points([*rows, head(9.0, 30, 0.3, 0.0)])  # without a choice
+    assert (near["x"], far["x"]) == (pytest.approx(1), pytest.approx(4)) and near["heads"] == 2
+    assert near["retrieved"] == pytest.approx(0.9) and near["predicted"] == pytest.approx(0.45)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_diagnose(family, command, tiny_corpus, tmp_path):
     folder, out = saved(tmp_path / "model", tiny_corpus, family), tmp_path / "out"
@@ -283,14 +296,16 @@ def test_diagnose(family, command, tiny_corpus, tmp_path):
             named = ("predicted", "retrieved", "caught", "most")
             assert [row[name] for name in named] == pytest.approx([1] * 4, abs=1e-5)
     assert "of which top-k 30 keep 90% at 64 tokens: 8 as predicted, 8 as retrieved" in said
-    assert record["bears"][1]["caught"] == 8 and (out / "diagnosis.csv").is_file()
+    assert record["bears"][1]["caught"] == 8
+    for name in ("diagnosis.csv", "diagnosis.png", "diagnosis.svg"):
+        assert (out / name).stat().st_size > 100
 
 
 WRONG = {
     "learned": (("--select", "ssm"), "--select ssm: is learned; give --calibrate"),
-    "nothing learned": (("--select", "box", "--calibrate", "x"), "--calibrate x: says nothing"),
-    "tokens": (("--tokens", "5"), "--tokens 5: says nothing"),
-    "state": (("--state", "8"), "--state 8: says nothing without --select ssm"),
+    "nothing learned": (("--select", "box", "--calibrate", "x"), "--calibrate x: has no effect"),
+    "tokens": (("--tokens", "5"), "--tokens 5: has no effect"),
+    "state": (("--state", "8"), "--state 8: has no effect without --select ssm"),
     "odd state": (("--select", "ssm", "--state", "5", "--calibrate", "x"), "--state 5: "),
     "selector": (("--select", "best"), "--select: 'best' is not one of"),
     "block": (("--blocks", "0"), "--blocks: '0' must be"),
@@ -311,18 +326,8 @@ def test_models_without_such_attention_are_refused(command, tiny_corpus, tmp_pat
     words = ("--data", tiny_corpus, "--lengths", "32", "--blocks", "4", "--out", tmp_path / "out")
     code, _, err = command("sweep", folder, *words)
     assert code == 2 and "mixed attention maps" in err.splitlines()[-1]
-    code, _, err = command(
-        "diagnose",
-        folder,
-        "--data",
-        tiny_corpus,
-        "--length",
-        32,
-        "--blocks",
-        "4,16",
-        "--out",
-        tmp_path / "out",
-    )
+    words = ("--length", 32, "--blocks", "4,16", "--out", tmp_path / "out")
+    code, _, err = command("diagnose", folder, "--data", tiny_corpus, *words)
     assert code == 2 and "--blocks 16: with --local 2 there is no block" in err
 
 

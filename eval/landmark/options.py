@@ -1,0 +1,88 @@
+"""What the commands ask, declared once as their options; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Annotated
+
+from cat_lm.core import numbers
+from cat_lm.core.cli import listed
+from eval.common.options import Option
+
+# Ways to choose blocks, see `eval.landmark.choosers`; in the order of tables and colours.
+SELECTORS = ("oracle", "ssm", "learned", "box", "exponential", "local", "random")
+LEARNED = ("ssm", "learned")  # afterwards, from data
+STATE = 16  # numbers of state of `ssm` where no number is given
+TOKENS = 1_000_000  # to learn from, where no number is given
+
+
+def selector(text: str) -> str:
+    """Take the name of a selector."""
+    if text not in SELECTORS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SELECTORS)}")
+    return text
+
+
+def _list(what: str, example: str) -> Option:
+    return Option(what, numbers.CONTEXT, metavar="LIST", example=example)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Say which blocks there are to choose from, and how many are chosen."""
+
+    blocks: Annotated[tuple[int, ...], _list("tokens of a block", "16,32")] = (16, 32, 64)
+    top_k: Annotated[tuple[int, ...], _list("blocks chosen", "2,4")] = (1, 2, 4, 8)
+    local: Annotated[
+        int,
+        Option("blocks near the query that it always reads", numbers.CONTEXT, metavar="N"),
+    ] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid(_Choice):
+    """Say which cells a sweep has, in addition to dense attention, and how they are scored."""
+
+    lengths: Annotated[tuple[int, ...], _list("tokens that models read", "256,512")]
+    select: Annotated[
+        tuple[str, ...],
+        Option(f"of {', '.join(SELECTORS)}", metavar="LIST", kind=listed(selector, "box,local")),
+    ] = tuple(name for name in SELECTORS if name not in LEARNED)
+    calibrate: Annotated[
+        str | None,
+        Option("prepared data that selectors are learned from", metavar="DATA", kind=str),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        Option(f"to learn from (default: {TOKENS:,})", numbers.TOKENS.at_least(1), metavar="N"),
+    ] = None
+    state: Annotated[
+        int | None,
+        Option(
+            f"numbers of state of a channel of --select ssm (default: {STATE})",
+            numbers.CONV_STATE.at_least(1),
+            metavar="N",
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Option("score at most N tokens", numbers.SCORED_TOKENS, metavar="N")
+    ] = None
+    batch_tokens: Annotated[
+        int, Option("tokens of a forward pass", numbers.BATCH_TOKENS, metavar="N")
+    ] = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions(_Choice):
+    """Say what a diagnosis asks: of how many windows of which length, and queries of each."""
+
+    length: Annotated[int, Option("tokens that the model reads", numbers.CONTEXT, metavar="N")]
+    windows: Annotated[int, Option("of the text", numbers.Range(1, 10**6), metavar="N")] = 8
+    queries: Annotated[int, Option("of each window", numbers.CONTEXT, metavar="N")] = 64
+    blocks: Annotated[tuple[int, ...], _list("tokens of a block", "8,16")] = (8, 16, 32, 64)
+    top_k: Annotated[tuple[int, ...], _list("blocks chosen", "1,2")] = (1, 2, 4, 8, 16)
+    wanted: Annotated[
+        float,
+        Option("part of what dense attention finds", numbers.FRACTION, metavar="SHARE"),
+    ] = 0.9
