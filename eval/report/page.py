@@ -1,4 +1,7 @@
-"""Make the report's page: one HTML file with its style and drawings in it."""
+"""Make the report's page: one HTML file with its style and drawings in it.
+
+Each section of the page has a function here that gathers what its template shows.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,20 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from cat_lm.config import changed_values
+from cat_lm.config import RunConfig, changed_values
+from eval.common.filters import own_taps
 from eval.common.html import render
 from eval.common.runs import Run, curves, unigram_loss
-from eval.common.style import run_colour, short_count
-from eval.report.figures import loss_figure
-from eval.report.parts import drawn, model_words, number, unlike
-from eval.report.sections import (
-    filters_section,
-    lengths_section,
-    missing_export,
-    samples_section,
-    table2_section,
-)
+from eval.common.style import NARROW, WIDE, page_svg, run_colour, short_count
+from eval.length_sweep.figures import has_error_bars, length_figure, position_figure
+from eval.report import table2
+from eval.report.figures import filters_figure, loss_figure, views
 
 # By which a page is known as one of ours.
 GENERATOR = "cat_lm eval.report"
 TEMPLATES = Path(__file__).with_name("templates")
+# A section's `todos` are texts with the commands that make what each says is missing.
+OUTDATED = "Not shown, as measured on other weights than the present export's; to measure anew"
 
 
 def page(
@@ -52,39 +52,111 @@ def page(
         lede=_lede(runs, summary),
         results=_results(runs, summary),
         learning=_learning(runs),
-        table2=table2_section(runs),
-        lengths=lengths_section(runs, rows),
-        filters=filters_section(runs),
-        samples=samples_section(runs),
+        table2=_table2(runs),
+        lengths=_lengths(runs, rows),
+        filters=[(run.label, _filters(run)) for run in runs if run.filters],
+        samples=_samples(runs),
         configuration=_configuration(runs),
         origin=_origin(runs, made),
     )
 
 
 def table2_page(runs: Sequence[Run]) -> str:
-    """Make a page of the paper's Table 2 alone."""
+    """Make a page of the paper's Table 2 only."""
     return render(
         TEMPLATES / "table2.html",
         title="Table 2",
         generator=GENERATOR,
         colour=run_colour,
-        table2=table2_section(runs),
+        table2=_table2(runs),
     )
 
 
+# Words, numbers and drawings
+
+
+def _drawn(
+    draw: Callable[[tuple[float, float]], Figure], name: str, caption: str, warning: str = ""
+) -> dict[str, Any]:
+    """Draw a figure twice; the style shows the one that suits the screen's width.
+
+    Args:
+        warning: what of the caption is to stand out.
+    """
+    wide, narrow = (
+        page_svg(draw(size), f"{name}-{kind}", name) for kind, size in (("w", WIDE), ("n", NARROW))
+    )
+    return {"wide": wide, "narrow": narrow, "caption": caption, "warning": warning}
+
+
+def _number(value: float | None) -> str:
+    """Show four digits or so: 1.234, 12.34, 123.4, 1,234."""
+    if value is None:
+        return "n/a"
+    places = next((n for limit, n in ((10, 3), (100, 2), (1000, 1)) if value < limit), 0)
+    return f"{value:,.{places}f}"
+
+
+def _folder(run: Run) -> str:
+    return shlex.quote(str(run.folder))
+
+
+def _labels_by(runs: Sequence[Run], value_of: Callable[[Run], Any]) -> dict[Any, list[str]]:
+    labels: dict[Any, list[str]] = {}
+    for run in runs:
+        labels.setdefault(value_of(run), []).append(run.label)
+    return labels
+
+
+def unlike(runs: Sequence[Run]) -> list[str]:
+    """Return why the runs' losses do not measure their models; empty where they do."""
+
+    def grouped(labels: dict[Any, list[str]], show: Callable[[Any], str]) -> str:
+        return "; ".join(f"{show(key)} ({', '.join(names)})" for key, names in labels.items())
+
+    data = _labels_by(runs, lambda run: run.data)
+    lengths = _labels_by(runs, lambda run: run.config.data.context_length)
+    scored = _labels_by(runs, lambda run: _scored(run.config))
+    masked = _labels_by(runs, lambda run: run.config.data.mask_documents)
+    reasons = []
+    if len(data) > 1 or (None in data and len(runs) > 1):
+        sure = "Not" if len(data.keys() - {None}) > 1 else "Not known to be"
+        named = grouped(data, lambda key: key[:16] if key else "unknown")
+        reasons.append(f"{sure} trained on the same data, by fingerprint: {named}.")
+    if len(lengths) > 1:
+        named = grouped(dict(sorted(lengths.items())), "{:,} tokens".format)
+        reasons.append(f"Not trained at one context length: {named}.")
+    if len(scored) > 1:
+        named = grouped(scored, lambda n: f"{n:,} tokens" if n else "no limit")
+        reasons.append(f"Perhaps not scored on as much held-out text: {named}.")
+    if len(masked) > 1:
+        named = grouped(masked, lambda key: "apart" if key else "joined")
+        reasons.append(f"Documents of a window are not read alike: {named}.")
+    return reasons
+
+
+def _scored(config: RunConfig) -> int | None:
+    """Return the most tokens of held-out text that are scored, in whole windows; None for all."""
+    asked, length = config.validation.max_tokens, config.data.context_length
+    return None if asked is None else max(1, asked // length) * length
+
+
+# Training
+
+
 def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
-    what = "One model" if len(runs) == 1 else f"{len(runs)} models"
-    sizes = sorted({row["parameters"] for row in summary if row["parameters"]})
-    if sizes:
-        short = list(dict.fromkeys(short_count(size) for size in sizes))
-        what += f" of {' to '.join(dict.fromkeys([short[0], short[-1]]))} parameters"
-    budgets = sorted({run.tokens for run in runs})
+    def ends(counts: Sequence[int]) -> str:
+        return " to ".join(dict.fromkeys(short_count(n) for n in (min(counts), max(counts))))
+
+    text = "One model" if len(runs) == 1 else f"{len(runs)} models"
+    if sizes := [row["parameters"] for row in summary if row["parameters"]]:
+        text += f" of {ends(sizes)} parameters"
     each = "" if len(runs) == 1 else ", each"
-    amount = " to ".join(dict.fromkeys(short_count(x) for x in (budgets[0], budgets[-1])))
     kinds = {m["source"]["kind"] for run in runs for m in run.manifests.values()}
     source = f" of {', '.join(sorted(kinds))}" if all(run.manifests for run in runs) else ""
     lengths = ", ".join(f"{n:,}" for n in sorted({run.config.data.context_length for run in runs}))
-    text = f"{what}{each} trained on {amount} tokens{source} at context length {lengths}."
+    text += f"{each} trained on {ends([run.tokens for run in runs])} tokens{source}"
+    text += f" at context length {lengths}."
     scored = [row for row in summary if row["val_loss"] is not None]
     diverged = [run.label for run in runs if run.diverged]
     if diverged:
@@ -97,7 +169,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
     subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {best['run']},"
     text += (
         f" {subject} {best['val_loss']:.3f} nats per token "
-        f"(perplexity {number(best['val_perplexity'])}, "
+        f"(perplexity {_number(best['val_perplexity'])}, "
         f"{best['val_bits_per_byte']:.3f} bits per byte)"
     )
     reference = unigram_loss(runs)
@@ -105,33 +177,38 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
 
 
 def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    columns: list[tuple[str, tuple[str, str], Callable[[Any], str], Callable | None]] = [
-        ("val_loss", ("held-out loss", "nats per token"), "{:.4f}".format, min),
-        ("val_perplexity", ("perplexity", "per token"), number, min),
-        ("val_bits_per_byte", ("bits", "per byte"), "{:.4f}".format, min),
-        ("parameters", ("parameters", ""), "{:,}".format, None),
-        ("tokens", ("tokens", ""), short_count, None),
-        ("tokens_per_second", ("training", "tokens/s"), "{:,.0f}".format, None),
+    columns: list[tuple[str, tuple[str, str], Callable[[Any], str], bool]] = [
+        ("val_loss", ("held-out loss", "nats per token"), "{:.4f}".format, True),
+        ("val_perplexity", ("perplexity", "per token"), _number, True),
+        ("val_bits_per_byte", ("bits", "per byte"), "{:.4f}".format, True),
+        ("parameters", ("parameters", ""), "{:,}".format, False),
+        ("tokens", ("tokens", ""), short_count, False),
+        ("tokens_per_second", ("training", "tokens/s"), "{:,.0f}".format, False),
     ]
     comparable = len(runs) > 1 and not unlike(runs)
     lines = []
     for run, row in zip(runs, summary, strict=True):
         cells = []
-        for key, _, show, better in columns:
+        for key, _, show, is_ranked in columns:
             value = row[key]
             known = [r[key] for r in summary if r[key] is not None]
-            best = better and comparable and value is not None and value == better(known)
+            best = is_ranked and comparable and value is not None and value == min(known)
             absent = "n/a (diverged)" if run.diverged and key == "val_loss" else "n/a"
             cells.append({"text": absent if value is None else show(value), "best": best})
-        lines.append({"label": run.label, "model": model_words(run), "cells": cells})
+        model = run.config.architecture.summary(run.config.model).words
+        lines.append({"label": run.label, "model": model, "cells": cells})
     reference = unigram_loss(runs)
-    shown = reference is not None and [f"{reference:.4f}", number(math.exp(reference))]
+    if reference is not None:
+        shown = [f"{reference:.4f}", _number(math.exp(reference)), *[""] * (len(columns) - 2)]
+    missing = [
+        f"python -m cat_lm.export {_folder(r)} {_folder(r)}/model" for r in runs if not r.export
+    ]
     return {
         "columns": [head for _, head, _, _ in columns],
         "lines": lines,
-        "reference": [*shown, *[""] * (len(columns) - 2)] if shown else None,
+        "reference": None if reference is None else shown,
         "notes": _notes(runs),
-        "todos": [missing_export(runs)],
+        "todos": [("Not exported yet, so without evaluation and filters", missing)],
     }
 
 
@@ -152,14 +229,184 @@ def _notes(runs: Sequence[Run]) -> list[str]:
 
 def _learning(runs: Sequence[Run]) -> dict[str, Any]:
     reference = unigram_loss(runs)
-
-    def draw(size: tuple[float, float]) -> Figure:
-        return loss_figure(curves(runs), reference, size)
-
     caption = "Points: loss on the held-out split. Thin lines: training loss, a running mean."
     if reference is not None:
         caption += " Dashed: what a unigram model reaches; the first steps may be cut off."
-    return drawn(draw, "loss", caption)
+    return _drawn(lambda size: loss_figure(curves(runs), reference, size), "loss", caption)
+
+
+# Measurements after training
+
+
+def _table2(runs: Sequence[Run]) -> dict[str, Any]:
+    ours = table2.own_rows(runs)
+    commands = {r.label: f"python -m eval.zero_shot {_folder(r)} --tasks table2" for r in runs}
+    outdated = [run.label for run in runs if "zero_shot" in run.outdated]
+    missing = [
+        row.model
+        for row in ours
+        if any(row.values[column] is None for column in table2.COLUMNS[:-1])
+        and row.model not in outdated
+    ]
+    measured = any(value is not None for row in ours for value in row.values.values())
+    return {
+        "heads": list(table2.HEADS.values()),
+        "groups": table2.groups(ours, table2.paper_rows()) if measured else [],
+        "note": table2.NOTE,
+        "warnings": table2.warnings(ours),
+        "todos": [
+            (OUTDATED, [commands[label] for label in outdated]),
+            ("Not measured, or not all of it", [commands[label] for label in missing]),
+        ],
+    }
+
+
+def _lengths(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Gather Figure 1 of the paper with these runs, its numbers, and loss by position."""
+    outdated = [run for run in runs if "sweep" in run.outdated]
+    absent = [run for run in runs if not run.sweep and run not in outdated]
+    strangers = ", ".join(
+        f"{run.label} ({', '.join(run.strangers)})" for run in runs if run.strangers and run.sweep
+    )
+    note = f"Left out: rows of other weights in the sweeps of {strangers}." if strangers else ""
+    return {
+        "figures": _length_figures(runs, rows) if rows else [],
+        "columns": sorted({row["length"] for row in rows}),
+        "lines": _length_lines(runs, rows),
+        "strangers": note,
+        "todos": [
+            (OUTDATED, [_sweep_command(run) for run in outdated]),
+            ("Not measured", [_sweep_command(run) for run in absent]),
+        ],
+    }
+
+
+def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def draw(size: tuple[float, float]) -> Figure:
+        return length_figure(rows, size, order=[run.label for run in runs])
+
+    row = rows[0]
+    sweep = next(run.sweep for run in runs if run.sweep)
+    caption = (
+        f"{row['tokens']:,} tokens of {sweep['text']}, the same ones at every length, each scored "
+        f"once (windows: {sweep['protocol']['windows']}). Dashed: the length of training. "
+    )
+    if has_error_bars(rows):
+        caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."
+    else:
+        caption += f"Too few {row['group_kind']} ({row['groups']}) for error bars."
+    figures = [_drawn(draw, "lengths", caption, _length_warning(rows))]
+    # One line a run: the methods would hide each other.
+    plain = [row for row in rows if row["method"] == "none" and row["positions"]]
+    if plain:
+        caption = (
+            "Loss by how many tokens of the window were seen before, in windows of "
+            f"{max(row['length'] for row in plain):,}; positions not scaled."
+        )
+        figures.append(_drawn(lambda size: position_figure(plain, size), "positions", caption))
+    return figures
+
+
+def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what makes lines that are drawn together no measurements of the same; "" for none."""
+
+    def differ(rows: Sequence[dict[str, Any]], keys: Sequence[str], *cell: str) -> bool:
+        cells = {tuple(row[key] for key in cell) for row in rows}
+        return len({tuple(row[key] for key in (*cell, *keys)) for row in rows}) > len(cells)
+
+    warm = [row for row in rows if row["method"] not in ("none", "pi")]  # the scope does something
+    differing = {
+        "on different tokens": differ(rows, ["tokens_sha256"]),
+        "in different windows": differ(rows, ["stride", "documents"], "length"),
+        "in different arithmetic (dtype)": differ(rows, ["dtype"], "length"),
+        "with different scaling factors": differ(rows, ["factor"], "length", "method"),
+        "with different temperature scopes": differ(
+            warm, ["temperature_scope"], "length", "method"
+        ),
+    }
+    said = [part for part, is_so in differing.items() if is_so]
+    first = f"{', '.join(said[:-1])} and " if said[1:] else ""
+    return f"The runs were scored {first}{said[-1]}." if said else ""
+
+
+def _sweep_command(run: Run) -> str:
+    trained = run.config.data.context_length
+    lengths = ",".join(str(max(1, int(trained * factor))) for factor in (0.5, 1, 2, 4, 8))
+    data = shlex.quote(run.config.data.folders[0])
+    return (
+        f"python -m eval.length_sweep {_folder(run)} --data {data} --lengths {lengths} "
+        f"--methods all --out {_folder(run)}/eval"
+    )
+
+
+def _length_lines(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    lengths = sorted({row["length"] for row in rows})
+    found = {(row["label"], row["method"], row["length"]): row for row in rows}
+    lines = []
+    for index, run in enumerate(runs):
+        methods = list(dict.fromkeys(r["method"] for r in rows if r["label"] == run.label))
+        for method in methods:
+            plain, cells = method == "none", []
+            for length in lengths:
+                row = found.get((run.label, method, length))
+                bits = _number(row["bits_per_byte"]) if row and plain else ""
+                cells.append(
+                    {"perplexity": _number(row["perplexity"]) if row else "", "bits": bits}
+                )
+            name = run.label if plain else method
+            more = method != methods[-1]
+            lines.append(
+                {"index": index, "plain": plain, "name": name, "more": more, "cells": cells}
+            )
+    return lines
+
+
+def _filters(run: Run) -> dict[str, Any]:
+    filters, shown = run.filters, views(run.filters)
+    first = {stream: float(taps[..., 0].mean()) for stream, taps in own_taps(filters).items()}
+    means = ", ".join(f"{value:.2f} ({stream})" for stream, value in first.items())
+    caption = (
+        "Each row is a head, layers from top to bottom; lag 0 is the token itself. The colours end "
+        f"at the largest tap behind lag 0 ({shown[0].limit:.3f}); lag 0 is mostly beyond them, on "
+        f"average {means}."
+    )
+    if filters.kind.mixes_heads:
+        caption += (
+            " Below, how much each head (row) takes from each head (column): the norm of the taps "
+            f"over all lags; the colours end at the largest between different heads "
+            f"({shown[1].limit:.3f})."
+        )
+    if "D" in filters.kind.filter_axes:
+        caption += (
+            " Every channel has a filter of its own: above their mean in a head, below how far "
+            "the channels differ."
+        )
+    caption = f"{caption} {filters.left_out}".rstrip()
+    return _drawn(lambda size: filters_figure(filters, size), f"filters-{run.label}", caption)
+
+
+def _samples(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """Gather what the models wrote after held-out beginnings; None where there is nothing."""
+    shown = [(index, run) for index, run in enumerate(runs) if run.samples]
+    outdated = [f"python -m eval.samples {_folder(r)}" for r in runs if "samples" in r.outdated]
+    if not shown and not outdated:
+        return None
+    documents: dict[str, dict[str, Any]] = {}
+    for index, run in shown:
+        for sample in run.samples["samples"]:
+            prompt = sample["prompt"]
+            document = documents.setdefault(prompt, {"prompt": prompt, "cards": []})
+            document["reference"] = sample["reference"]
+            card = {"index": index, "label": run.label, "text": sample["continuation"]}
+            document["cards"].append(card)
+    return {
+        "options": shown[0][1].samples if shown else {},
+        "documents": list(documents.values()),
+        "todos": [(OUTDATED, outdated)],
+    }
+
+
+# Configuration and origin
 
 
 def _configuration(runs: Sequence[Run]) -> dict[str, Any]:
@@ -175,13 +422,18 @@ def _configuration(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def _lookup(values: dict[str, Any], dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values.get(part, {}) if isinstance(values, dict) else {}
+    return values
+
+
 def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
     commands = []
     for run in runs:
-        folder = shlex.quote(str(run.folder))
-        commands.append(f"python train.py {folder}/config.yaml train.output_dir=NEW")
+        commands.append(f"python train.py {_folder(run)}/config.yaml train.output_dir=NEW")
         if run.export:
-            commands.append(f"python -m cat_lm.export {folder} {folder}/model")
+            commands.append(f"python -m cat_lm.export {_folder(run)} {_folder(run)}/model")
     evaluations = [run.sweep.get("command") for run in runs]
     commands += dict.fromkeys([*filter(None, evaluations), made["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
@@ -190,7 +442,6 @@ def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_facts(runs: Sequence[Run]) -> dict[str, str]:
-    """Return what the runs were trained on, as far as it is known."""
     facts = {}
     for name, manifest in {n: m for run in runs for n, m in run.manifests.items()}.items():
         train = manifest["splits"]["train"]
@@ -198,16 +449,10 @@ def _data_facts(runs: Sequence[Run]) -> dict[str, str]:
             f"{train['documents']:,} documents, {train['tokens']:,} training tokens, "
             f"fingerprint {manifest['fingerprint'][:16]}"
         )
-    elsewhere: dict[str, list[str]] = {}
-    for run in runs:
-        if not run.manifests:
-            place = " and ".join(run.config.data.folders)
-            known = run.data and f"fingerprint {run.data[:16]}; not found in {place}"
-            elsewhere.setdefault(known or "unknown", []).append(run.label)
+
+    def known(run: Run) -> str:
+        place = " and ".join(run.config.data.folders)
+        return f"fingerprint {run.data[:16]}; not found in {place}" if run.data else "unknown"
+
+    elsewhere = _labels_by([run for run in runs if not run.manifests], known)
     return facts | {f"data of {', '.join(names)}": text for text, names in elsewhere.items()}
-
-
-def _lookup(values: dict[str, Any], dotted: str) -> Any:
-    for part in dotted.split("."):
-        values = values.get(part, {}) if isinstance(values, dict) else {}
-    return values

@@ -7,18 +7,18 @@ single value marks nothing.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.core.files import atomic_write
-from cat_lm.core.readers import Record, check_shape, read_object
+from cat_lm.core.readers import read_object
 from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from eval.common.runs import Run
 
 PAPER = Path(__file__).with_name("paper_table2.json")
@@ -38,6 +38,19 @@ HEADS = {
     AVERAGE: ("average", "of 7 acc\u00a0↑"),
 }
 OURS, THEIRS = "this report", "paper"
+# What rows must share to be compared: attribute, number of values from which a warning is due, the
+# warning, and how it shows a value.
+ALIKE = (
+    ("limit", 1, "Not whole tasks, by --limit: only {} of each.", "the first {:,} rows"),
+    ("context", 2, "Not at one length, by --max-length: {}.", "{:,} tokens"),
+    ("dtype", 2, "Not in one arithmetic, by --dtype: {}.", "{}"),
+)
+NOTE = (
+    "Bold: best, underlined: second best, among the runs of this report and among the paper's rows "
+    "apart. Paper: Li et al., On the Power of Convolution Augmented Transformer, Table 2: models "
+    "of 370M parameters after 15B tokens of SlimPajama, not measured here; *: rows that the paper "
+    "takes from Yang et al. (2023)."
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +78,10 @@ class Row:
     tasks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     copied: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"{self.model}*" if self.copied else self.model
-
 
 def own_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for every run; all its values are None where eval.zero_shot was not run."""
+    """Return a row for every run; its values are None where eval.zero_shot was not run."""
+    digests = ("rows_sha256", "definition_sha256")
     rows = []
     for run in runs:
         tasks = run.zero_shot.get("tasks", {})
@@ -90,124 +100,50 @@ def own_rows(runs: Sequence[Run]) -> list[Row]:
                 limit=run.zero_shot.get("settings", {}).get("limit"),
                 context=model.get("max_length"),
                 dtype=model.get("dtype"),
-                tasks=_what_was_asked(tasks),
+                tasks={
+                    task: tuple(v["key"][name] for name in digests) for task, v in tasks.items()
+                },
             )
         )
     return rows
 
 
-def _what_was_asked(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    digests = ("rows_sha256", "definition_sha256")
-    return {task: tuple(values["key"][name] for name in digests) for task, values in tasks.items()}
-
-
 def paper_rows() -> list[Row]:
-    """The rows as printed."""
-    printed = read_object(PAPER)
-    check_shape(printed, _Paper, str(PAPER))
+    """Return the rows as printed."""
     rows = []
-    for number, row in enumerate(printed["rows"], 1):
-        place = f"{PAPER}, row {number}"
-        about = check_shape(row, _PaperRow, place)
+    for row in read_object(PAPER)["rows"]:
         values = {column: row.get(column) for column in COLUMNS}
-        check_shape({"values": values}, _PaperValues, place)
-        rows.append(Row(about.model, THEIRS, values, copied=not about.trained_by_the_paper))
+        rows.append(Row(row["model"], THEIRS, values, copied=not row["trained_by_the_paper"]))
     return rows
 
 
-class _Paper(Record):
-    rows: list[Any]
-
-
-class _PaperRow(Record):
-    model: str
-    trained_by_the_paper: bool
-
-
-class _PaperValues(Record):
-    values: dict[str, float | None]
-
-
 def marks(rows: Sequence[Row]) -> dict[tuple[int, str], str]:
-    """(row, column) -> "best" or "second"; equal values share a mark."""
+    """Map (row, column) to "best" or "second"; equal values share a mark."""
     found = {}
     for column in COLUMNS:
-        values = sorted({row.values[column] for row in rows if row.values[column] is not None})
+        known = {
+            n: row.values[column] for n, row in enumerate(rows) if row.values[column] is not None
+        }
+        values = sorted(set(known.values()))
         if not column.endswith("_ppl"):
             values.reverse()
-        if len([row for row in rows if row.values[column] is not None]) < 2:
+        if len(known) < 2:
             continue
-        for index, row in enumerate(rows):
-            for mark, value in zip(("best", "second"), values, strict=False):
-                if row.values[column] == value:
-                    found[index, column] = mark
+        for index, value in known.items():
+            if value in values[:2]:
+                found[index, column] = ("best", "second")[values.index(value)]
     return found
 
 
-def shown(column: str, value: float | None) -> str:
-    """As many digits as the paper prints; an accuracy as a fraction."""
+def _shown(column: str, value: float | None) -> str:
+    """Show as many digits as the paper prints; an accuracy as a fraction."""
     if value is None:
         return "–"
     return f"{value:,.3f}" if value < 1000 or not column.endswith("_ppl") else f"{value:,.0f}"
 
 
-def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
-    """Runs above, the paper's rows below, with a word in every row on whose it is."""
-    head = ["model", "from", *(" ".join(HEADS[column]) for column in COLUMNS)]
-    lines = []
-    for rows in (ours, theirs):
-        marked = marks(rows)
-        for index, row in enumerate(rows):
-            cells = []
-            for column in COLUMNS:
-                text = shown(column, row.values[column])
-                mark = marked.get((index, column))
-                cells.append({"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(mark, text))
-            lines.append([row.name, row.source, *cells])
-    warning = f"**{warnings(ours)}**" if warnings(ours) else ""
-    parts = (markdown_table(head, lines), warning, NOTE)
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def warnings(rows: Sequence[Row]) -> str:
-    """Return which rows were not measured on whole tasks, or not as the others; empty if none."""
-    said = []
-    if limits := _models_by(rows, "limit"):
-        parts = [f"the first {n:,} rows ({', '.join(names)})" for n, names in limits.items()]
-        said.append(f"Not whole tasks, by --limit: only {'; '.join(parts)} of each.")
-    if len(contexts := _models_by(rows, "context")) > 1:
-        parts = [f"{n:,} tokens ({', '.join(names)})" for n, names in contexts.items()]
-        said.append(f"Not at one length, by --max-length: {'; '.join(parts)}.")
-    if len(dtypes := _models_by(rows, "dtype")) > 1:
-        parts = [f"{dtype} ({', '.join(names)})" for dtype, names in dtypes.items()]
-        said.append(f"Not in one arithmetic, by --dtype: {'; '.join(parts)}.")
-    asked: dict[str, set[tuple[str, ...]]] = {}
-    for task, digests in (item for row in rows for item in row.tasks.items()):
-        asked.setdefault(task, set()).add(digests)
-    if unlike := sorted(task for task, found in asked.items() if len(found) > 1):
-        said.append(f"Not of the same rows, or by another definition: {', '.join(unlike)}.")
-    return " ".join(said)
-
-
-def _models_by(rows: Sequence[Row], attribute: str) -> dict[Any, list[str]]:
-    """Gather names of models by a value, where they have one; values in order."""
-    models: dict[Any, list[str]] = {}
-    for row in rows:
-        if value := getattr(row, attribute):
-            models.setdefault(value, []).append(row.model)
-    return dict(sorted(models.items()))
-
-
-NOTE = (
-    "Bold: best, underlined: second best, among the runs of this report and among the paper's rows "
-    "apart. Paper: Li et al., On the Power of Convolution Augmented Transformer, Table 2: models "
-    "of 370M parameters after 15B tokens of SlimPajama, not measured here; *: rows that the paper "
-    "takes from Yang et al. (2023)."
-)
-
-
 def groups(ours: Sequence[Row], theirs: Sequence[Row]) -> list[dict[str, Any]]:
-    """Gather what the page's table shows: the runs, and below them the paper's rows."""
+    """Return what a table shows: the runs, and below them the paper's rows."""
     return [
         {"title": title, "ours": rows is ours, "rows": _shown_rows(rows)}
         for title, rows in (
@@ -221,11 +157,12 @@ def _shown_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     marked = marks(rows)
     return [
         {
-            "name": row.name,
+            "name": f"{row.model}*" if row.copied else row.model,
+            "source": row.source,
             "cells": [
                 {
-                    "text": shown(column, row.values[column]),
-                    "error": "" if error is None else shown(column, error),
+                    "text": _shown(column, row.values[column]),
+                    "error": "" if error is None else _shown(column, error),
                     "mark": marked.get((index, column), ""),
                 }
                 for column in COLUMNS
@@ -236,14 +173,50 @@ def _shown_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def write_csv(path: Path, ours: Sequence[Row], theirs: Sequence[Row]) -> None:
-    """All digits; `source` says whose a row is."""
-    with atomic_write(path) as file:
-        writer = csv.writer(file)
-        errors = [f"{column}_stderr" for column in COLUMNS]
-        writer.writerow(["model", "source", "limit", "context", "dtype", *COLUMNS, *errors])
-        for row in (*ours, *theirs):
-            values = [row.values[column] for column in COLUMNS]
-            values += [row.errors.get(column) for column in COLUMNS]
-            how = (row.limit, row.context, row.dtype)
-            writer.writerow([row.model, row.source, *how, *values])
+def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
+    """Lay the table out in Markdown, with a word in every row on whose it is."""
+    head = ["model", "from", *(" ".join(HEADS[column]) for column in COLUMNS)]
+    style = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    lines = [
+        [row["name"], row["source"], *(style[x["mark"]].format(x["text"]) for x in row["cells"])]
+        for group in groups(ours, theirs)
+        for row in group["rows"]
+    ]
+    warning = f"**{warnings(ours)}**" if warnings(ours) else ""
+    parts = (markdown_table(head, lines), warning, NOTE)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def warnings(rows: Sequence[Row]) -> str:
+    """Return which rows were not measured on whole tasks, or not as the others; empty if none."""
+    said = []
+    for attribute, due, sentence, show in ALIKE:
+        models: dict[Any, list[str]] = {}
+        for row in rows:
+            if value := getattr(row, attribute):
+                models.setdefault(value, []).append(row.model)
+        if len(models) >= due:
+            parts = [
+                f"{show.format(v)} ({', '.join(names)})" for v, names in sorted(models.items())
+            ]
+            said.append(sentence.format("; ".join(parts)))
+    asked: dict[str, set[tuple[str, ...]]] = {}
+    for task, digests in (item for row in rows for item in row.tasks.items()):
+        asked.setdefault(task, set()).add(digests)
+    if unlike := sorted(task for task, found in asked.items() if len(found) > 1):
+        said.append(f"Not of the same rows, or by another definition: {', '.join(unlike)}.")
+    return " ".join(said)
+
+
+def frame(ours: Sequence[Row], theirs: Sequence[Row]) -> pd.DataFrame:
+    """Return the table with all digits; `source` says whose a row is."""
+    import pandas as pd
+
+    about = ("model", "source", "limit", "context", "dtype")
+    rows = [
+        {name: getattr(row, name) for name in about}
+        | {column: row.values[column] for column in COLUMNS}
+        | {f"{column}_stderr": row.errors.get(column) for column in COLUMNS}
+        for row in (*ours, *theirs)
+    ]
+    return pd.DataFrame(rows, dtype=object)

@@ -1,32 +1,33 @@
-"""Writes a report: its pictures, tables and numbers, and last the page of all."""
+"""Write a report: its pictures, tables and numbers, and last the page of all."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import atomic_write, write_json, write_text
+from cat_lm.core.files import write_json, write_text
 
 if TYPE_CHECKING:
     from eval.common.runs import Run
 
 
 def report(folders: Sequence[Path | str], out: Path | str, title: str | None = None) -> Path:
-    """Writes the report of the runs at `folders` into `out`; returns the page's path.
+    """Write the report of the runs at `folders` into `out`; return the page's path.
 
-    Raises UserError for a folder that is no run, and for two runs with the same name.
+    Raises:
+        UserError: a folder is no run, or two runs have the same name.
     """
+    import pandas as pd
+
     from cat_lm.core.outputs import PICTURES, claim_outputs, named
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
     from eval.common.style import save_figure
     from eval.length_sweep.figures import length_figure
     from eval.report import table2
-    from eval.report.figures import loss_figure
-    from eval.report.filters import filters_figure
+    from eval.report.figures import filters_figure, loss_figure
     from eval.report.page import page, table2_page
 
     runs = [read_run(folder) for folder in folders]
@@ -47,18 +48,14 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     for run in runs:
         if run.filters:
             save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
-    ours, theirs = table2.own_rows(runs), table2.paper_rows()
-    write_text(out / "table2.md", table2.markdown(ours, theirs))
+    tables = table2.own_rows(runs), table2.paper_rows()
+    write_text(out / "table2.md", table2.markdown(*tables))
     write_text(out / "table2.html", table2_page(runs))
-    table2.write_csv(out / "table2.csv", ours, theirs)
+    write_text(out / "table2.csv", table2.frame(*tables).to_csv(index=False))
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
-    with atomic_write(out / "summary.csv") as file:
-        # Of another architecture some columns are others.
-        columns = dict.fromkeys(column for row in summary for column in row)
-        writer = csv.DictWriter(file, list(columns))
-        writer.writeheader()
-        writer.writerows(summary)
+    # Of another architecture some columns are others.
+    write_text(out / "summary.csv", pd.DataFrame(summary, dtype=object).to_csv(index=False))
     # Last, so that a page is only there with all that it stands for.
     index = out / "index.html"
     write_text(index, page(runs, summary, rows, title, made))
@@ -66,7 +63,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
 
 def final_numbers(run: Run) -> dict[str, Any]:
-    """One row of the table: what the run was and where it ended."""
+    """Return one row of the table: what the run was and where it ended."""
     from eval.report import table2
 
     final = {} if run.diverged else run.final

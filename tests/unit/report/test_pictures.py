@@ -9,7 +9,7 @@ import pytest
 
 from eval.common.filters import Filters, own_taps, read_filters
 from eval.common.runs import read_run
-from eval.report.filters import filters_figure, views
+from eval.report.figures import filters_figure, views
 from tests.unit.report.results import report
 
 

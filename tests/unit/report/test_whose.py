@@ -12,9 +12,7 @@ import pytest
 from cat_lm.core.files import write_json
 from cat_lm.data.opening import open_splits
 from eval.common.runs import read_run, unigram_loss
-from eval.report.page import _data_facts, _notes
-from eval.report.parts import unlike
-from eval.report.sections import _length_warning
+from eval.report.page import _data_facts, _length_warning, _notes, unlike
 from tests.finished_runs import checkpoint, tiny_model
 from tests.prepared_data import write_prepared
 from tests.unit.report.results import (
