@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,15 @@ from eval.lab.contrasts import Contrast, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Run
 from eval.lab.places import Place as Point
-from eval.lab.study import Asked, Rows, Study, Table, check_models, choose
+from eval.lab.study import Asked, Control, Rows, Study, Table, check_models, choose
 from eval.long_range import mixers
 from eval.long_range.cell import BOUNDS, WIDTHS, Cell, check_origins, recipe_of
-from eval.long_range.controls import controls
 from eval.long_range.tasks import Place, Task, check_read, make_task
 
 _SHARE = 0.9  # of the best model, which steps are counted to
+LEARNS = {"cummax": 0.95, "cumsum": 0.95, "select": 0.9}  # R² that the first model must have
+GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
+_DEVIATIONS = 5  # of an accuracy
 LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
 ATOMIC = ("select", "cumsum", "cummax")
 MODELS = {
@@ -260,6 +263,80 @@ def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
 def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return accuracy or R² on the test, once, by the model of the best validation."""
     return {place_on_axis(run, record): {"value": record["value"]}}
+
+
+def controls(rows: Rows) -> list[Control]:
+    """Check each task: that its models learned it, and that nothing was learned from nothing.
+
+    Positive, for classes: the mean of a line's seeds, of the best model, is five deviations of a
+    test above that of a model which mixes nothing and takes the mean over positions, a bag of
+    tokens; of values, the first model's mean R² is that of LEARNS. Negative: a model that was
+    trained with other rows' labels, the first model on test rows with others' inputs, and one that
+    mixes nothing where classes are read from the last position, are at most five deviations above
+    the share of the most frequent class; on Select, R² of what mixes nothing is at most 0.05.
+    """
+    found: list[Control] = []
+    for row in dict.fromkeys(run.row for run, _ in rows if run.row != CONTROL):
+        of_row = [(run, record) for run, record in rows if run.row == row]
+        beside = [x for x in rows if x[0].row == CONTROL and x[0].column == row]
+        nothing = next(record for run, record in of_row if run.line == NEGATIVE)
+        if nothing["data"]["test"]["most_frequent"] is None:
+            found += _of_values(row, of_row, nothing)
+        else:
+            found += _of_classes(row, of_row, nothing, beside)
+    return found
+
+
+def _of_values(row: str, of_row: Rows, nothing: dict[str, Any]) -> Iterator[Control]:
+    first, mean = next(iter(_means(of_row).items()))
+    yield _at_least(row, "learns", first, mean, LEARNS[row])
+    if row == "select":
+        yield _at_most(row, "mixes nothing", NEGATIVE, nothing["value"], GUESSES)
+
+
+def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -> Iterator[Control]:
+    best, mean = max(_means(of_row).items(), key=lambda item: item[1])
+    share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])  # it may diverge
+    yield _at_least(row, "learns", best, mean, _bound(nothing, share))
+    first = next(run.line for run, _ in of_row if run.line != NEGATIVE)
+    tested = [record for run, record in of_row if run.line == first]
+    most = max(record["exchanged"] for record in tested)
+    yield _at_most(row, "other rows' inputs", first, most, _guessed(tested[0]))
+    for run, record in beside:
+        what = "mixes nothing" if run.line == NEGATIVE else "other rows' labels"
+        yield _at_most(row, what, run.line, record["value"], _guessed(record))
+
+
+def _means(of_row: Rows) -> dict[str, float]:
+    """Each line's mean over seeds, in order; of several cells, at their best."""
+    values: dict[str, dict[Any, list[float]]] = {}
+    for run, record in of_row:
+        if run.line != NEGATIVE:
+            cells = values.setdefault(run.line, {})
+            cells.setdefault(replace(run.cell, seed=0), []).append(record["value"])
+    return {line: max(map(statistics.fmean, cells.values())) for line, cells in values.items()}
+
+
+def _bound(record: dict[str, Any], share: float) -> float:
+    """Return a share of correct answers and five deviations of a test's accuracy at it."""
+    return share + _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
+
+
+def _guessed(record: dict[str, Any]) -> float:
+    """Return what a model that knows nothing of a row reaches at most."""
+    return _bound(record, record["data"]["test"]["most_frequent"])
+
+
+def _at_least(row: str, what: str, mixer: str, value: float, bound: float) -> Control:
+    means = "Models may be under-trained; their order says nothing."
+    return Control(row, "positive", what, mixer, value, bound, means)
+
+
+def _at_most(row: str, what: str, mixer: str, value: float, bound: float) -> Control:
+    means = "Labels reach the model by another way than its rows."
+    if what == "mixes nothing":
+        means = "Positions hold their own answers: nothing has to be mixed."
+    return Control(row, "negative", what, mixer, value, bound, means)
 
 
 def steps_and_tasks(rows: Rows) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from cat_lm.core.errors import UserError
 from eval.long_range.tasks import make_task
 
 ROWS = np.arange(20)
@@ -91,18 +90,3 @@ def test_smaller_subsets_are_within_larger_ones():
     ]
     assert rows[0] < rows[1] < rows[2] and len(rows[2]) == 50
     assert (examples.subset(5, 3).lengths == 8).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("select:noise=0", "noise=0: must be at least 1"),
-        ("cumsum:seq_len=1", "seq_len=1: must be at least 2"),
-        ("cummax:test=0", "test=0: must be at least 1"),
-        ("cummax:seed=-2", "seed=-2: must be at least 0"),
-        ("cummin", "must be one of listops, imdb, aan, cifar10, pathfinder, smnist, pmnist"),
-    ],
-)
-def test_wrong_options_are_one_line(text, message):
-    with pytest.raises(UserError, match=message):
-        make_task(text)

@@ -10,8 +10,7 @@ import pytest
 from eval.lab.page import warnings
 from eval.lab.places import CONTROL, NEGATIVE
 from eval.lab.study import Asked
-from eval.long_range.controls import controls
-from eval.long_range.grids import Choice
+from eval.long_range.grids import Choice, controls
 from eval.long_range.tasks import Place
 from eval.studies import STUDIES
 

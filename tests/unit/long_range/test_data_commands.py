@@ -8,7 +8,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from eval.long_range.__main__ import make_parser
 from eval.long_range.tasks import SPLITS, TASKS, Place, make_task
-from tests.unit.long_range.test_pathfinder import write_folder
+from tests.unit.long_range.test_images import write_folder
 
 LISTOPS = "listops:min_length=3,max_length=40,train=12,validation=3,test=3"
 
@@ -108,3 +108,34 @@ def test_every_task_says_what_a_model_needs():
         described = task.describe()
         assert described["task"] == name and described["version"] == task.version
         assert make_task(name) == task and set(task.official) <= set(SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cummin", "must be one of listops, imdb, aan, cifar10, pathfinder, smnist, pmnist"),
+        ("select:noise=0", "noise=0: must be at least 1"),
+        ("cumsum:seq_len=1", "seq_len=1: must be at least 2"),
+        ("cummax:test=0", "test=0: must be at least 1"),
+        ("cummax:seed=-2", "seed=-2: must be at least 0"),
+        ("imdb:level=words", "level='words': choose one of characters, bytes"),
+        ("imdb:protocol=mine", "protocol='mine': choose one of clean, lra"),
+        ("aan:max_length=0", "max_length=0: must be at least 1"),
+        ("pathfinder:size=64", "size=64: choose one of 32, 128"),
+        ("pathfinder:contour=7", "contour=7: choose one of 14, 9, 6"),
+        ("cifar10:pixels=byte", "pixels='byte': choose one of real, ids"),
+        ("smnist:size=20", "size=20: choose one of 28, 14"),
+        ("pmnist:order=rows", "order=rows: must be bit-reversal or the seed of an order"),
+        ("pmnist:order=-1", "order=-1: must be bit-reversal or the seed of an order"),
+        ("listops:lenght=3", "unknown option 'lenght'"),
+        ("listops:source=files", "source='files': choose one of generated, official"),
+        ("listops:source=official,min_length=9", "min_length: of the generator, without effect"),
+        ("listops:min_length=50,max_length=51", "must leave a length between them"),
+        ("listops:max_depth=3", "no tree of max_depth=3 and max_args=10 has more than 122"),
+        ("listops:max_args=1", "must be from 1 to 30, and from 2 to 1,000"),
+    ],
+)
+def test_wrong_options_are_one_line(text, message):
+    with pytest.raises(UserError) as error:
+        make_task(text)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from eval.long_range.tasks import SPLITS, Place, make_task
 from tests.unit.long_range.test_data_commands import run
@@ -68,19 +67,6 @@ def test_prepare_counts_real_samples(task, counts, shares, place, capsys):
         assert line.startswith(f"{split}: {count:,} rows")
         classes = [float(share) for share in line.rpartition("classes ")[2].split()]
         assert len(classes) == shares and min(classes) > 0.5 / shares
-
-
-def test_photographs_are_grey_as_pillow_makes_them(sample, place):
-    images, found = sample[2], rows_of("cifar10:pixels=ids", place)
-    wanted = {}
-    for record in images:
-        colours = record[1:].reshape(3, 32, 32).transpose(1, 2, 0)
-        grey = np.asarray(Image.fromarray(np.ascontiguousarray(colours)).convert("L"))
-        wanted[grey.astype(np.int64).tobytes()] = record[0]
-    every = [pair for x in found.values() for pair in zip(x.inputs, x.labels, strict=True)]
-    assert len(every) == 3_000
-    assert all(wanted[pixels.tobytes()] == label for pixels, label in every)
-    assert (found["test"].labels == images[-500:, 0]).all()
 
 
 def test_reviews_are_read_byte_for_byte(sample, place):

@@ -212,13 +212,6 @@ def test_wrong_pairs_are_one_line(tmp_path, rows, names, message):
     assert "OpenNLPLab/lra" in str(error.value)
 
 
-def test_pairs_that_are_no_text_are_one_line(tmp_path):
-    write_pairs(tmp_path / "data")
-    (tmp_path / "data" / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\tc\td\n1\ta\tb\t\xff\td\n")
-    with pytest.raises(UserError, match=r"test.tsv, after row \d: is no table in UTF-8 "):
-        make_task("aan").load("train", places(tmp_path))
-
-
 def test_retrieval_from_the_hub_takes_the_same_files_at_a_pinned_revision(tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -235,16 +228,3 @@ def test_retrieval_from_the_hub_takes_the_same_files_at_a_pinned_revision(tmp_pa
     assert {(n, r, t) for n, _, r, t in asked} == {
         ("OpenNLPLab/lra", "6cb133c44f406da743661488df9e977b87d98775", "dataset")
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("imdb:level=words", "level='words': choose one of characters, bytes"),
-        ("imdb:protocol=mine", "protocol='mine': choose one of clean, lra"),
-        ("aan:max_length=0", "max_length=0: must be at least 1"),
-    ],
-)
-def test_wrong_options_are_one_line(text, message):
-    with pytest.raises(UserError, match=message):
-        make_task(text)
