@@ -102,11 +102,6 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     _add_list(add, "--dtype", names(DTYPES), DTYPES, dtypes)
     _add_list(add, "--kernels", names(KERNELS), KERNELS[1:], kernels)
     add("--repeats", type=_REPEATS, metavar="N", help="default: 10 on a CPU, 100 on a GPU")
-    add(
-        "--eager",
-        action="store_true",
-        help="GPU: time calls with Python's launch overhead, not replays of CUDA graphs",
-    )
 
 
 def _add_list(
@@ -218,7 +213,7 @@ def _conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     for sizes in shapes:
         _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
     asked = (options.dtype, options.conv_type, options.windows, options.kernels, options.repeats)
-    return conv_speed(ConvOptions(shapes, *asked, cuda_graphs=not options.eager), device)
+    return conv_speed(ConvOptions(shapes, *asked), device)
 
 
 def _train(options: argparse.Namespace, device: Any) -> dict[str, Any]:

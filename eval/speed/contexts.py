@@ -3,12 +3,10 @@
 Keys and values are random numbers, since a pass over a prompt of a million tokens takes longer than
 all that is measured; so what is decoded means nothing, and which blocks landmark attention chooses
 is random too, which is its worst case for the processor's caches. One layer's attention and the
-whole model decode after each context: over all keys by SDPA, and by matrix products, and with
-landmark attention, all from the same cache, whose buffers grow without a copy of what they hold.
-Times of the dense model are so those of attention alone, not of a cache that copies.
-
-Bytes are those that a token's attention has to read: keys, values and landmarks, by
-`_vectors_read`.
+whole model decode after each context: over all keys by SDPA, which was faster than matrix products
+in every record, and with landmark attention, both from the same cache, whose buffers grow without a
+copy of what they hold. Times of the dense model are so those of attention only, not of a cache that
+copies.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from cat_lm.model.rules import head_width, key_heads
 from eval.speed.models import TOLERANCES, ModelSize, build, random_ids, randomize_filters
 from eval.speed.timing import say, summary, time_in_turn, times_as_fast
 
-DENSE = ("sdpa", "matmul")
 # A cache is filled this many numbers at a time.
 _FILLED = 2**26
 
@@ -80,22 +77,32 @@ def measure(case: ContextCase, dense: nn.Module, sparse: nn.Module, repeats: int
     """Time a layer and the whole of two models of the same weights, after one context."""
     cache = random_cache(sparse, case)
     core = next(m for m in sparse.modules() if isinstance(m, LandmarkCore))
-    check(core, cache.layers[0], case)
-    layer = _layer_steps(core, cache.layers[0], case)
-    whole = _model_steps(dense, sparse, cache, case)
-    itemsize = getattr(torch, case.size.dtype).itemsize
-    of_vectors = case.batch_size * key_heads(sparse.config) * head_width(sparse.config) * itemsize
-    read = {name: vectors * of_vectors for name, vectors in _vectors_read(case).items()}
+    layer = cache.layers[0]
+    query, key, value = _draw_token(core, layer, case)
+    check(core, layer, (query, key, value), case)
+    grouped, ids = _group_heads(query, layer), random_ids(case.size, case.batch_size, 1)
+
+    def attend_densely() -> Tensor:
+        return F.scaled_dot_product_attention(grouped, *layer.update(key, value))
+
+    def attend_to_blocks() -> Tensor:
+        return _attend(core, layer, query, *layer.update(key, value))
+
+    def decode(model: nn.Module) -> Any:
+        return model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    one = {"dense": attend_densely, "landmark": attend_to_blocks}
+    whole = {"dense": partial(decode, dense), "landmark": partial(decode, sparse)}
     return {
         "case": asdict(case),
-        "layer_bytes": read,
-        "layer": _compared(layer, cache.layers[:1], case, repeats),
+        "layer_bytes": _bytes_read(case, sparse),
+        "layer": _compared(one, [layer], case, repeats),
         "model": _compared(whole, cache.layers, case, repeats),
     }
 
 
-def _vectors_read(case: ContextCase) -> dict[str, int]:
-    """Count the vectors that a token reads of each head of keys: keys, values and landmarks.
+def _bytes_read(case: ContextCase, model: nn.Module) -> dict[str, int]:
+    """Return the bytes of keys, values and landmarks that a token has to read in a layer.
 
     Each head of keys is read by one choice, and the newest block as if it were full.
     """
@@ -103,7 +110,9 @@ def _vectors_read(case: ContextCase) -> dict[str, int]:
     block, chosen = options["block"], options["top_k"]
     read = min(case.context, (chosen + options["local"] + options["sink"]) * block)
     landmarks = case.context // block if chosen else 0
-    return {"dense": 2 * case.context, "landmark": landmarks + 2 * read}
+    vector = key_heads(model.config) * head_width(model.config) * case.size.itemsize
+    vectors = {"dense": 2 * case.context, "landmark": landmarks + 2 * read}
+    return {name: case.batch_size * vector * count for name, count in vectors.items()}
 
 
 def random_cache(model: nn.Module, case: ContextCase) -> Cache:
@@ -126,21 +135,26 @@ def random_cache(model: nn.Module, case: ContextCase) -> Cache:
     return cache
 
 
-def check(core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase) -> None:
+def check(
+    core: LandmarkCore,
+    layer: LandmarkDynamicLayer,
+    token: tuple[Tensor, Tensor, Tensor],
+    case: ContextCase,
+) -> None:
     """Check landmark attention of a token against a softmax over what it should read.
 
     Raises:
         UserError: it is another; speeds of wrong attention are not reported.
     """
-    query, key, value = _drawn(core, layer, case)
+    query, key, value = token
     keys, values = layer.update(key, value)
     found = _attend(core, layer, query, keys, values)
     batch, heads, length, width = keys.shape
     count = max(0, (length - 1) // core.block - core.choice.local + 1)
-    grouped = query.float().view(batch, heads, -1, width)
-    chosen = _chosen(core, layer, grouped, count)
-    far = chosen[..., None] * core.block + torch.arange(core.block, device=chosen.device)
-    near = torch.arange(count * core.block, length, device=chosen.device)
+    grouped = _group_heads(query, layer).float()
+    chosen = _choose_blocks(core, layer, grouped, count)
+    far = chosen[..., None] * core.block + torch.arange(core.block)
+    near = torch.arange(count * core.block, length)
     slots = torch.cat([far.flatten(2), near.expand(batch, heads, -1)], dim=2)
     index = slots[..., None].expand(-1, -1, -1, width)
     expected = F.scaled_dot_product_attention(
@@ -155,10 +169,12 @@ def check(core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase) ->
         )
 
 
-def _chosen(core: LandmarkCore, layer: LandmarkDynamicLayer, query: Tensor, count: int) -> Tensor:
+def _choose_blocks(
+    core: LandmarkCore, layer: LandmarkDynamicLayer, query: Tensor, count: int
+) -> Tensor:
     """Choose of the first `count` blocks by products; [batch, heads, at most top_k]."""
     if count == 0 or core.choice.top_k == 0:  # the cache has no landmarks
-        return torch.empty(*query.shape[:2], 0, dtype=torch.long, device=query.device)
+        return torch.empty(*query.shape[:2], 0, dtype=torch.long)
     scores = query @ layer.landmarks[:, :, :count].float().mT
     if scores.shape[2] > 1:  # heads of queries that share keys share a choice
         scores = scores.softmax(dim=-1).sum(dim=2, keepdim=True)
@@ -174,67 +190,24 @@ def rewind(layers: Sequence[LandmarkDynamicLayer], tokens: int) -> None:
         layer.inputs, layer.recurrent = states
 
 
-def _drawn(
+def _draw_token(
     core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A token's query [B, H, 1, D], and its key and value of fewer heads."""
+    """Draw a query [B, H, 1, D], and a key and a value of fewer heads."""
     generator = torch.Generator().manual_seed(3)
     heads = core.config.num_attention_heads, *2 * (layer.keys.shape[1],)
-    return tuple(
-        torch.randn(case.batch_size, count, 1, layer.keys.shape[3], generator=generator).to(
-            layer.keys
-        )
-        for count in heads
-    )
+    shapes = [(case.batch_size, count, 1, layer.keys.shape[3]) for count in heads]
+    return tuple(torch.randn(shape, generator=generator).to(layer.keys) for shape in shapes)
+
+
+def _group_heads(query: Tensor, layer: LandmarkDynamicLayer) -> Tensor:
+    """Put the heads that share keys together: [B, H, 1, D] to [B, heads of keys, group, D]."""
+    return query.view(query.shape[0], layer.keys.shape[1], -1, query.shape[3])
 
 
 def _attend(core: LandmarkCore, layer: LandmarkDynamicLayer, *streams: Tensor) -> Tensor:
-    """Attend by the landmark module: [B, H, 1, D]."""
-    scaling = streams[0].shape[3] ** -0.5
-    call = AttentionCall(scaling=scaling, continues=True, state=layer)
+    call = AttentionCall(scaling=streams[0].shape[3] ** -0.5, continues=True, state=layer)
     return core(*streams, None, call)[0].transpose(1, 2)
-
-
-def _layer_steps(
-    core: LandmarkCore, layer: LandmarkDynamicLayer, case: ContextCase
-) -> dict[str, Callable[[], Any]]:
-    """Return what takes one token into the cache and attends with it, by name."""
-    query, key, value = _drawn(core, layer, case)
-    batch, shared, _, width = key.shape
-    grouped = query.view(batch, shared, -1, width)  # the heads that share keys, together
-
-    def sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(grouped, *layer.update(key, value))
-
-    def matmul() -> Tensor:
-        keys, values = layer.update(key, value)
-        return (grouped @ keys.mT * width**-0.5).softmax(dim=-1) @ values
-
-    def landmark() -> Tensor:
-        return _attend(core, layer, query, *layer.update(key, value))
-
-    return {"sdpa": sdpa, "matmul": matmul, "landmark": landmark}
-
-
-def _model_steps(
-    dense: nn.Module, sparse: nn.Module, cache: Cache, case: ContextCase
-) -> dict[str, Callable[[], Any]]:
-    """Return what decodes one token by the whole model, by name."""
-    ids = random_ids(case.size, case.batch_size, 1)
-
-    def step(model: nn.Module, implementation: str) -> Callable[[], Any]:
-        def call() -> Tensor:
-            if model.config._attn_implementation != implementation:
-                model.set_attn_implementation(implementation)
-            return model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-
-        return call
-
-    return {
-        "sdpa": step(dense, "sdpa"),
-        "matmul": step(dense, "eager"),
-        "landmark": step(sparse, "sdpa"),
-    }
 
 
 def _compared(
@@ -243,7 +216,7 @@ def _compared(
     case: ContextCase,
     repeats: int,
 ) -> dict[str, Any]:
-    """Time a token of each, in turn, and compare landmark attention with the faster dense one."""
+    """Time a token, dense and with landmark attention, in turn."""
 
     def decode(step: Callable[[], Any]) -> None:
         for _ in range(case.tokens):
@@ -255,9 +228,7 @@ def _compared(
         calls, torch.device("cpu"), repeats, min_seconds=0, warm_ups=1, title=f"{case.context}"
     )
     seconds = {name: [s / case.tokens for s in timings[name].seconds] for name in steps}
-    best = min(DENSE, key=lambda name: timings[name].median)
     return {
         "seconds": {name: summary(values) for name, values in seconds.items()},
-        "dense": best,
-        "times_as_fast": times_as_fast(seconds["landmark"], seconds[best]),
+        "times_as_fast": times_as_fast(seconds["landmark"], seconds["dense"]),
     }

@@ -42,7 +42,6 @@ class ConvOptions:
     windows: Sequence[int]
     kernels: Sequence[str]
     repeats: int
-    cuda_graphs: bool = True
 
 
 def conv_speed(options: ConvOptions, device: torch.device) -> dict[str, Any]:
@@ -115,13 +114,8 @@ def _contest(
         }
         if refused is None:
             calls |= {(name, direction): getattr(contender, direction) for direction in DIRECTIONS}
-    timings = time_in_turn(
-        calls,
-        torch.device(case.device),
-        options.repeats,
-        cuda_graphs=options.cuda_graphs,
-        title=case.describe(),
-    )
+    device = torch.device(case.device)
+    timings = time_in_turn(calls, device, options.repeats, title=case.describe())
     for direction in DIRECTIONS:
         timed = {name: timing for (name, way), timing in timings.items() if way == direction}
         compared = against_rival({name: timing.seconds for name, timing in timed.items()})
