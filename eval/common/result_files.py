@@ -6,6 +6,7 @@ file, the place in it, and what would be right. The values are returned as they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +78,7 @@ class _Protocol(Record):
 class _Sweep(Versioned):
     text: str
     protocol: _Protocol
-    rows: list[Any]
+    rows: list[_Row]
     command: str
 
 
@@ -105,16 +106,7 @@ class _Settings(Record):
 class _ZeroShot(Versioned):
     model: _Model
     settings: _Settings
-    tasks: dict[str, Any]
-
-
-class _Samples(Versioned):
-    samples: list[Any]
-    max_new_tokens: int
-    seed: int
-    temperature: float
-    top_p: float
-    model_sha256: str
+    tasks: dict[str, _TaskValues]
 
 
 class _Sample(Record):
@@ -123,15 +115,25 @@ class _Sample(Record):
     continuation: str
 
 
+class _Samples(Versioned):
+    samples: list[_Sample]
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    top_p: float
+    model_sha256: str
+
+
 class _Export(Versioned):
     parameters: int
     data_fingerprint: str | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a kill has cut is left out.
+    """Read the records of a metrics.jsonl; a last line that a kill has cut is left out.
 
-    Raises UserError for a line that is no record of a step or of a validation.
+    Raises:
+        UserError: a line is no record of a step or of a validation.
     """
 
     def check(record: dict[str, Any], place: str) -> None:
@@ -140,44 +142,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return readers.read_json_lines(path, check, cut_tail=True)
 
 
-def read_sweep(path: Path) -> dict[str, Any]:
-    """Read what eval.length_sweep wrote; empty where there is nothing."""
-    values = _read(path, _Sweep)
-    for number, row in enumerate(values.get("rows", []), 1):
-        check_shape(row, _Row, f"{path}, row {number}", _ADVICE)
-    return values
-
-
-def read_zero_shot(path: Path) -> dict[str, Any]:
-    """Read what eval.zero_shot wrote; empty where there is nothing."""
-    values = _read(path, _ZeroShot)
-    for name, task in values.get("tasks", {}).items():
-        check_shape(task, _TaskValues, f"{path}, task {name}", _ADVICE)
-    return values
-
-
-def read_samples(path: Path) -> dict[str, Any]:
-    """Read what eval.samples wrote; empty where there is nothing."""
-    values = _read(path, _Samples)
-    for number, sample in enumerate(values.get("samples", []), 1):
-        check_shape(sample, _Sample, f"{path}, sample {number}", _ADVICE)
-    return values
-
-
-def read_export(path: Path) -> dict[str, Any]:
-    """The record of an exported model, empty where there is none."""
-    return _read(path, _Export)
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of prepared data, empty where they are no longer there."""
+    """Read the manifest of prepared data; empty where they are no longer there."""
     return parse_manifest(readers.read_bytes(path), str(path)) if path.is_file() else {}
 
 
-def _read(path: Path, schema: type[Record]) -> dict[str, Any]:
-    """A JSON object that fits a schema, empty where there is no file. Raises UserError."""
-    if not path.is_file():
-        return {}
-    values = readers.read_object(path, _ADVICE, finite=True)
-    check_shape(values, schema, str(path), _ADVICE)
-    return values
+def _reader(schema: type[Record]) -> Callable[[Path], dict[str, Any]]:
+    def read(path: Path) -> dict[str, Any]:
+        """Read a JSON object of the schema; empty where there is no file. Raises UserError."""
+        if not path.is_file():
+            return {}
+        values = readers.read_object(path, _ADVICE, finite=True)
+        check_shape(values, schema, str(path), _ADVICE)
+        return values
+
+    return read
+
+
+read_export = _reader(_Export)
+read_sweep = _reader(_Sweep)
+read_zero_shot = _reader(_ZeroShot)
+read_samples = _reader(_Samples)

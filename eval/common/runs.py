@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,10 @@ class Run:
 
 
 def read_run(folder: Path | str) -> Run:
-    """Reads the run at `folder`.
+    """Read the run at `folder`.
 
-    Raises UserError where it is no run folder, has no steps, or holds a damaged file of results.
+    Raises:
+        UserError: it is no run folder, has no steps, or holds a damaged file of results.
     """
     folder = Path(folder)
     for name in ("config.yaml", "metrics.jsonl"):
@@ -102,7 +102,6 @@ def read_run(folder: Path | str) -> Run:
     config = load_config(folder / "config.yaml")
     export = read_export(folder / "model" / "export.json")
     data, manifests = _trained_on(folder, config, export)
-    measured = _Evaluations(folder)
     speeds = [r["tokens_per_second"] for r in steps if r.get("tokens_per_second")]
     return Run(
         folder=folder,
@@ -118,12 +117,8 @@ def read_run(folder: Path | str) -> Run:
         data=data,
         manifests=manifests,
         export=export,
-        sweep=measured.sweep,
-        zero_shot=measured.zero_shot,
-        samples=measured.samples,
-        outdated=measured.outdated,
-        strangers=measured.strangers,
         filters=read_filters(folder / "model"),
+        **_evaluations(folder),
     )
 
 
@@ -141,7 +136,6 @@ def _trained_on(
 
 
 def _checkpoint_data(folder: Path) -> str | None:
-    """The data's fingerprint in the newest complete checkpoint; None without one."""
     for path in reversed(step_folders(folder / "checkpoints")):
         # One may be damaged, or removed by the run meanwhile; the others say the same.
         with contextlib.suppress(UserError, OSError):
@@ -151,7 +145,6 @@ def _checkpoint_data(folder: Path) -> str | None:
 
 
 def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str:
-    """The fingerprint of what the folders of a configuration hold, as training has it."""
     mixture = config.data.mixture
     if mixture is None:
         return manifests[config.data.path]["fingerprint"]
@@ -160,33 +153,30 @@ def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str
     return joint_fingerprint(fingerprints, block_counts(names, [mixture[name] for name in names]))
 
 
-class _Evaluations:
-    """The evaluations in a run folder, without what is of other weights than its export's."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = folder / "model"
-        found = {
-            "sweep": read_sweep(folder / EVALUATION / "length_sweep.json"),
-            "zero_shot": read_zero_shot(folder / ZERO_SHOT / "zero_shot.json"),
-            "samples": read_samples(folder / EVALUATION / "samples.json"),
-        }
-        rows = found["sweep"].get("rows", [])
-        own = [row for row in rows if row["model_sha256"] == self._sha256]
-        self.sweep = {**found["sweep"], "rows": own} if own else {}
-        self.strangers = tuple(dict.fromkeys(row["label"] for row in rows if row not in own))
-        zero_shot, samples = found["zero_shot"], found["samples"]
-        measured = zero_shot.get("model", {}).get("sha256")
-        self.zero_shot = zero_shot if zero_shot and measured == self._sha256 else {}
-        measured = samples.get("model_sha256")
-        self.samples = samples if samples and measured == self._sha256 else {}
-        self.outdated = tuple(name for name in found if found[name] and not getattr(self, name))
-
-    @cached_property
-    def _sha256(self) -> str:
-        """Of the export, as the evaluations know it. Read once, and only where it is needed."""
-        if not (self._model / "config.json").is_file() or not weight_files(self._model):
-            return "no weights"
-        return folder_sha256(self._model)
+def _evaluations(folder: Path) -> dict[str, Any]:
+    """Read the evaluations of a run, without what is of other weights than its export's."""
+    found = {
+        "sweep": read_sweep(folder / EVALUATION / "length_sweep.json"),
+        "zero_shot": read_zero_shot(folder / ZERO_SHOT / "zero_shot.json"),
+        "samples": read_samples(folder / EVALUATION / "samples.json"),
+    }
+    exported, own = folder / "model", "no weights"
+    # Weights are read only where something was measured of them.
+    if any(found.values()) and (exported / "config.json").is_file() and weight_files(exported):
+        own = folder_sha256(exported)
+    rows = found["sweep"].get("rows", [])
+    kept = [row for row in rows if row["model_sha256"] == own]
+    is_own = {
+        "sweep": bool(kept),
+        "zero_shot": found["zero_shot"].get("model", {}).get("sha256") == own,
+        "samples": found["samples"].get("model_sha256") == own,
+    }
+    shown = {name: values if is_own[name] else {} for name, values in found.items()}
+    if kept:
+        shown["sweep"] = {**found["sweep"], "rows": kept}
+    strangers = tuple(dict.fromkeys(row["label"] for row in rows if row not in kept))
+    outdated = tuple(name for name in found if found[name] and not is_own[name])
+    return {**shown, "outdated": outdated, "strangers": strangers}
 
 
 def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -195,14 +185,14 @@ def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]
 
 
 def sweep_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The rows of all length sweeps, under the runs' labels."""
+    """Return the rows of all length sweeps, under the runs' labels."""
     return [{**row, "label": run.label} for run in runs for row in run.sweep.get("rows", [])]
 
 
 def unigram_loss(runs: Sequence[Run]) -> float | None:
-    """The unigram model's loss on the held-out text, where all runs were trained on one folder's.
+    """Return the unigram model's loss on the held-out text.
 
-    None where no run has its data still.
+    None where no run has its data still, or they were trained on different data.
     """
     found = [manifest for run in runs for manifest in run.manifests.values()]
     if len({run.data for run in runs}) > 1 or len({m["fingerprint"] for m in found}) != 1:

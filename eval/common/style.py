@@ -94,20 +94,15 @@ def legend_key(label: str, index: int) -> Line2D:
 
 
 def save_figure(figure: Figure, stem: Path | str) -> None:
-    """Writes `stem`.png and `stem`.svg, each whole or not at all."""
+    """Write `stem`.png and `stem`.svg, each whole or not at all."""
     stem = Path(stem)
     # Not `with_suffix`: a name such as filters_lr0.001 would lose what follows its point.
     # The hash salt makes the SVG's ids, and so its bytes, the same every time.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": stem.name}):
-        save_picture(figure, stem.with_name(f"{stem.name}.png"))
+        with atomic_write(stem.with_name(f"{stem.name}.png"), "wb") as file:
+            figure.savefig(file, format="png", dpi=200)
         with atomic_write(stem.with_name(f"{stem.name}.svg"), "wb") as file:
             figure.savefig(file, format="svg", metadata={"Date": None})
-
-
-def save_picture(figure: Figure, path: Path, dpi: int = 200) -> None:
-    """Write a PNG, whole or not at all."""
-    with matplotlib.rc_context(STYLE), atomic_write(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=dpi)
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
