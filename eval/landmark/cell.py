@@ -36,7 +36,7 @@ class Cell(cell.Cell):
         lengths: the one at which it is read; documents: windows of that length that are scored.
         block: of its landmarks, and of the sweep; diagnosed: the sizes that are diagnosed.
         top_k, select: of the sweep.
-        lessons: tokens that selectors learn from; 0: none is learned.
+        lessons: tokens that selectors learn from; 0: none learns.
     """
 
     block: int = 16

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from cat_lm.core.readers import Versioned
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.modules.call import AttentionCall
+from cat_lm.model.attention.modules.landmark import LandmarkCore
+from cat_lm.model.attention.patterns.landmark import Landmark
 from cat_lm.model.rules import head_width, key_heads
 from cat_lm.ops.landmark.attend import attend_blocks
-from cat_lm.ops.landmark.keys import block_weights, landmark_keys
 from cat_lm.ops.landmark.layout import BlockLayout, sequence_blocks
 from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, landmark_scores, select_blocks
 from cat_lm.ops.landmark.teaching import block_mass, guided_loss
-from cat_lm.ops.long_filter import filters
 from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 from eval.lab.store import CellStore, key_hash
 from eval.landmark.options import LEARNED, STATE, TOKENS, Grid
@@ -57,53 +57,27 @@ class Streams:
     layer: int = 0
 
 
+FIXED = ("box", "exponential")  # filters of landmarks that are not learned
 # From some of the queries, by their numbers, and their layout to scores [B, H or G, R, n].
 Scores = Callable[[Tensor | slice, BlockLayout], Tensor]
 
 
-class LearnedFilter(nn.Module):
-    """A filter for each head of keys, and how sharply its scores tell blocks apart.
-
-    It starts as in `LandmarkCore`: one of b lags as the box, one as long as
-    the text as the exponential one.
-
-    Args:
-        state: its numbers of state for each channel; 0 for a filter of b lags.
-    """
-
-    def __init__(self, config: Any, block: int, state: int = 0):
-        super().__init__()
-        heads, self.state = key_heads(config), state
-        if state:
-            start = filters.get("ssm").average(heads, state, block)
-        else:
-            start = block_weights("box", block).float().expand(heads, -1).clone()
-        self.filter = nn.Parameter(start)
-        sharp = torch.full((config.num_attention_heads,), head_width(config) ** 0.5)
-        self.sharpness = nn.Parameter(sharp.log())
-
-    def landmarks(self, key: Tensor, layout: BlockLayout) -> Tensor:
-        """Compute the landmarks [B, G, n, D], whose products with queries are the scores."""
-        if self.state:
-            modes = filters.get("ssm").modes_of(self.filter, self.state)
-            return landmark_keys(key, modes, layout)
-        return landmark_keys(key, self.filter, layout, carries=False)
+def make_core(config: Any, name: str, block: int, state: int = 0) -> LandmarkCore:
+    """Build what makes landmarks by a filter; `state` is that of the filter `ssm`."""
+    options = {"filter": name, "filter_state": state, "block": block}
+    return LandmarkCore(config, Landmark.options | options)
 
 
 def prepared_scores(
-    name: str, streams: Streams, layout: BlockLayout, local: int, module: LearnedFilter | None
+    name: str, streams: Streams, layout: BlockLayout, local: int, core: LandmarkCore | None
 ) -> Scores:
     """Return the function that scores blocks by one of the selectors.
 
     Args:
-        module: of a selector in LEARNED.
+        core: of a selector by landmarks.
     """
-    if name in (*LEARNED, "box", "exponential"):
-        if name in LEARNED:
-            landmarks = module.landmarks(streams.key, layout)
-        else:
-            weights = block_weights(name, layout.block).to(streams.key.device)
-            landmarks = landmark_keys(streams.key, weights, layout, name == "exponential")
+    if core is not None:
+        landmarks = core.landmarks(streams.key, layout)
         return lambda rows, _: landmark_scores(streams.query[:, :, rows], landmarks)
     if name == "oracle":
         return lambda rows, own: block_mass(
@@ -141,7 +115,7 @@ class Chooser(nn.Module):
 
     Attributes:
         selection: None for all keys.
-        learners: learned selectors by (name, block).
+        learners: of learned selectors, by (name, block).
         local: while they are taught, the blocks that are not chosen; None otherwise.
         taught: their losses so far.
         watch: gets what every forward has for a choice.
@@ -151,7 +125,7 @@ class Chooser(nn.Module):
         super().__init__()
         self.config, self.dense, self.layer = config, dense, layer
         self.selection: Selection | None = None
-        self.learners: Mapping[tuple[str, int], LearnedFilter] = {}
+        self.learners: Mapping[tuple[str, int], LandmarkCore] = {}
         self.local: int | None = None
         self.taught: dict[tuple[str, int], list[float]] = {}
         self.watch: Callable[[Streams], None] | None = None
@@ -169,8 +143,10 @@ class Chooser(nn.Module):
             return self.dense(query, key, value, extra, call)
         chosen = self.selection
         layout = _layout(streams, chosen.block, call)
-        module = self.learners.get((chosen.name, chosen.block))
-        scores = prepared_scores(chosen.name, streams, layout, chosen.local, module)
+        core = self.learners.get((chosen.name, chosen.block))
+        if chosen.name in FIXED:
+            core = make_core(self.config, chosen.name, chosen.block)
+        scores = prepared_scores(chosen.name, streams, layout, chosen.local, core)
         choice, groups = Choice(chosen.top_k, chosen.local), key_heads(self.config)
         parts = []
         for start in range(0, query.shape[2], QUERY_CHUNK):
@@ -185,9 +161,9 @@ class Chooser(nn.Module):
 
     def _teach(self, streams: Streams, call: AttentionCall) -> None:
         """Add the guided loss of every learner."""
-        for name, module in self.learners.items():
+        for name, core in self.learners.items():
             layout = _layout(streams, name[1], call)
-            landmarks, sharpness = module.landmarks(streams.key, layout), module.sharpness.exp()
+            landmarks, sharpness = core.landmarks(streams.key, layout), core.sharpness.exp()
             products = streams.query, streams.key, landmarks
             loss = guided_loss(*products, layout, self.local, streams.scaling, sharpness, QUERIES)
             self.taught.setdefault(name, []).append(loss.item())
@@ -240,7 +216,7 @@ def learn(
     tokens, state = grid.tokens or TOKENS, grid.state or STATE
     for chooser in choosers:
         chooser.learners = {
-            (name, block): LearnedFilter(model.config, block, state if name == "ssm" else 0).to(
+            (name, block): make_core(model.config, name, block, state * (name == "ssm")).to(
                 model.device
             )
             for block in grid.blocks

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAINED = "as trained"  # the row of validation losses
-LONGER = 4  # times the training length at which models are read
 RATE = 2e-3  # the quickstart's
 MODELS = tuple(f"{position}-{way}" for position in POSITIONS for way in WAYS)
 NAMES = {"none": "no positions", "rope": "RoPE"}
@@ -40,27 +38,12 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Fix how large the study is.
-
-    Attributes:
-        windows: of text that are scored.
-        lessons: tokens that selectors learn from; 0: those that learn are left out.
-    """
-
-    context: int
-    block: int
-    diagnosed: tuple[int, ...]
-    windows: int
-    lessons: int
-    seeds: int
-
-
-SCALES = {
-    "smoke": Scale(32, 4, (4, 8), 4, 0, 2),
-    "cpu": Scale(256, 16, (8, 16, 32, 64), 54, 262_144, 3),
+# What cells of a scale have; without lessons, selectors that learn are left out.
+SCALES: dict[str, dict[str, Any]] = {
+    "smoke": {"lengths": (4 * 32,), "documents": 4, "block": 4, "diagnosed": (4, 8)},
+    "cpu": {"lengths": (4 * 256,), "documents": 54, "lessons": 262_144},
 }
+SEEDS = {"smoke": 2, "cpu": 3}
 
 
 def places(asked: Asked) -> list[Place]:
@@ -69,40 +52,28 @@ def places(asked: Asked) -> list[Place]:
     Raises:
         UserError: a model that there is not, or text that is too short.
     """
-    scale = SCALES[asked.scale]
+    sizes, seeds = SCALES[asked.scale], asked.seeds or SEEDS[asked.scale]
     for model in asked.models:
         if model not in MODELS:
             raise UserError(f"--models {model}: choose among {', '.join(MODELS)}")
     data = texts(tuple(asked.more.get("data", ())), "landmark", 4096, held_out=0.02)
-    length = LONGER * scale.context
     if len(data) > 1:
         raise UserError("--data: name one folder")
-    for folder, _ in data:
-        there = read_manifest(folder)["splits"]["validation"]["tokens"]
-        if there <= length:
-            raise UserError(
-                f"--data {folder}: its validation split has {there:,} tokens, models are read at "
-                f"{length:,}; hold out more text"
-            )
-    select = tuple(name for name in SELECTORS if scale.lessons or name not in LEARNED)
+    (folder, _), (length,) = *data, sizes["lengths"]
+    there = read_manifest(folder)["splits"]["validation"]["tokens"]
+    if there <= length:
+        raise UserError(
+            f"--data {folder}: its validation split has {there:,} tokens, models are read at "
+            f"{length:,}; hold out more text"
+        )
+    select = tuple(name for name in SELECTORS if "lessons" in sizes or name not in LEARNED)
     found = []
     for model in asked.models or MODELS:
         position, way = model.split("-")
-        cell = Cell(
-            model,
-            asked.scale,
-            data,
-            RATE,
-            lengths=(length,),
-            documents=scale.windows,
-            block=scale.block,
-            diagnosed=scale.diagnosed,
-            select=select,
-            lessons=scale.lessons,
-        )
+        cell = Cell(model, asked.scale, data, RATE, select=select, **sizes)
         runs = [Run(NAMES[position], f"{way}, {length:,} tokens", name, cell) for name in select]
         runs.append(Run(TRAINED, NAMES[position], way, cell))
-        found += [Place(run, (RATE,), asked.seeds or scale.seeds) for run in runs]
+        found += [Place(run, (RATE,), seeds) for run in runs]
     return found
 
 
@@ -118,36 +89,30 @@ def values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
 
 def contrasts(lines: Sequence[Line]) -> list[Contrast]:
     """Compare selectors by PAIRS, and the losses of the ways of training."""
-    return list(_contrasts(lines))
-
-
-def _contrasts(lines: Sequence[Line]) -> Iterator[Contrast]:
     at = {(line["row"], line["column"], line["x"], line["line"]): line for line in lines}
     panels = dict.fromkeys(place[:3] for place in at)
-    for panel, (one, other) in itertools.product(panels, (*PAIRS, WAYS[::-1])):
-        if {(*panel, one), (*panel, other)} <= at.keys():
-            yield difference_of(at[*panel, one], at[*panel, other])
+    return [
+        difference_of(at[*panel, one], at[*panel, other])
+        for panel, (one, other) in itertools.product(panels, (*PAIRS, WAYS[::-1]))
+        if {(*panel, one), (*panel, other)} <= at.keys()
+    ]
 
 
 def extra(rows: Rows) -> dict[str, Any]:
     """Return how often blocks are found: in bins over heads, and means over them for each run."""
-    found: dict[str, list[Record]] = {}
+    heads: dict[str, list[Record]] = {}
+    means = []
     for run, record in rows:
         if run.row == TRAINED and not record["diverged"]:
-            found.setdefault(f"{run.column}, {run.line}", []).append(record["diagnosis"])
+            name = f"{run.column}, {run.line}"
+            heads.setdefault(name, []).extend(record["diagnosis"]["rows"])
+            label = {"label": f"{name}, seed {run.cell.seed}"}
+            means += [label | row for row in record["diagnosis"]["means"]]
     return {
         # The place on the axis of the figure's strips.
         "training_length": max(rows[0][0].cell.top_k),
-        "retrieval": {
-            name: retrieval_points([row for one in of_model for row in one["rows"]])
-            for name, of_model in found.items()
-        },
-        "diagnoses": [
-            {"label": f"{name}, seed {seed}", **row}
-            for name, of_model in found.items()
-            for seed, one in enumerate(of_model)
-            for row in one["means"]
-        ],
+        "retrieval": {name: retrieval_points(of_model) for name, of_model in heads.items()},
+        "diagnoses": means,
     }
 
 

@@ -44,17 +44,15 @@ def drawn(heads=4, shared=2, time=18, width=8):
     return choosing.Streams(query, key, 0.3)
 
 
-class Sizes:
-    hidden_size, num_attention_heads, num_key_value_heads, head_dim = 32, 4, 2, 8
-
-
 @pytest.mark.parametrize("name", SELECTORS)
 def test_scores_are_the_definition(name):
     streams = drawn()
     layout = sequence_blocks(18, BLOCK, None, None, streams.key.device)
     state = 4 if name == "ssm" else 0
-    module = choosing.LearnedFilter(Sizes, BLOCK, state) if name in LEARNED else None
-    if module is not None:
+    config = cat_model(**FIELDS, **GROUPED).config
+    module = None
+    if name in (*LEARNED, *choosing.FIXED):
+        module = choosing.make_core(config, name, BLOCK, state)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
@@ -104,7 +102,7 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
     choosers = choosing.add_choosers(model)
     generator = torch.Generator().manual_seed(0)
     for chooser in choosers:
-        learned = choosing.LearnedFilter(model.config, BLOCK, state)
+        learned = choosing.make_core(model.config, name, BLOCK, state)
         with torch.no_grad():
             learned.filter += 0.3 * torch.randn(learned.filter.shape, generator=generator)
             learned.sharpness += 2 * torch.randn(learned.sharpness.shape, generator=generator)
@@ -148,10 +146,10 @@ def test_what_is_read_is_counted():
             near = [s for s in range(t + 1) if s // block > t // block - local]
             read += len(near) + block * min(top_k, max(0, t // block - local + 1))
         assert sweeping.keys_read(length, block, top_k, local) == (read, length * (length + 1) / 2)
-    count = choosing.selector_bytes
-    assert count("box", Sizes, 64, 4, 4) == 16 * 2 * 8 * 4
-    assert count("oracle", Sizes, 64, 4, 4) == 4 * count("box", Sizes, 64, 4, 4)
-    assert count("local", Sizes, 64, 4, 4) == 0
+    config = cat_model(**FIELDS, **GROUPED).config
+    assert choosing.selector_bytes("box", config, 64, 4, 4) == 16 * 2 * 8 * 4
+    assert choosing.selector_bytes("oracle", config, 64, 4, 4) == 4 * 16 * 2 * 8 * 4
+    assert choosing.selector_bytes("local", config, 64, 4, 4) == 0
 
 
 def test_sweep(command, tiny_corpus, tmp_path, monkeypatch):

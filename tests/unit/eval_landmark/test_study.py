@@ -43,10 +43,10 @@ def test_models_train_as_the_quickstart_with_landmarks(scale, tiny_corpus, long_
         assert config.model.attention_options["block"] == cell.block
         assert config.train.landmark_loss == way and config.data.path == str(tiny_corpus)
         assert config.optimizer.lr == usual.optimizer.lr == study.RATE
-        assert cell.lengths == (study.LONGER * config.data.context_length,)
+        assert cell.lengths == (4 * config.data.context_length,)
         assert (set(LEARNED) <= set(cell.select)) == (scale == "cpu")
     seeds = {place.seeds for place in places}
-    assert seeds == {study.SCALES[scale].seeds}
+    assert seeds == {study.SEEDS[scale]}
 
 
 def test_text_is_checked_before_anything_is_trained(tiny_corpus, monkeypatch):

@@ -103,7 +103,10 @@ class LandmarkCore(NothingDecays):
         weights = self._weights(blocks.device)
         return next_landmarks(blocks, weights, self.filter_name == "exponential", before)
 
-    def _landmarks(self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None) -> Tensor:
+    def landmarks(
+        self, key: Tensor, layout: BlockLayout, group: SequenceGroup | None = None
+    ) -> Tensor:
+        """Compute the landmarks [B, G, n, D] of keys [B, G, T, D]."""
         weights = self._weights(key.device, group)
         return landmark_keys(key, weights, layout, self.filter_name == "exponential")
 
@@ -120,7 +123,7 @@ class LandmarkCore(NothingDecays):
         time, way = query.shape[2], self.training_by if self.training else "hard"
         layout = sequence_blocks(time, self.block, call.documents, call.padding, key.device)
         taught = [x.detach() if way == CALIBRATE else x for x in (query, key)]
-        landmarks = self._landmarks(taught[1], layout, call.group)
+        landmarks = self.landmarks(taught[1], layout, call.group)
         if way in TAUGHT and call.losses is not None:
             sharpness = math.sqrt(self.config.head_width)
             if "sharpness" in self._parameters:
