@@ -74,12 +74,8 @@ def diagnose(
     from eval.landmark.choosers import add_choosers
 
     target, folder = evaluation_device(device), model_folder(model)
-    largest = max(questions.blocks)
-    if largest * (questions.local + 1) >= questions.length:
-        raise UserError(
-            f"--blocks {largest}: with --local {questions.local} there is no block to choose at "
-            f"--length {questions.length}"
-        )
+    # The last query has at least one key of its own block.
+    questions.check(questions.length - 1, f"at --length {questions.length}")
     label, sha256 = model_label(folder), folder_sha256(folder)
     subject = Subject(folder, label, model_config(folder), None, ("none",), sha256)
     budget = questions.windows * questions.length
@@ -145,13 +141,10 @@ def head_rows(found: Found, questions: Questions) -> list[dict[str, Any]]:
             shared["snr_squared"] = float(own["z"][head].mean() ** 2)
             shared |= {key: float(own[key][head].mean()) for key in ("far", "clumping", "rivals")}
             for k in questions.top_k:
-                chosen = {
-                    "top_k": k,
-                    "predicted": float(predicted[k][head].mean()),
-                    "retrieved": float(own[f"retrieved {k}"][head].mean()),
-                    "caught": float(own[f"caught {k}"][head].sum() / weight[head]),
-                    "most": float(own[f"most {k}"][head].sum() / weight[head]),
-                }
+                chosen = {"top_k": k, "predicted": float(predicted[k][head].mean())}
+                chosen["retrieved"] = float(own[f"retrieved {k}"][head].mean())
+                for name in ("caught", "most"):
+                    chosen[name] = float(own[f"{name} {k}"][head].sum() / weight[head])
                 rows.append(shared | chosen)
     return rows
 
@@ -209,16 +202,15 @@ def means_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for block, k in dict.fromkeys((row["block"], row["top_k"]) for row in rows):
         own = [row for row in rows if (row["block"], row["top_k"]) == (block, k)]
-        weights = [row["far"] for row in own]
-        names = ("snr_squared", "clumping", *OF_CHOICE)
-        total = math.fsum(weights) or 1.0
-        means = {
-            name: math.fsum(w * row[name] for w, row in zip(weights, own, strict=True)) / total
-            for name in names
-        }
-        far = math.fsum(weights) / len(own)
+        far = math.fsum(row["far"] for row in own) / len(own)
+        means = _weighed(own, ("snr_squared", "clumping", *OF_CHOICE))
         found.append({"block": block, "top_k": k, "far": far, **means})
     return found
+
+
+def _weighed(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, float]:
+    total = math.fsum(row["far"] for row in rows) or 1.0
+    return {name: math.fsum(row["far"] * row[name] for row in rows) / total for name in names}
 
 
 def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
@@ -241,23 +233,16 @@ def retrieval_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     heads, block sizes b and numbers of blocks k. Heads are weighed by their `far` attention; rows
     in which no choice is left have no x.
     """
-    bins: dict[int, list[tuple[float, dict[str, Any]]]] = {}
+    bins: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["rivals"] <= row["top_k"] or row["snr_squared"] <= 0:
-            continue
-        x = row["snr_squared"] / (2 * row["block"] * math.log(row["rivals"] / row["top_k"]))
-        place = sum(x >= edge for edge in EDGES)
-        if 0 < place < len(EDGES):
-            bins.setdefault(place, []).append((x, row))
+        if row["rivals"] > row["top_k"] and row["snr_squared"] > 0:
+            x = row["snr_squared"] / (2 * row["block"] * math.log(row["rivals"] / row["top_k"]))
+            bins.setdefault(sum(x >= edge for edge in EDGES), []).append(row | {"x": math.log(x)})
     found = []
-    for _, own in sorted(bins.items()):
-        weight = math.fsum(row["far"] for _, row in own) or 1.0
-        means = {
-            name: math.fsum(row["far"] * row[name] for _, row in own) / weight
-            for name in ("retrieved", "predicted")
-        }
-        x = math.exp(math.fsum(row["far"] * math.log(x) for x, row in own) / weight)
-        found.append({"x": x, "heads": len(own), **means})
+    for place, own in sorted(bins.items()):
+        if 0 < place < len(EDGES):
+            means = _weighed(own, ("x", "retrieved", "predicted"))
+            found.append(means | {"x": math.exp(means["x"]), "heads": len(own)})
     return found
 
 
@@ -289,16 +274,12 @@ def _write(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Show the means over heads, and what the model bears."""
+    """Show the means over heads, and the blocks that the model tolerates."""
     header = ("block", "top-k", "SNR²", "clumping", *OF_CHOICE)
     lines = [
-        (
-            str(row["block"]),
-            str(row["top_k"]),
-            f"{row['snr_squared']:.1f}",
-            f"{row['clumping']:.1f}",
-            *(f"{row[name]:.1%}" for name in OF_CHOICE),
-        )
+        [str(row["block"]), str(row["top_k"])]
+        + [f"{row[name]:.1f}" for name in ("snr_squared", "clumping")]
+        + [f"{row[name]:.1%}" for name in OF_CHOICE]
         for row in record["means"]
     ]
     wanted, length = record["wanted"], record["length"]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cat_lm.core import numbers
 from cat_lm.core.cli import listed
+from cat_lm.core.errors import UserError
 from eval.common.options import Option
 
 # Ways to choose blocks, see `eval.landmark.choosers`; in the order of tables and colours.
@@ -38,6 +39,15 @@ class _Choice:
         int,
         Option("blocks near the query that it always reads", numbers.CONTEXT, metavar="N"),
     ] = 2
+
+    def check(self, length: int, where: str) -> None:
+        """Raise UserError if a row of so many tokens has no block to choose."""
+        largest, most = max(self.blocks), length // (self.local + 1)
+        if largest > most:
+            raise UserError(
+                f"--blocks {largest}: with --local {self.local} there is no block to choose "
+                f"{where}; give blocks of at most {most}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

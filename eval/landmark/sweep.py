@@ -25,7 +25,7 @@ from eval.common.text_table import aligned
 from eval.lab.contrasts import ratio_error
 from eval.lab.store import CellStore
 from eval.landmark.options import LEARNED, STATE, Grid
-from eval.length_sweep.cells import Subject
+from eval.length_sweep.cells import Subject, score_stream
 from eval.length_sweep.sweep import labels, refuse_repeated
 from eval.length_sweep.text import sweep_streams
 
@@ -84,7 +84,8 @@ def sweep(
         for folder, label in zip(folders, labels(folders), strict=True)
     ]
     for subject in subjects if grid.calibrate is not None else ():
-        _check_lesson_length(grid, subject)
+        length = _lesson_length(grid, subject.config)
+        grid.check(length, f"in rows of {length} tokens, from which {subject.label} learns")
     longest = max(grid.lengths)
     streams = sweep_streams(subjects, longest, text, data, None, grid.max_tokens, None)
     out = Path(out)
@@ -118,28 +119,13 @@ def _check(grid: Grid) -> None:
         raise UserError(f"--state {grid.state}: has no effect without --select ssm")
     if problem := "ssm" in grid.select and filters.get("ssm").problem(grid.state or STATE):
         raise UserError(f"--state {grid.state}: {problem}")
-    largest, shortest = max(grid.blocks), min(grid.lengths)
-    if largest * (grid.local + 1) > shortest:
-        raise UserError(
-            f"--blocks {largest}: with --local {grid.local} there is no block to choose at length "
-            f"{shortest}; give blocks of at most {shortest // (grid.local + 1)}"
-        )
+    grid.check(min(grid.lengths), f"at length {min(grid.lengths)}")
 
 
 def _lesson_length(grid: Grid, config: Any) -> int:
     """Return the tokens of the rows from which selectors are learned."""
     longest = max(grid.lengths)
     return min(getattr(config, "max_position_embeddings", longest), longest)
-
-
-def _check_lesson_length(grid: Grid, subject: Subject) -> None:
-    length, largest = _lesson_length(grid, subject.config), max(grid.blocks)
-    if largest * (grid.local + 1) > length:
-        raise UserError(
-            f"--blocks {largest}: {subject.label} learns selectors from rows of {length} tokens, "
-            f"where with --local {grid.local} there is no block to choose; give blocks of at most "
-            f"{length // (grid.local + 1)}"
-        )
 
 
 class Cells:
@@ -206,29 +192,16 @@ class Cells:
     def _compute(
         self, length: int, select: str, block: int | None, top_k: int | None
     ) -> dict[str, Any]:
-        from tqdm import tqdm
-
         from eval.landmark.choosers import Selection
-        from eval.length_sweep.perplexity import score_tokens
 
         model, choosers = self._model()
         for chooser in choosers:
             chooser.selection = (
                 None if block is None else Selection(select, block, top_k, self.grid.local)
             )
-        stream = self.stream
         label = f"{self.subject.label}, length {length}, {select} {block or ''} {top_k or ''}"
-        with tqdm(total=stream.scored, unit="tok", desc=label.rstrip(), disable=None) as bar:
-            score = score_tokens(
-                model,
-                stream.tokens,
-                length,
-                num_bytes=stream.num_bytes,
-                num_words=stream.num_words,
-                eod_id=stream.eod_id,
-                batch_tokens=self.grid.batch_tokens,
-                progress=bar.update,
-            )
+        batch = self.grid.batch_tokens
+        score = score_stream(model, self.stream, length, label.rstrip(), batch_tokens=batch)
         found = {name: getattr(score, name) for name in _Cell.model_fields if name != "format"}
         error = found["standard_error"]
         return found | {"standard_error": error if math.isfinite(error) else None}

@@ -26,6 +26,7 @@ from eval.lab.store import CellStore
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from eval.length_sweep.perplexity import Score
     from eval.length_sweep.token_stream import TokenStream
 
 DOCUMENTS = ("concatenated", "per-document")
@@ -197,29 +198,20 @@ class Cells:
         return self._model
 
     def _compute(self, length: int, method: str, fields: dict[str, Any]) -> dict[str, Any]:
-        from tqdm import tqdm
-
-        from eval.length_sweep.perplexity import score_tokens
-
-        stream, protocol = self.stream, self.protocol
-        model = self._load(fields)
+        protocol, model = self.protocol, self._load(fields)
         effective = checked_scaling(model, fields)
         begin = time.perf_counter()
         label = f"{self.subject.label}, length {length}, {method}"
-        with tqdm(total=stream.scored, unit="tok", desc=label, disable=None) as bar:
-            score = score_tokens(
-                model,
-                stream.tokens,
-                length,
-                num_bytes=stream.num_bytes,
-                num_words=stream.num_words,
-                eod_id=stream.eod_id,
-                per_document=protocol.documents == "per-document",
-                spans=stream.spans,
-                stride=protocol.stride,
-                batch_tokens=protocol.batch_tokens,
-                progress=bar.update,
-            )
+        score = score_stream(
+            model,
+            self.stream,
+            length,
+            label,
+            per_document=protocol.documents == "per-document",
+            spans=self.stream.spans,
+            stride=protocol.stride,
+            batch_tokens=protocol.batch_tokens,
+        )
         seconds = time.perf_counter() - begin
         print(
             f"{label}: perplexity {score.perplexity:.4g}; {scaling_text(effective)} "
@@ -231,7 +223,7 @@ class Cells:
             "perplexity": score.perplexity,
             "word_perplexity": score.word_perplexity,
             "bits_per_byte": score.bits_per_byte,
-            "document_count": stream.num_documents,
+            "document_count": self.stream.num_documents,
             **effective,
             "parameters": model.num_parameters(),
             "seconds": round(seconds, 3),
@@ -239,6 +231,20 @@ class Cells:
         if not math.isfinite(score.nll):
             values["document_nlls"] = None
         return finite(values)  # a diverged model's numbers are absent, not invalid
+
+
+def score_stream(
+    model: PreTrainedModel, stream: TokenStream, length: int, label: str, **how: Any
+) -> Score:
+    """Score a text in windows of `length` tokens, with a progress bar; `how`: of `score_tokens`."""
+    from tqdm import tqdm
+
+    from eval.length_sweep.perplexity import score_tokens
+
+    counts = {"num_bytes": stream.num_bytes, "num_words": stream.num_words}
+    with tqdm(total=stream.scored, unit="tok", desc=label, disable=None) as bar:
+        how |= {"eod_id": stream.eod_id, "progress": bar.update}
+        return score_tokens(model, stream.tokens, length, **counts, **how)
 
 
 def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from cat_lm.core.files import write_json
 from eval.lab.contrasts import compute
 from eval.lab.study import Asked
 from eval.landmark import __main__ as program
-from eval.landmark import cell as cells
 from eval.landmark.options import LEARNED, SELECTORS
 from eval.language.models import ROOT
 from eval.studies import STUDIES
@@ -34,7 +33,7 @@ def long_validation(monkeypatch):
 def test_models_train_as_the_quickstart_with_landmarks(scale, tiny_corpus, long_validation):
     places = STUDIES.get("landmark").places(asked(tiny_corpus, scale))
     assert {place.run.cell.model for place in places} == set(study.MODELS)
-    usual = load_config(cells.CONFIG)
+    usual = load_config(study.CONFIG)
     for cell in dict.fromkeys(place.run.cell for place in places):
         position, way = cell.model.split("-")
         config = cell.config
@@ -79,8 +78,8 @@ def test_a_cell_is_trained_swept_and_diagnosed(tiny_corpus, long_validation, tmp
         write_json(options.out / f"{name}.json", found)
 
     trained = {"diverged": False, "loss": 3.0, "precision": "fp32"}
-    monkeypatch.setattr(cells.Cell, "_trained", lambda self, folder, device: dict(trained))
-    monkeypatch.setattr(cells, "check_command", call)
+    monkeypatch.setattr(study.Cell, "_trained", lambda self, folder, device: dict(trained))
+    monkeypatch.setattr(study, "check_command", call)
     record = cell.run_in(tmp_path, "cpu")
     assert [words[2] for words in called] == ["sweep", "diagnose"]
     assert ("--calibrate" in called[0]) and record["rows"][0]["text"] == tiny_corpus.name
