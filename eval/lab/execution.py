@@ -161,7 +161,8 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                     done += 1
                     bar.update()
                     if bar.disable:
-                        where = f"{run.row}, {run.column}, {run.line}, L {run.cell.seq_len}"
+                        where = ", ".join(filter(None, (run.row, run.column, run.line)))
+                        where += f", L {run.cell.seq_len}, seed {run.cell.seed}"
                         left = (time.monotonic() - started) / done * (count - done)
                         told = run.cell.summary(record)
                         said = f"{done}/{count} {where}: {told}, {left / 60:.0f} min left"

@@ -16,7 +16,7 @@ ROWS = 64  # windows of the training length, of the held-out text that is scored
 _BATCH = 16
 
 
-def sharpness(folder: Path, data: Path, length: int, skip: int) -> dict[str, Any]:
+def sharpness(folder: Path, device: str, data: Path, length: int, skip: int) -> dict[str, Any]:
     """Measure an exported model's attention on the validation split, behind its first tokens."""
     import torch
 
@@ -26,7 +26,7 @@ def sharpness(folder: Path, data: Path, length: int, skip: int) -> dict[str, Any
     corpus = open_verified(data, "validation")
     rows = min(ROWS, (corpus.num_tokens - skip) // length)
     tokens = torch.as_tensor(corpus.tokens(skip, skip + rows * length).astype("int64"))
-    return attention_statistics(load_model(folder), tokens.view(rows, length))
+    return attention_statistics(load_model(folder, device=device), tokens.view(rows, length))
 
 
 def attention_statistics(model: PreTrainedModel, rows: Tensor) -> dict[str, Any]:

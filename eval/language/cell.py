@@ -52,6 +52,7 @@ class _Record(_Training):
     cell: dict[str, Any]
     config: dict[str, Any]
     rows: list[dict[str, Any]]
+    facts: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Cell(cell.Cell):
         return float("nan") if record["loss"] is None else -record["loss"]
 
     def summary(self, record: dict[str, Any]) -> str:
-        return "diverged" if record["diverged"] else f"validation loss {record['loss']:.3f}"
+        loss = record["loss"]
+        return "no finite validation loss" if loss is None else f"validation loss {loss:.3f}"
 
     def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
         """Train and measure in the study's folder; what is finished there is not made again.
@@ -146,10 +148,30 @@ class Cell(cell.Cell):
             if self.recall:
                 dtype = evaluation_dtype("auto", [model], device)
                 numbers = (self.documents, longest, self.seq_len, self.skip)
-                found["recall"] = recalled(model, dtype, data, *numbers)
+                found["recall"] = recalled(model, dtype, device, data, *numbers)
             if self.attention:
-                found["attention"] = sharpness(model, data, self.seq_len, self.skip)
-        return {"cell": self.key(), **self.resolved(), **training, "rows": rows, **found}
+                found["attention"] = sharpness(model, device, data, self.seq_len, self.skip)
+        found |= {"rows": rows, "facts": self._facts(training)}
+        return {"cell": self.key(), **self.resolved(), **training, **found}
+
+    def _facts(self, training: dict[str, Any]) -> dict[str, float | None]:
+        """Return what reports say of the model: the decoding state is of one sequence in bf16."""
+        import torch
+
+        from cat_lm.counts import state_bytes
+        from cat_lm.data.manifest import read_manifest
+        from cat_lm.training.estimate import flops_per_token, meta_model
+
+        found = {"parameters": training["parameters"]}
+        found["tokens/s"] = training["tokens_per_second"] and round(training["tokens_per_second"])
+        if self.recall:
+            vocabulary = read_manifest(self.texts[0][0])["tokenizer"]["vocab_size"]
+            found["FLOPs a token"] = round(flops_per_token(self.config, vocabulary))
+            for length in (self.seq_len, max(self.lengths)):
+                model = meta_model(self.config, vocabulary)  # whose dtypes the count changes
+                size = state_bytes(model, length, torch.bfloat16)
+                found[f"bytes of state at {length:,}"] = round(size)
+        return found
 
     @property
     def _name(self) -> str:
@@ -267,7 +289,9 @@ def _command(arguments: list[str], log: Path, device: str) -> int:
     if not device.startswith("cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     elif ":" in device and arguments[0] == "train.py":
-        environment["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        number = device.partition(":")[2]
+        environment["CUDA_VISIBLE_DEVICES"] = seen[int(number)] if seen[0] else number
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as stream:
         stream.write(f"$ {shlex.join(['python', *arguments])}\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -352,51 +351,25 @@ def _is_other(question: Question, column: str, lines: Sequence[Line]) -> bool:
     return len(question.beyond) == 1 or any(line["column"] == column for line in lines)
 
 
-def extra(question: Question, rows: Rows) -> dict[str, Any]:
+def extra(rows: Rows) -> dict[str, Any]:
     """Return what a record holds of the runs in addition to their losses."""
-    cell, models = rows[0][0].cell, {}
-    for run, record in rows:
-        models.setdefault(run.line, []).append((run.cell, record))
-    scored = next((record for _, record in rows if record["rows"]), {"rows": []})
+    cell, scored = rows[0][0].cell, next((one["rows"] for _, one in rows if one["rows"]), [])
+    models: dict[str, Any] = {}
+    for run, one in rows:
+        if run.line not in models or one["rows"]:  # one that diverged has no export
+            models[run.line] = one["facts"]
     found = {
         "training_length": cell.seq_len,
         "training_tokens": cell.config.total_steps * cell.config.tokens_per_step,
         "precision": rows[0][1]["precision"],
-        "documents": {r["text"]: sum(map(bool, r["documents"]["tokens"])) for r in scored["rows"]},
-        "scored_tokens": {r["text"]: sum(r["documents"]["tokens"]) for r in scored["rows"]},
-        "models": {name: _facts(question, runs) for name, runs in models.items()},
+        "documents": {row["text"]: sum(map(bool, row["documents"]["tokens"])) for row in scored},
+        "scored_tokens": {row["text"]: sum(row["documents"]["tokens"]) for row in scored},
+        "models": models,
     }
-    if slices := scored.get("recall"):
+    for slices in [one["recall"] for _, one in rows if "recall" in one][:1]:
         found["counts"] = {
             name: [one["counts"], sum(one["documents"]["tokens"])] for name, one in slices.items()
         }
-    return found
-
-
-def _facts(question: Question, runs: Sequence[tuple[Cell, Record]]) -> dict[str, float | None]:
-    """Return what a model is and costs: the state is of one sequence in bf16."""
-    import torch
-
-    from cat_lm.counts import state_bytes
-    from cat_lm.data.manifest import read_manifest
-    from cat_lm.training.estimate import flops_per_token, meta_model
-
-    cell = runs[0][0]
-    known = {
-        key: [record[key] for _, record in runs if record[key]]
-        for key in ("parameters", "tokens_per_second")
-    }
-    found = {
-        "parameters": next(iter(known["parameters"]), None),
-        "tokens/s": round(statistics.median(known["tokens_per_second"] or [0])),
-    }
-    if question.recall:
-        vocabulary = read_manifest(cell.texts[0][0])["tokenizer"]["vocab_size"]
-        found["FLOPs a token"] = flops_per_token(cell.config, vocabulary)
-        for length in (cell.seq_len, max(cell.lengths)):
-            model = meta_model(cell.config, vocabulary)  # whose dtypes the count changes
-            size = state_bytes(model, length, torch.bfloat16)
-            found[f"bytes of state at {length:,}"] = round(size)
     return found
 
 
@@ -429,14 +402,14 @@ def tables(record: Record) -> list[Table]:
     if counts := about.get("counts"):
         text = (
             "Bigram counts of the training split, with the unigram counts as a prior; they cannot "
-            "recall. Columns are those of the tables of recall."
+            "recall. Columns: pairs seen earlier in the window, by how often training has them; "
+            f"all of those at most {RARE} times ({RECALL}), all other tokens ({REST}), and tokens "
+            f"that followed the same one the last time, too ({LAST})."
         )
-        losses = [
-            "loss",
-            *("n/a" if loss is None else f"{loss:.3f}" for loss, _ in counts.values()),
-        ]
-        tokens = ["tokens", *(f"{tokens:,}" for _, tokens in counts.values())]
-        found.append(Table("What counts alone lose", text, ["", *counts], [losses, tokens]))
+        losses = ["n/a" if loss is None else f"{loss:.3f}" for loss, _ in counts.values()]
+        tokens = [f"{tokens:,}" for _, tokens in counts.values()]
+        rows = [["loss", *losses], ["tokens", *tokens]]
+        found.append(Table("What counts alone lose", text, ["", *counts], rows))
     return found
 
 
@@ -468,7 +441,7 @@ def language_study(name: str, title: str, question: Question, **declared: Any) -
         },
         figure="losses",
         contrasts=functools.partial(contrasts, question),
-        extra=functools.partial(extra, question),
+        extra=extra,
         tables=tables,
         check=check,
         options=("models", "data", "tokens", "documents", "rates"),

@@ -153,12 +153,19 @@ def _text(
 
 
 def recalled(
-    folder: Path, dtype: str, data: Path, documents: int, longest: int, length: int, skip: int
+    folder: Path,
+    dtype: str,
+    device: str,
+    data: Path,
+    documents: int,
+    longest: int,
+    length: int,
+    skip: int,
 ) -> dict[str, dict[str, Any]]:
     """Score a model on what it can recall of the documents that a length sweep scores.
 
     Args:
-        folder: of the exported model, which computes in `dtype`.
+        folder: of the exported model, which computes in `dtype` on `device`.
         data: prepared; its validation split is scored, pairs are counted in its training split.
         documents, longest: how many of at least so many tokens, up to which each is scored.
         length: of windows; skip: tokens at the beginning, where no scored document begins.
@@ -172,7 +179,7 @@ def recalled(
     stream, counts, spans = _text(data, documents, longest, skip)
     stride = max(1, length // 2)
     windows = [window for span in spans for window in span_windows(*span, length, stride)]
-    model = load_model(folder, dtype=dtype)
+    model = load_model(folder, dtype=dtype, device=device)
     nlls = token_nlls(model, stream.tokens, windows, batch_tokens=_BATCH_TOKENS)
     parts = slices(stream.tokens, windows, counts.pairs, counts.vocabulary)
     bigrams = counts.bigram_nlls()

@@ -417,9 +417,9 @@ class TestTexts:
         from eval.language import attention
 
         found = []
-        monkeypatch.setattr(cat_lm.pretrained.loading, "load_model", lambda folder: None)
+        monkeypatch.setattr(cat_lm.pretrained.loading, "load_model", lambda folder, device: None)
         monkeypatch.setattr(attention, "attention_statistics", lambda _, rows: found.append(rows))
-        attention.sharpness(Path(), long_corpus, 128, 32_768)
+        attention.sharpness(Path(), "cpu", long_corpus, 128, 32_768)
         wanted = open_verified(long_corpus, "validation").tokens(32_768, 32_768 + ROWS * 128)
         assert found[0].shape == (ROWS, 128) and found[0].flatten().tolist() == wanted.tolist()
 
@@ -497,7 +497,7 @@ class TestRecall:
         shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}
         model = CatGlaForCausalLM(CatGlaConfig(vocab_size=257, intermediate_size=16, **shape))
         model.eval().save_pretrained(tmp_path / "model")
-        given = (tmp_path / "model", "float32", long_corpus, 3, 200)
+        given = (tmp_path / "model", "float32", "cpu", long_corpus, 3, 200)
         found, longer = (recalled.recalled(*given, length, 0) for length in (16, 128))
         stream, _, spans = recalled._text(long_corpus, 3, 200, 0)
         windows = [w for span in spans for w in span_windows(*span, 16, 8)]

@@ -85,7 +85,7 @@ def test_options_without_an_effect_are_refused(monkeypatch, tmp_path, capsys):
         (["mamba", "--rows", "MQAR"], "--rows: has no effect on the study mamba"),
         (["accuracy", "--protocol", "lra"], "--protocol: has no effect on the study accuracy"),
         (["atomic", "--stack", "2"], "--stack: has no effect on the study atomic"),
-        (["smnist", "--scale", "smoke", "--rows", "x"], "choose smnist, pmnist"),
+        (["smnist", "--scale", "smoke", "--rows", "x"], "choose among smnist; pmnist"),
         (["acuracy"], "acuracy"),
     ):
         monkeypatch.setattr(sys, "argv", ["eval.study", *words, "--out", str(tmp_path / "out")])
