@@ -12,7 +12,6 @@ import functools
 import itertools
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,11 +22,9 @@ from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import changed_options
-from cat_lm.core.files import atomic_write
 from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice
 from data_prep.common.workers import run_tasks
-from eval.lab.store import key_hash
 from eval.long_range.tasks.base import SPLITS, Examples, GeneratedTask, Place
 from eval.long_range.tasks.sources import LRA, MAX_FILE_BYTES, Source
 from eval.long_range.tasks.store import Arrays, Made, packed, sequences, stored
@@ -119,32 +116,33 @@ class ListOps(GeneratedTask):
             key = {"source": self.source, **_SOURCE.key(place.folder)}
             return sequences(stored(place, self.name, key, lambda: _read(place.folder)), split)
         key = {**self.generator, "rows": [getattr(self, split) for split in SPLITS]}
-        parts = place.cache / f"{self.name}-{key_hash(key)}.parts"
-        made = stored(place, self.name, key, functools.partial(self._generate, place, parts))
-        shutil.rmtree(parts, ignore_errors=True)
-        return sequences(made, split)
+        make = functools.partial(self._generate, place.workers)
+        return sequences(stored(place, self.name, key, make), split)
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
         return " ".join(TOKENS[i] for i in inputs if i)
 
-    def _generate(self, place: Place, parts: Path) -> Made:
-        rows, arrays = self._unique(parts, place.workers), {}
+    def _generate(self, workers: int) -> Made:
+        rows, arrays = self._unique(workers), {}
         for split in reversed(SPLITS):
             chosen = list(itertools.islice(rows, getattr(self, split)))
             arrays |= packed(split, [row[1:] for row in chosen], [row[0] for row in chosen])
         return arrays, self.generator
 
-    def _unique(self, parts: Path, workers: int) -> Iterator[bytes]:
-        """Yield different rows without end: the answer, then a byte for each id less one."""
+    def _unique(self, workers: int) -> Iterator[bytes]:
+        """Yield different rows without end, as `make_block` does."""
         seen: set[bytes] = set()
         total, first = self.train + self.validation + self.test, 0
         while True:
             count, before = max(1, -(-(total - len(seen)) // _BLOCK)), len(seen)
-            for path in self._blocks(parts, range(first, first + count), workers):
-                for row in split_rows(path.read_bytes()):
-                    if row not in seen:
-                        seen.add(row)
-                        yield row
+            tasks = [(self, block) for block in range(first, first + count)]
+            made = run_tasks(_numbered_block, tasks, min(workers, count), lambda done: None)
+            what = f"{self.name}: blocks of {_BLOCK} rows"
+            blocks = dict(tqdm(made, desc=what, total=count, disable=None))
+            for row in itertools.chain.from_iterable(map(blocks.get, sorted(blocks))):
+                if row not in seen:
+                    seen.add(row)
+                    yield row
             if len(seen) == before:
                 raise UserError(
                     f"task {self.name}: {total:,} different rows were asked for, and there seem "
@@ -152,41 +150,19 @@ class ListOps(GeneratedTask):
                 )
             first += count
 
-    def _blocks(self, parts: Path, blocks: range, workers: int) -> list[Path]:
-        """Return the files of blocks; those that an attempt before this one finished are kept."""
-        parts.mkdir(exist_ok=True)
-        paths = {parts / f"{block:06}": block for block in blocks}
-        tasks = [(self, block, path) for path, block in paths.items() if not path.is_file()]
-        made = run_tasks(_write_block, tasks, max(1, min(workers, len(tasks))), lambda done: None)
-        what = f"{self.name}: blocks of {_BLOCK} rows"
-        for _ in tqdm(made, desc=what, total=len(tasks), disable=None):
-            pass
-        return list(paths)
+
+def _numbered_block(
+    task: tuple[ListOps, int], report: Callable[[int], None]
+) -> tuple[int, list[bytes]]:
+    options, block = task
+    return block, make_block(options, block)
 
 
-def _write_block(task: tuple[ListOps, int, Path], report: Callable[[int], None]) -> None:
-    options, block, path = task
-    with atomic_write(path, "wb") as stream:
-        stream.write(make_block(options, block))
-
-
-def make_block(options: ListOps, block: int) -> bytes:
-    """Make the rows of one seed: each its length in four bytes, its answer, its ids less one."""
+def make_block(options: ListOps, block: int) -> list[bytes]:
+    """Make the rows of one seed: each its answer, then a byte for each id less one."""
     rng = random.Random(f"{options.generator} {block}")
-    parts = []
-    for _ in range(_BLOCK):
-        answer, ids = _row(options, rng)
-        parts += [len(ids).to_bytes(4, "little"), bytes([answer]), bytes(i - 1 for i in ids)]
-    return b"".join(parts)
-
-
-def split_rows(block: bytes) -> Iterator[bytes]:
-    """Yield the rows of a block: the answer, then a byte for each id less one."""
-    place = 0
-    while place < len(block):
-        length = int.from_bytes(block[place : place + 4], "little")
-        yield block[place + 4 : place + 5 + length]
-        place += 5 + length
+    rows = (_row(options, rng) for _ in range(_BLOCK))
+    return [bytes([answer, *(i - 1 for i in ids)]) for answer, ids in rows]
 
 
 def _row(options: ListOps, rng: random.Random) -> tuple[int, list[int]]:

@@ -37,7 +37,7 @@ def value(text: str) -> int:
 def rows_of(options: str, count: int = 200) -> list[tuple[int, str]]:
     task = make_task(f"listops:{options}")
     with mock.patch.object(listops, "_BLOCK", count):
-        rows = listops.split_rows(listops.make_block(task, 0))
+        rows = listops.make_block(task, 0)
         return [(row[0], task.shown(np.frombuffer(row[1:], np.uint8) + 1, {})) for row in rows]
 
 
@@ -84,28 +84,6 @@ def test_more_rows_than_there_are_is_one_line(place):
     message = r"^task listops: 500 different rows were asked for, and there seem to be [34]\d\d;.*$"
     with pytest.raises(UserError, match=message):
         make_task(f"listops:{SMALL},train=300,validation=100,test=100").load("train", place)
-
-
-def test_generation_that_was_stopped_goes_on(place, monkeypatch):
-    task = make_task("listops:min_length=5,max_length=60,train=40,validation=10,test=10")
-    monkeypatch.setattr(listops, "_BLOCK", 20)
-    made, block = [], listops.make_block
-
-    def counted(task, number):
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        made.append(number)
-        return block(task, number)
-
-    monkeypatch.setattr(listops, "make_block", counted)
-    with pytest.raises(KeyboardInterrupt):
-        task.load("train", place)
-    made.clear()
-    examples = task.load("train", place)
-    assert made == [2]  # blocks 0 and 1 were kept
-    monkeypatch.setattr(listops, "make_block", block)
-    whole = task.load("train", Place(cache=place.cache / "other"))
-    assert contents(examples) == contents(whole)
 
 
 def test_padding_stands_at_the_end(place):
