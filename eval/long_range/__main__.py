@@ -14,8 +14,7 @@ from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
 from eval.common.options import add_options
 from eval.lab.cell import cell_path, run
-from eval.long_range.cell import Cell, check_origins, recipe_of
-from eval.long_range.grids import fitted
+from eval.long_range.cell import Cell, check_origins, fitted, recipe_of
 from eval.long_range.mixers import VARIANTS
 from eval.long_range.tasks import SPLITS, TASKS, Examples, Place, Task, check_read, make_task
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from cat_lm.core import numbers
 from cat_lm.core.errors import UserError
+from cat_lm.core.fields import parse_specification
 from cat_lm.core.readers import Versioned
 from cat_lm.mixers import Mixer
 from eval.common.options import Option
@@ -49,13 +50,29 @@ RECIPES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("select", "cumsum", "cummax"), _ATOMIC),
 }
 # The paper's P and B, where they are not those of `mixers.Options`.
-WIDTHS = dict.fromkeys(("cifar10", "pathfinder", "smnist", "pmnist"), 3)
-BOUNDS = {"imdb": 1e-4}
+_WIDTHS = dict.fromkeys(("cifar10", "pathfinder", "smnist", "pmnist"), 3)
+_BOUNDS = {"imdb": 1e-4}
 
 
 def recipe_of(task: str) -> dict[str, Any]:
     """Return a task's options of a cell by the task's name; ListOps' where the paper has none."""
     return RECIPES.get(task, _LISTOPS)
+
+
+def with_option(specification: str, option: str) -> str:
+    """Return a task's or a mixer's specification with a further option."""
+    return f"{specification}{',' if ':' in specification else ':'}{option}"
+
+
+def fitted(mixer: str, task: str) -> str:
+    """Make a mixer with the paper's widths and bounds for a task, where it names none."""
+    name, given = parse_specification(mixer)
+    options = mixers.VARIANTS.get(name, {}) | given
+    if options.get("values", "none") != "none" and task in _WIDTHS and "width" not in given:
+        mixer = with_option(mixer, f"width={_WIDTHS[task]}")
+    if options.get("decay") == "slow" and task in _BOUNDS and "bound" not in given:
+        mixer = with_option(mixer, f"bound={_BOUNDS[task]}")
+    return mixer
 
 
 _RECIPE = "(default: the task's in the paper)"

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pandas
+
 from cat_lm.core.errors import UserError
-from cat_lm.core.fields import parse_specification
 from eval.lab.contrasts import Contrast, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Run
 from eval.lab.places import Place as Point
 from eval.lab.study import Asked, Control, Rows, Study, Table, check_models, choose
 from eval.long_range import mixers
-from eval.long_range.cell import BOUNDS, WIDTHS, Cell, check_origins, recipe_of
+from eval.long_range.cell import Cell, check_origins, fitted, recipe_of, with_option
 from eval.long_range.tasks import Place, Task, check_read, make_task
 
 _SHARE = 0.9  # of the best model, which steps are counted to
@@ -195,7 +196,7 @@ def _base(scale: Scale, choice: Choice, name: str) -> Cell:
     options = {**recipe_of(name), **scale.options, **scale.of_task.get(name, {})}
     text = scale.tasks[name]
     if choice.protocol != "clean" and hasattr(make_task(text), "protocol"):
-        text = _with(text, f"protocol={choice.protocol}")
+        text = with_option(text, f"protocol={choice.protocol}")
     return Cell(text, NEGATIVE, is_causal=choice.is_causal, place=choice.place, **options)
 
 
@@ -225,7 +226,7 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
     """Yield the cells of a line, and what its axis is."""
     if figure == "context":
         for chunk in scale.chunks:
-            yield replace(cell, mixer=_with(cell.mixer, f"chunk={chunk}")), "chunk"
+            yield replace(cell, mixer=with_option(cell.mixer, f"chunk={chunk}")), "chunk"
     elif figure == "data-size":
         most = cell.rows_of("train")
         for share in scale.shares:
@@ -234,21 +235,6 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
             yield replace(cell, train_rows=rows), "rows"
     else:
         yield cell, "length"
-
-
-def _with(specification: str, option: str) -> str:
-    return f"{specification}{',' if ':' in specification else ':'}{option}"
-
-
-def fitted(mixer: str, task: str) -> str:
-    """Make a mixer with the paper's widths and bounds for a task, where it names none."""
-    name, given = parse_specification(mixer)
-    options = mixers.VARIANTS.get(name, {}) | given
-    if options.get("values", "none") != "none" and task in WIDTHS and "width" not in given:
-        mixer = _with(mixer, f"width={WIDTHS[task]}")
-    if options.get("decay") == "slow" and task in BOUNDS and "bound" not in given:
-        mixer = _with(mixer, f"bound={BOUNDS[task]}")
-    return mixer
 
 
 def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
@@ -391,14 +377,11 @@ def _tables(printed: Mapping[str, Mapping[str, float]], record: Record) -> list[
         ]
         for name, task in tasks.items()
     ]
-    steps: dict[tuple, list[int | None]] = {}
-    for one in record["extra"]["steps"]:
-        steps.setdefault((one["row"], one["line"], one["x"]), []).append(one["steps"])
     of_steps = []
-    for (row, line, x), own in steps.items():
-        there = [count for count in own if count is not None]
-        said = f"{statistics.fmean(there):,.0f}" if there else ""
-        said += f" ({len(there)} of {len(own)})" if 0 < len(there) < len(own) else ""
+    frame = pandas.DataFrame(record["extra"]["steps"])
+    for (row, line, x), own in frame.groupby(["row", "line", "x"], sort=False)["steps"]:
+        said = f"{own.mean():,.0f}" if own.count() else ""
+        said += f" ({own.count()} of {own.size})" if 0 < own.count() < own.size else ""
         of_steps.append([row, f"`{line}`", f"{x:,}", said])
     papers = [
         [task, f"`{model}`", f"{number:.4f}"]

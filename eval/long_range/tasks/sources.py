@@ -74,7 +74,9 @@ class Source:
             return {"hub": self.hub, "revision": self.revision}
         states = [(*path.parts[-3:], path.stat()) for path in self._every_file(folder)]
         stamps = [(*names, state.st_size, state.st_mtime_ns) for *names, state in states]
-        return {"files": key_hash({"stamps": stamps})}
+        # Files of a folder may name others, as the lists of Pathfinder do.
+        folders = [str(path.resolve()) for path in self.find(folder).values() if path.is_dir()]
+        return {"files": key_hash({"stamps": stamps, "folders": folders})}
 
     def origin(self, folder: Path | None) -> dict[str, Any]:
         """Name the Hub's commit, or the files with their sha256; of many, their number and one."""

@@ -22,8 +22,8 @@ from eval.lab.run import run_study
 from eval.lab.study import Asked
 from eval.long_range import training
 from eval.long_range.__main__ import main
-from eval.long_range.cell import Cell
-from eval.long_range.grids import SCALES, TASKS, Choice, fitted, place_on_axis
+from eval.long_range.cell import Cell, fitted
+from eval.long_range.grids import SCALES, TASKS, Choice, place_on_axis
 from eval.long_range.tasks import Place, make_task
 from eval.studies import STUDIES
 
