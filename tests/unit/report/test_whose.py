@@ -213,35 +213,27 @@ class TestWhoseResults:
         assert "21.75" in page and "oo(y):" in page and "12,3" not in page
         assert "other weights" not in page
 
-    @pytest.mark.parametrize(
-        ("change", "said"),
-        [
-            ({}, ""),
-            ({"length": 64}, ""),
-            ({"stride": 8}, "The runs were scored in different windows."),
-            ({"documents": "per-document"}, "The runs were scored in different windows."),
-            ({"dtype": "bfloat16"}, "The runs were scored in different arithmetic (dtype)."),
-            (
-                {"stride": 8, "tokens_sha256": "b" * 64},
-                "The runs were scored on different tokens and in different windows.",
-            ),
-        ],
-    )
     def test_sweeps_that_cannot_be_compared_are_said(
-        self, measured, runs, tmp_path, monkeypatch, capsys, change, said
+        self, measured, runs, tmp_path, monkeypatch, capsys
     ):
         other = shutil.copytree(runs["mh"], tmp_path / "other")
-        for run, more in ((measured, {}), (other, change)):
-            row = sweep_row(run, run.name, 21.75, **more)
+        for run, stride in ((measured, 32), (other, 8)):
+            row = sweep_row(run, run.name, 21.75, stride=stride)
             write_json(run / "eval/length_sweep.json", sweep(row))
         assert report(monkeypatch, capsys, measured, other, "--out", tmp_path / "out") == (0, "")
         page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
-        assert ("The runs were scored" in page) is bool(said) and said in page
+        assert "The runs were scored in different windows." in page
 
     @pytest.mark.parametrize(
         ("change", "said"),
         [
             ({}, ""),
+            ({"length": 64}, ""),
+            ({"documents": "per-document"}, "in different windows"),
+            (
+                {"stride": 8, "tokens_sha256": "b" * 64},
+                "on different tokens and in different windows",
+            ),
             ({"dtype": "bfloat16"}, "in different arithmetic (dtype)"),
             ({"dtype": "bfloat16", "method": "none"}, "in different arithmetic (dtype)"),
             ({"factor": 2.0}, "with different scaling factors"),
