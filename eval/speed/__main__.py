@@ -21,6 +21,7 @@ from cat_lm.core.readers import clipped
 from eval.speed.choices import (
     DTYPES,
     KERNELS,
+    QKV,
     QKV_KIND,
     SHAPES,
     SIZES,
@@ -211,7 +212,10 @@ def _conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     options.repeats = options.repeats or {"cpu": 10, "cuda": 100}[device.type]
     shapes = options.shape or SHAPES[device.type]
     for sizes in shapes:
-        _check_room(f"--shape {','.join(map(str, sizes))}", 4 * math.prod(sizes), device)
+        given = f"--shape {','.join(map(str, sizes))}"
+        if QKV in options.conv_type and sizes[3] < 2:
+            raise UserError(f"{given}: has no two channels to rotate; {QKV} needs D of 2 or more")
+        _check_room(given, 4 * math.prod(sizes), device)
     asked = (options.dtype, options.conv_type, options.windows, options.kernels, options.repeats)
     return conv_speed(ConvOptions(shapes, *asked), device)
 

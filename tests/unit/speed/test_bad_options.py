@@ -11,6 +11,7 @@ import torch
     [
         (("conv", "--windows", "3,0"), "--windows: '0' must be from 1 to 65,536"),
         (("conv", "--shape", "4,1024,8"), "'4,1024,8' must be four numbers"),
+        (("conv", "--shape", "1,8,2,1", "--conv-type", "qkv"), "no two channels to rotate"),
         (("conv", "--dtype", "float16"), "'float16' is not one of float32, bfloat16"),
         (("conv", "--kernels", "cpu,cudnn"), "'cudnn' is not one of"),
         (("conv", "--conv-type", "heads"), "'heads' is not one of"),
