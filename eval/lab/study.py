@@ -119,7 +119,7 @@ class Study:
     extra: Callable[[Rows], dict[str, Any]] = _no_values
     tables: Callable[[Record], list[Table]] = _no_list
     pictures: Callable[[Record], Mapping[str, Figure]] = _no_values
-    check: Callable[[Iterable[Any], Path], None] | None = None
+    check: Callable[[Sequence[Any], Path], None] | None = None
     solved: float | None = None
     options: tuple[str, ...] = ("models", "rows")
     scales: tuple[str, ...] = ("smoke", "cpu", "paper")

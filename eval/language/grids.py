@@ -10,7 +10,7 @@ import functools
 import math
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,9 +133,6 @@ def places(question: Question, asked: Asked) -> list[Place]:
     for model in in_order(asked.models or question.models):
         config = configuration(model, scale.recipe, data[0][0], tokens)
         lengths = tuple(int(factor * config.data.context_length) for factor in question.factors)
-        for problem in config.architecture.problems(config.model, max(lengths)):
-            read = f"{model} is to be read up to {max(lengths)} tokens"
-            raise UserError(f"--scale {asked.scale}: {read}; {problem}")
         facts = config.architecture.summary(config.model).facts
         methods = PAPER if question.methods == PAPER else NONE
         if YARN in question.beyond and facts.get("position_embedding") == "rope":
@@ -156,8 +153,6 @@ def places(question: Question, asked: Asked) -> list[Place]:
         run, rates = Run("text", "", label(model), cell), more.get("rates", scale.rates)
         found.append(Place(run, rates, asked.seeds or scale.seeds, question.trials))
     _check_texts(data, documents, max(lengths), cell.skip)
-    if question.is_equal:
-        _check_sizes([place.run.cell for place in found])
     return found
 
 
@@ -241,8 +236,18 @@ def _check_sizes(cells: Sequence[Cell]) -> None:
             )
 
 
-def check(cells: Iterable[Cell], out: Path) -> None:
-    """Check that finished runs were trained in one precision, and scored on the same tokens."""
+def check(question: Question, cells: Sequence[Cell], out: Path) -> None:
+    """Check that models can be read so far, and have one size where the question asks that.
+
+    Runs that are finished must be trained in one precision and scored on the same tokens.
+    """
+    models = {cell.model: cell for cell in cells}
+    for model, cell in models.items():
+        longest = max(cell.lengths, default=cell.seq_len)
+        for problem in cell.config.architecture.problems(cell.config.model, longest):
+            raise UserError(f"{model} is to be read up to {longest} tokens: {problem}")
+    if question.is_equal:
+        _check_sizes(list(models.values()))
     first: dict[str, tuple[str, str]] = {}
     for cell in cells:
         if (record := finished(out, cell)) is None:
@@ -443,7 +448,7 @@ def language_study(name: str, title: str, question: Question, **declared: Any) -
         contrasts=functools.partial(contrasts, question),
         extra=extra,
         tables=tables,
-        check=check,
+        check=functools.partial(check, question),
         options=("models", "data", "tokens", "documents", "rates"),
         scales=tuple(SCALES),
         **declared,

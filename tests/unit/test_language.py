@@ -369,9 +369,23 @@ class TestStudy:
         code, _, err = run(Imitation(), *words)
         assert code == 2 and err.count("\n") == 1 and said in err
 
-    def test_models_of_another_size_are_refused(self, run):
+    def test_models_that_do_not_fit_are_refused_where_they_are_asked_for(
+        self, run, monkeypatch, tmp_path, long_corpus
+    ):
         code, _, err = run(Imitation(), "rivals", "--models", "pythia", "mamba")
         assert code == 2 and "mamba: has " in err and "with a vocabulary of 257, " in err
+        of_documents = {"tokens": [1, 1], "nats": [1.0, 2.0]}
+        found = {"loss": 1.5, "counts": 2.0, "documents": of_documents}
+        slices = {name: found for name in recalled.SLICES}
+        monkeypatch.setattr(language, "recalled", lambda *_: slices)
+        code, _, err = run(Imitation(), "rivals", "--models", "pythia", "cat")
+        assert code == 0, err
+        rows = {x["row"] for x in read(tmp_path, "rivals")["contrasts"]}
+        assert rows == {long_corpus.name, "recall"}
+        question = STUDIES.get("rank").places.args[0]
+        cell = language.Cell("mta", "cpu", ((str(long_corpus), ""),), 1e-3, lengths=(1024,))
+        with pytest.raises(UserError, match="mta is to be read up to 1024 tokens: attention=multi"):
+            grids.check(question, [cell], tmp_path)
 
 
 class TestTexts:
