@@ -228,6 +228,8 @@ def _encoded(line: str, where: str) -> bytes:
     tokens = source.replace("(", " ").replace(")", " ").replace("]", "X").split()
     if unknown := [token for token in tokens if token not in TOKENS[2:]]:
         _SOURCE.refuse(where, f"has the token {clipped(unknown[0])!r}")
+    if sum(token in OPERATORS for token in tokens) != tokens.count("X"):
+        _SOURCE.refuse(where, "is no whole tree: its brackets do not match")
     if len(tokens) >= ListOps.max_length:
         _SOURCE.refuse(where, f"has {len(tokens):,} tokens, must have fewer than 2,000")
     return bytes([int(target), *(_IDS[token] - 1 for token in (*tokens, "<eos>"))])

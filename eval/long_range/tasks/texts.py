@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -209,6 +210,9 @@ class Retrieval(TextTask):
         for split, path in paths.items():
             labels: list[int] = []
             arrays |= packed(split, _encoded(read_pairs(path), encode, labels), labels)
+            # A row that was cut in its last text still has all columns.
+            if len(labels) != self.official[split] and not _ends_line(path):
+                _AAN.refuse(path, "is truncated: its last row has no end")
         return arrays, {**known, **_AAN.origin(folder)}
 
 
@@ -216,6 +220,12 @@ def _encoded(pairs: Iterator[Pair], encode: Encode, labels: list[int]) -> Iterat
     for label, *texts in pairs:
         labels.append(label)
         yield from map(encode, texts)
+
+
+def _ends_line(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read() == b"\n"
 
 
 def read_pairs(path: Path) -> Iterator[Pair]:

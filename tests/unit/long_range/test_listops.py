@@ -127,6 +127,7 @@ def write_files(folder, rows, left_out=()):
         ([("[MAX 4 ]", "")], (), "line 2: is truncated or another file"),
         ([("[MAX 4 ]", 12)], (), "line 2: is truncated or another file"),
         ([("[MAX 4 ]", 4), ("[MUX 4 ]", 4)], (), "line 3: has the token '[MUX'"),
+        ([("[MAX 4 [MIN 2 ]", 4)], (), "line 2: is no whole tree"),
         ([("1 " * 2_000, 4)], (), "line 2: has 2,000 tokens, must have fewer than 2,000"),
     ],
 )

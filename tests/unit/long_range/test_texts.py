@@ -7,6 +7,7 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task, texts
+from eval.long_range.tasks.texts import Retrieval
 
 
 def places(tmp_path):
@@ -228,3 +229,16 @@ def test_retrieval_from_the_hub_takes_the_same_files_at_a_pinned_revision(tmp_pa
     assert {(n, r, t) for n, _, r, t in asked} == {
         ("OpenNLPLab/lra", "6cb133c44f406da743661488df9e977b87d98775", "dataset")
     }
+
+
+def test_pairs_that_are_cut_are_one_line(tmp_path, monkeypatch):
+    """A row that was cut in its last text still has five columns."""
+    write_pairs(tmp_path / "data")
+    path = tmp_path / "data" / "new_aan_pairs.test.tsv"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UserError) as error:
+        make_task("aan").load("train", places(tmp_path))
+    assert str(error.value).startswith(f"{path}: is truncated: its last row has no end")
+    # One with all rows may end without a new line.
+    monkeypatch.setattr(Retrieval, "official", {"train": 2, "validation": 2, "test": 2})
+    assert len(make_task("aan").load("train", places(tmp_path))) == 2
