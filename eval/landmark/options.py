@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import listed
+from cat_lm.core.cli import listed, path_name
 from cat_lm.core.errors import UserError
 from eval.common.options import Option
 
@@ -61,7 +61,7 @@ class Grid(_Choice):
     ] = tuple(name for name in SELECTORS if name not in LEARNED)
     calibrate: Annotated[
         str | None,
-        Option("prepared data that selectors are learned from", metavar="DATA", kind=str),
+        Option("prepared data that selectors are learned from", metavar="DATA", kind=path_name),
     ] = None
     tokens: Annotated[
         int | None,
