@@ -138,6 +138,7 @@ class Cell(cell.Cell):
             UserError: a command failed, or runs are of other weights than their exports.
         """
         quiet_transformers()
+        folder = folder.resolve()  # commands run in the checkout
         training = self._trained(folder, device)
         run, rows = folder / "runs" / self._name, []
         found: dict[str, Any] = {}

@@ -113,9 +113,10 @@ def run(monkeypatch, capsys, long_corpus, tmp_path):
 
     def call(imitation: Imitation, name: str, *words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(language, "_command", imitation)
-        given = ["--scale", "smoke", "--out", tmp_path / "out", "--data", long_corpus, *words]
+        given = ["--scale", "smoke", "--out", "out", "--data", long_corpus, *words]
         return call_main(command.main, monkeypatch, capsys, "eval.study", name, *given)
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(running, "execute", in_this_process)
     monkeypatch.setattr(running, "hours_by_mixer", lambda groups, _: {"n": sum(map(len, groups))})
     return call
@@ -263,6 +264,7 @@ class TestStudy:
         assert code == 0 and "6 runs, 6 to do" in out, err
         trained = [call for call in first.calls if call.startswith("train.py")]
         assert len(trained) == 6 and all("train.resume=auto" in call for call in trained)
+        assert all(Path(call.split()[1]).is_absolute() for call in trained)
         swept = [call for call in first.calls if "length_sweep" in call]
         assert all("--documents per-document --max-document-tokens 1024" in c for c in swept)
         assert all("--max-tokens 4096 --skip-tokens 32768" in call for call in swept)
