@@ -1,4 +1,4 @@
-"""A cell: what decides the result of one model on one task, and how the paper trains each task.
+"""Cells: one model trained on one task, and how the paper trains for each task.
 
 Imports no torch.
 """
@@ -94,7 +94,7 @@ class CellRecord(Versioned):
 
 @dataclass(frozen=True)
 class Cell(cell.Cell):
-    """All that decides a result, see `eval.lab.cell`; none are stacked.
+    """The options that decide a result, see `eval.lab.cell`; none are stacked.
 
     Attributes:
         task, mixer: specifications such as `listops:max_length=200`, `las:chunk=128`.

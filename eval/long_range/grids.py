@@ -49,7 +49,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Fix how large the grids are.
+    """The size of the grids.
 
     Attributes:
         tasks: task -> its specification, in the order of the panels.
@@ -143,7 +143,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What a command may change of a figure.
+    """The options of a command that change a figure.
 
     Attributes:
         protocol: lra takes the test split for validation where the official pipeline does (IMDB);
@@ -294,7 +294,7 @@ def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -
 
 
 def _means(of_row: Rows) -> dict[str, float]:
-    """Each line's mean over seeds, in order; of several cells, at their best."""
+    """Return each line's mean over seeds, in order; of several cells, at their best."""
     values: dict[str, dict[Any, list[float]]] = {}
     for run, record in of_row:
         if run.line != NEGATIVE:

@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return real[:, None, None].expand(len(real), 1, time, time)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T, H, D] of streams [B, H, T, D]."""
+        """Attend by streams [B, H, T, D], to [B, T, H, D]."""
         time, scaling = q.shape[2], q.shape[3] ** -0.5
         if self.scores is not None:
             where = torch.arange(time, device=q.device)[None]
@@ -214,7 +214,7 @@ def build_mixer(mixer: Mixer, setting: Setting, is_causal: bool) -> nn.Module:
 
 
 class LongRangeModel(nn.Module):
-    """Inputs of a cell's task to logits [n, classes] or values [n, scored].
+    """The model of a cell: inputs to logits [n, classes] or values [n, scored].
 
     Raises:
         UserError: options that do not fit.

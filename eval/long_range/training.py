@@ -44,7 +44,7 @@ def _load(cell: Cell, task: Task, split: str) -> Examples:
 
 
 class Trial(training.Trial):
-    """What trains a cell."""
+    """The training of one cell."""
 
     chosen_by = "value"
 
@@ -68,7 +68,7 @@ class Trial(training.Trial):
             self.examples["train"] = self._exchanged("train")
 
     def _exchanged(self, split: str) -> Examples:
-        """A split whose rows have others' inputs: a control of training, or of testing."""
+        """Return a split whose rows have others' inputs, as a control."""
         whole = self.examples[split]
         if whole.labels is None:
             raise UserError(f"is_shuffled: {self.cell.task} has no classes to exchange")
@@ -150,8 +150,9 @@ class Trial(training.Trial):
 
 @torch.no_grad()
 def measure(model: LongRangeModel, examples: Examples, rows: int) -> float:
-    """Accuracy over rows; or R² = 1 − squared error / variance over all scored values. Of a model
-    that diverged, whose answers are not all finite, −inf.
+    """Return the accuracy; or R² = 1 − squared error / variance over all scored values.
+
+    A model that diverged, whose answers are not all finite, has −inf.
 
     Args:
         rows: read at once.

@@ -1,4 +1,4 @@
-"""What a task is: facts that a model is built from, and rows that it is trained on.
+"""Tasks: facts that a model is built from, and rows that it is trained on.
 
 Nothing here imports torch. A task is a frozen set of options; its rows are numpy arrays that are
 decoded a batch at a time, from memory or from files mapped into it.
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where data lies; nothing of it belongs to what names a result.
+    """Where data lies, which is no part of a result's name.
 
     Attributes:
         folder: official files, `folder/NAME/…` or those of the one data set itself; None: the
@@ -124,7 +124,7 @@ class Task(tasks.Task):
 
     @property
     def length(self) -> int:
-        """T, the most positions of a row."""
+        """Return T, the most positions of a row."""
         raise NotImplementedError
 
     def load(self, split: str, place: Place | None = None) -> Examples:

@@ -54,7 +54,7 @@ _CONTOURS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_
 
 @dataclass(frozen=True)
 class Images(Task):
-    """What tasks on pictures share.
+    """The base of tasks on pictures.
 
     Attributes:
         kept_as: begins the name of the images in the cache.

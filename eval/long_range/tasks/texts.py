@@ -60,7 +60,7 @@ Pair = tuple[int, str, str]  # whether one text cites the other, and both
 
 @dataclass(frozen=True)
 class TextTask(Task):
-    """What tasks on texts share.
+    """The base of tasks on texts.
 
     Attributes:
         level: characters, S4's, with an end; or bytes, LRA's.
