@@ -30,13 +30,14 @@ MAX_TOKENS = 65_536  # where the run's own validation has no limit
 
 
 def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
-    """Fills RUN/eval/ with the length sweep and the samples.
+    """Fill RUN/eval/ with the length sweep and the samples.
 
     Args:
         max_tokens: held-out tokens to score; default: as many as the run's validations took, so
             that the perplexity at the training length is the one that training ended with.
 
-    Raises UserError where the run has no export, or its data are absent or too short.
+    Raises:
+        UserError: the run has no export, or its data are absent or too short.
     """
     from cat_lm.config import load_config
     from eval.common.precision import evaluation_dtype

@@ -29,7 +29,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 def held_out_prompts(
     data: Path | str, count: int, prompt_tokens: int, reference_tokens: int
 ) -> tuple[list[dict[str, str]], dict[str, int]]:
-    """Beginnings of `count` documents spread over the validation split, and how they go on.
+    """Return beginnings of `count` documents spread over the validation split, and their rest.
 
     Tokens are those of the data, whose own tokenizer spells them: a model's may be another one.
 
@@ -89,7 +89,7 @@ def sample_continuations(
     max_new_tokens: int,
     seed: int,
 ) -> list[dict[str, str]]:
-    """Adds `continuation` to every prompt, sampled through transformers' generate."""
+    """Add `continuation` to every prompt, sampled through transformers' generate."""
     import torch
 
     from cat_lm.generate import continue_text, sampling_options
@@ -114,7 +114,7 @@ def write_samples(
     max_new_tokens: int = 96,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Samples after `count` held-out prompts and writes them to the JSON file `out`.
+    """Sample after `count` held-out prompts and write the texts to the JSON file `out`.
 
     Args:
         model: of a folder (see `cat_lm.pretrained.loading.load_model`); its hash is kept.
@@ -145,7 +145,6 @@ def write_samples(
 
 
 def _account(data: Path | str, documents: dict[str, int]) -> str:
-    """Account for the split in a line: what was used and what was left out."""
     line = (
         f"{data} (validation split): {documents['used']} of {documents['looked_at']} documents are "
         f"continued; left out: {documents['too_short']} too short, {documents['not_needed']} not "

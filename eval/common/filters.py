@@ -32,7 +32,7 @@ class Filters:
         conv_type: their kind's name.
         streams: q, k, v -> float32 [layers, *shape], the shape being the kind's; of filters as long
             as the text the first 64 taps.
-        left_out: what filters the model has beside these, in a sentence; "" for none.
+        left_out: the filters that the model has in addition, in a sentence; "" for none.
     """
 
     conv_type: str
@@ -45,9 +45,10 @@ class Filters:
 
 
 def read_filters(model: Path) -> Filters | None:
-    """The filters in the export at `model`; None without an export or without convolutions.
+    """Read the filters in the export at `model`; None without an export or convolutions.
 
-    Raises UserError where its files are damaged, or are no longer what was exported.
+    Raises:
+        UserError: its files are damaged, or are no longer what was exported.
     """
     if not (model / "config.json").is_file() or not weight_files(model):
         return None
@@ -78,7 +79,7 @@ def read_filters(model: Path) -> Filters | None:
 
 
 def _left_out(config: PreTrainedConfig) -> str:
-    """Return what a picture of a filter a head and stream has no place for."""
+    # A picture has a place for one filter of each head and stream.
     others = []
     if (rank := getattr(config, "conv_rank", 1)) > 1:
         others.append(f"{rank - 1} more of q and of k in each head (conv_rank={rank})")
@@ -88,7 +89,6 @@ def _left_out(config: PreTrainedConfig) -> str:
 
 
 def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:
-    """[H, lags] of filters as long as the text: the first of them."""
     from cat_lm.ops.long_filter.chunks import taps_of
 
     modes = long_filters.get(config.conv_filter).modes_of(numbers, config.conv_state)
@@ -96,7 +96,7 @@ def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:
 
 
 def own_taps(filters: Filters) -> dict[str, np.ndarray]:
-    """stream -> taps by lag, [layers, heads, W]: what all kinds have in common."""
+    """Return taps by lag of each stream, [layers, heads, W], which all kinds have."""
     found = {}
     for stream, taps in filters.streams.items():
         taps, axes = _mean_over_channels(taps, filters.kind)
@@ -109,7 +109,7 @@ def own_taps(filters: Filters) -> dict[str, np.ndarray]:
 
 
 def head_norms(filters: Filters) -> dict[str, np.ndarray]:
-    """stream -> the norm over lags, [layers, H, heads read from], of a kind that mixes heads."""
+    """Return norms over lags, [layers, H, heads read from], of a kind that mixes heads."""
     found = {}
     for stream, taps in filters.streams.items():
         taps, axes = _mean_over_channels(taps, filters.kind)

@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """The running command, the time, the versions of what it uses, the commit, and the machine."""
+    """Return the running command, the time, versions, the commit, and the machine."""
     return {
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -34,7 +34,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as it was typed, `python -m` restored."""
+    """Return the command as it was typed, `python -m` restored."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     # A package is run through its `__main__`, which nobody types.
     start = (
@@ -46,7 +46,7 @@ def command_line() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide a result; absent ones are left out."""
+    """Return installed versions of the packages that decide a result."""
     found = {}
     for package in PACKAGES:
         try:
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """Processor, cores and, where torch is loaded and sees them, GPUs in one line."""
+    """Return processor, cores and, where torch is loaded and sees them, GPUs in one line."""
     parts = [f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}"]
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Reading finished runs: what train.py, the export and the evaluations left in a run folder."""
+"""Read finished runs: what train.py, the export and the evaluations left in a run folder."""
 
 from __future__ import annotations
 

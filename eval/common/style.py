@@ -71,7 +71,7 @@ def run_marker(index: int) -> str:
 
 
 def diverging_map() -> ListedColormap:
-    """Blue below zero, orange above, white at zero."""
+    """Return a map of colours: blue below zero, orange above, white at zero."""
     values = np.linspace(-1, 1, 257)
     strength = (np.abs(values) ** 0.8)[:, None]
     colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
@@ -79,7 +79,7 @@ def diverging_map() -> ListedColormap:
 
 
 def plain_label(text: str) -> str:
-    """`text` to matplotlib, which would read what stands between dollars as a formula."""
+    """Escape dollars, between which matplotlib would read a formula."""
     return text.replace("$", r"\$")
 
 
@@ -125,7 +125,7 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def short_count(value: float) -> str:
-    """12300000 -> 12.3M."""
+    """Return a short form: 12.3M for 12300000."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"

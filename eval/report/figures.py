@@ -49,7 +49,7 @@ def loss_figure(
     unigram_loss: float | None,
     size: tuple[float, float] = WIDE,
 ) -> Figure:
-    """Training loss (smoothed, thin) and held-out loss (points) against tokens.
+    """Draw training loss (smoothed, thin) and held-out loss (points) against tokens.
 
     Args:
         runs: label -> {"train": [(tokens, nats)], "validation": [(tokens, nats)]}.
@@ -91,7 +91,7 @@ def loss_figure(
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """A mean over the last 3% of the values (at least 20), fewer at the start."""
+    """Return means over the last 3% of the values (at least 20), fewer at the start."""
     width = max(20, len(values) * 3 // 100)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     stops = np.arange(1, len(values) + 1)
@@ -100,8 +100,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _loss_limits(axes: Axes, losses: list[float], must_show: list[float]) -> None:
-    """Shows what was learned: the first training steps may leave the picture at its top."""
     if losses:
+        # The first training steps may leave the picture at its top.
         low, top = min(*losses, *must_show), max(must_show)  # a reference may be below all losses
         axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
 
@@ -126,9 +126,9 @@ class View:
     """One heat map of every stream.
 
     Attributes:
-        title: what the colours are.
+        title: the meaning of the colours.
         values: stream -> [layers, heads, columns].
-        columns: what the columns are.
+        columns: the meaning of the columns.
         limit: where the colours end.
     """
 
@@ -139,7 +139,7 @@ class View:
 
 
 def views(filters: Filters) -> list[View]:
-    """The heat maps that show `filters`, the first always of taps by lag."""
+    """Return the heat maps that show `filters`, the first always of taps by lag."""
     taps = own_taps(filters)
     # Lag 0 is near 1 in a model that started at the identity and would hide all others.
     first = _view(_title(filters.kind), taps, LAGS, [t[..., 1:] for t in taps.values()])
@@ -166,14 +166,14 @@ def _title(kind: kinds.Kind) -> str:
 def _view(
     title: str, values: dict[str, np.ndarray], columns: str, scale: Sequence[np.ndarray]
 ) -> View:
-    """A view whose colours end at the largest of `scale`, or, where that is empty, of all."""
+    # The colours end at the largest of `scale` or, where that is empty, of all values.
     scale = [part for part in scale if part.size] or list(values.values())
     limit = max(max(float(np.abs(part).max()) for part in scale), 1e-8)
     return View(title, values, columns, limit)
 
 
 def filters_figure(filters: Filters, size: tuple[float, float] = WIDE) -> Figure:
-    """The portrait: a row of panels for each view, a panel for each stream.
+    """Draw a row of panels for each view, a panel for each stream.
 
     On a narrow picture, where three panels do not fit side by side, they stand below each other.
     """
@@ -192,7 +192,7 @@ def filters_figure(filters: Filters, size: tuple[float, float] = WIDE) -> Figure
             panels = list(part.subplots(*grid, sharey=True, squeeze=False).flat)
             for axes, stream in zip(panels, streams, strict=True):
                 image = _heat_map(axes, view, stream)
-            _layer_ticks(panels[0], layers)
+            panels[0].set_yticks(range(0, layers, max(1, layers // 12)))
             part.suptitle(view.title, fontsize=9, color=MUTED, x=0.01, ha="left")
             _colour_key(part, panels, image, view, across)
         return figure
@@ -222,10 +222,6 @@ def _heat_map(axes: Axes, view: View, stream: str) -> AxesImage:
     if axes.get_subplotspec().is_last_row():
         axes.set_xlabel(view.columns)
     return image
-
-
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    axes.set_yticks(range(0, layers, max(1, layers // 12)))
 
 
 def _colour_key(
