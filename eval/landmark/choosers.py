@@ -35,7 +35,7 @@ from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, landmark_scores, sel
 from cat_lm.ops.landmark.teaching import block_mass, guided_loss
 from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 from eval.lab.store import CellStore, key_hash
-from eval.landmark.options import LEARNED, STATE, TOKENS, Grid
+from eval.landmark.options import LEARNED, STATE, TOKENS, Grid, Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,16 +100,6 @@ def selector_bytes(name: str, config: Any, length: int, block: int, itemsize: in
     return read * key_heads(config) * head_width(config) * itemsize
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Say how a layer chooses: by which selector, of blocks of which size, and how many."""
-
-    name: str
-    block: int
-    top_k: int
-    local: int
-
-
 class Chooser(nn.Module):
     """Attend densely; or to chosen blocks; or densely while learned selectors are taught.
 
@@ -143,10 +133,10 @@ class Chooser(nn.Module):
             return self.dense(query, key, value, extra, call)
         chosen = self.selection
         layout = _layout(streams, chosen.block, call)
-        core = self.learners.get((chosen.name, chosen.block))
-        if chosen.name in FIXED:
-            core = make_core(self.config, chosen.name, chosen.block)
-        scores = prepared_scores(chosen.name, streams, layout, chosen.local, core)
+        core = self.learners.get((chosen.select, chosen.block))
+        if chosen.select in FIXED:
+            core = make_core(self.config, chosen.select, chosen.block)
+        scores = prepared_scores(chosen.select, streams, layout, chosen.local, core)
         choice, groups = Choice(chosen.top_k, chosen.local), key_heads(self.config)
         parts = []
         for start in range(0, query.shape[2], QUERY_CHUNK):

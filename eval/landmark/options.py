@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,6 +17,16 @@ SELECTORS = ("oracle", "ssm", "learned", "box", "exponential", "local", "random"
 LEARNED = ("ssm", "learned")  # afterwards, from data
 STATE = 16  # numbers of state of `ssm` where no number is given
 TOKENS = 1_000_000  # to learn from, where no number is given
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Say how a layer chooses: by which selector, of blocks of which size, and how many."""
+
+    select: str
+    block: int
+    top_k: int
+    local: int
 
 
 def selector(text: str) -> str:
@@ -81,6 +92,12 @@ class Grid(_Choice):
     batch_tokens: Annotated[
         int, Option("tokens of a forward pass", numbers.BATCH_TOKENS, metavar="N")
     ] = 8192
+
+    @property
+    def choices(self) -> list[Selection]:
+        """All ways to choose."""
+        chosen = itertools.product(dict.fromkeys(self.select), self.blocks, self.top_k)
+        return [Selection(*choice, self.local) for choice in chosen]
 
 
 @dataclass(frozen=True, kw_only=True)

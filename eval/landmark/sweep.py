@@ -7,7 +7,7 @@ protocol of `eval.length_sweep.perplexity`; a difference to dense attention is p
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
 from eval.lab.contrasts import ratio_error
 from eval.lab.store import CellStore
-from eval.landmark.options import LEARNED, STATE, Grid
+from eval.landmark.options import LEARNED, STATE, Grid, Selection
 from eval.length_sweep.cells import Subject, score_stream
 from eval.length_sweep.sweep import labels, refuse_repeated
 from eval.length_sweep.text import sweep_streams
@@ -90,15 +90,14 @@ def sweep(
     streams = sweep_streams(subjects, longest, text, data, None, grid.max_tokens, None)
     out = Path(out)
     claim_outputs(out, "landmark_sweep.json", named("landmark_sweep", ".csv", *PICTURES))
-    choices = list(itertools.product(dict.fromkeys(grid.select), grid.blocks, grid.top_k))
     rows: list[dict[str, Any]] = []
     for subject, stream in zip(subjects, streams, strict=True):
         cells = Cells(out, subject, stream, device, grid)
         for length in sorted(grid.lengths):
-            dense = cells.row(length, DENSE, None, None)
+            dense = cells.row(length, None)
             rows.append(dense | _compared(dense, dense))
-            for choice in choices:
-                row = cells.row(length, *choice)
+            for choice in grid.choices:
+                row = cells.row(length, choice)
                 rows.append(row | _compared(row, dense))
         _write(out, rows, stream.source)
     _draw(rows, out)
@@ -139,29 +138,29 @@ class Cells:
         self._loaded: tuple[PreTrainedModel, list[Chooser]] | None = None
         self._learned: str | None = None
 
-    def row(self, length: int, select: str, block: int | None, top_k: int | None) -> dict[str, Any]:
-        """Return a cell, computed if it is not finished yet; of dense attention without block.
+    def row(self, length: int, choice: Selection | None) -> dict[str, Any]:
+        """Return a cell, computed if it is not finished yet; of dense attention without a choice.
 
         Raises:
             UserError: the model can have no landmark attention, or data do not serve.
         """
         subject = self.subject
+        chosen = dict.fromkeys(("block", "top_k", "local")) | {"select": DENSE}
+        if choice is not None:
+            chosen = dataclasses.asdict(choice)
         key = {
             "model_sha256": subject.sha256,
             "tokens_sha256": self.stream.sha256,
             "length": length,
-            "select": select,
-            "block": block,
-            "top_k": top_k,
-            "local": self.grid.local if block else None,
-            "learned": self._learn() if select in LEARNED else None,
+            **chosen,
+            "learned": self._learn() if chosen["select"] in LEARNED else None,
             "device": choose_device(self.device).type,
         }
-        values = self.store.computed(key, lambda: self._compute(length, select, block, top_k))
+        values = self.store.computed(key, lambda: self._compute(length, choice))
         loss = values["loss"]
         perplexity = math.exp(loss) if loss < 700 else math.inf
         told = {"label": subject.label, "model": str(subject.folder), "perplexity": perplexity}
-        return values | told | self._read(length, select, block, top_k)
+        return values | told | self._read(length, choice)
 
     def _model(self) -> tuple[PreTrainedModel, list[Chooser]]:
         if self._loaded is None:
@@ -189,26 +188,19 @@ class Cells:
             self._learned = learn(model, choosers, *how)
         return self._learned
 
-    def _compute(
-        self, length: int, select: str, block: int | None, top_k: int | None
-    ) -> dict[str, Any]:
-        from eval.landmark.choosers import Selection
-
+    def _compute(self, length: int, choice: Selection | None) -> dict[str, Any]:
         model, choosers = self._model()
         for chooser in choosers:
-            chooser.selection = (
-                None if block is None else Selection(select, block, top_k, self.grid.local)
-            )
-        label = f"{self.subject.label}, length {length}, {select} {block or ''} {top_k or ''}"
+            chooser.selection = choice
+        label = f"{self.subject.label}, length {length}, "
+        label += f"{choice.select} {choice.block} {choice.top_k}" if choice else DENSE
         batch = self.grid.batch_tokens
-        score = score_stream(model, self.stream, length, label.rstrip(), batch_tokens=batch)
+        score = score_stream(model, self.stream, length, label, batch_tokens=batch)
         found = {name: getattr(score, name) for name in _Cell.model_fields if name != "format"}
         error = found["standard_error"]
         return found | {"standard_error": error if math.isfinite(error) else None}
 
-    def _read(
-        self, length: int, select: str, block: int | None, top_k: int | None
-    ) -> dict[str, Any]:
+    def _read(self, length: int, choice: Selection | None) -> dict[str, Any]:
         """Return what a row of the length reads: its share of keys; its last token's bytes."""
         from cat_lm.model.rules import head_width, key_heads
         from eval.landmark.choosers import selector_bytes
@@ -216,10 +208,11 @@ class Cells:
         config = self.subject.config
         token = 2 * key_heads(config) * head_width(config) * 4
         share, chosen, last = 1.0, 0, length
-        if block is not None:
-            read, every = keys_read(length, block, top_k, self.grid.local)
-            share, chosen = read / every, selector_bytes(select, config, length, block, 4)
-            last = min(length, (top_k + self.grid.local) * block)
+        if choice is not None:
+            block, top_k, local = choice.block, choice.top_k, choice.local
+            read, every = keys_read(length, block, top_k, local)
+            share, chosen = read / every, selector_bytes(choice.select, config, length, block, 4)
+            last = min(length, (top_k + local) * block)
         parts = {"selector_bytes": chosen, "key_value_bytes": last * token}
         return {"share": share, **parts, "dense_bytes": length * token}
 

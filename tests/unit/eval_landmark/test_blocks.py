@@ -17,7 +17,7 @@ from cat_lm.sparsify import dense_model, sparsify
 from eval.landmark import choosers as choosing
 from eval.landmark import diagnose as diagnosing
 from eval.landmark import sweep as sweeping
-from eval.landmark.options import LEARNED, SELECTORS, Grid, Questions
+from eval.landmark.options import LEARNED, SELECTORS, Grid, Questions, Selection
 from eval.length_sweep.perplexity import score_tokens
 from tests.unit.tiny_models import GROUPED, cat_model, random_ids
 
@@ -118,7 +118,7 @@ def test_learned_chooses_as_a_model_with_its_filter(name, state, monkeypatch):
     monkeypatch.setattr(select_module, "select_blocks", kept)
     monkeypatch.setattr(choosing, "select_blocks", kept)
     ids, found = random_ids(2, 61), {}
-    for selection in (None, choosing.Selection(name, BLOCK, 1, 1)):
+    for selection in (None, Selection(name, BLOCK, 1, 1)):
         chosen.clear()
         for chooser in choosers:
             chooser.selection = selection
