@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 OF_BLOCK = ("snr_squared", "far", "clumping", "rivals", "queries")
 OF_CHOICE = ("predicted", "retrieved", "caught", "most")
 EDGES = tuple(2.0 ** (power / 2) for power in range(-10, 9))  # of bins, equal in the logarithm
-COLUMNS = ("layer", "head", "block", *OF_BLOCK, "top_k", *OF_CHOICE)
+COLUMNS = ("layer", "head", "block", "top_k", *OF_BLOCK, *OF_CHOICE)
 
 
 def diagnose(
