@@ -114,12 +114,16 @@ class TrainLoader:
         packing: str = "stream",
         cache_dir: str | None = None,
     ) -> None:
+        if context_length < 1 or global_batch_size < 1:
+            raise ValueError("context_length and global_batch_size must be at least 1")
+        kinds = {"stream": StreamWindows, "best_fit": partial(PackedWindows, cache_dir=cache_dir)}
+        if packing not in kinds:
+            raise ValueError(f"packing {packing!r} is none of {', '.join(kinds)}")
         self.corpus = corpus
         self.context_length = context_length
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.mask_documents = mask_documents
-        kinds = {"stream": StreamWindows, "best_fit": partial(PackedWindows, cache_dir=cache_dir)}
         self._windows = JoinedWindows(
             [kinds[packing](part, context_length) for part in corpus.parts]
         )
@@ -134,6 +138,8 @@ class TrainLoader:
 
     def sample_ids(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """Return the windows that `rank` reads at `step` (from 0), int64 [G / world_size]."""
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
         rows = rows_of_rank(self.global_batch_size, rank, world_size)
         first = step * self.global_batch_size
         return self._order(np.arange(first + rows.start, first + rows.stop))

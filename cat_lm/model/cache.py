@@ -200,6 +200,10 @@ class RecurrentLayer(StateDynamicLayer):
         super().__init__(*args, **kwargs)
         self.length = 0
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse keys and values, which `get_seq_length` would not count."""
+        raise RuntimeError("this cache holds the states of mixers, not keys and values")
+
     def _may_end_in_padding(self, padding_mask: Tensor) -> bool:
         return True  # To look would make the host wait for a GPU.
 

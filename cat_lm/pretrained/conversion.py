@@ -144,6 +144,8 @@ def scaled_fields(
     if method not in methods_for(config):
         known = ", ".join(methods_for(config))
         raise ValueError(f"method {method!r} does not exist for the model; it has {known}")
+    if temperature_scope not in ("logits", "rotary"):
+        raise ValueError(f"temperature_scope {temperature_scope!r}: must be logits or rotary")
     refuse(scope_problems(temperature_scope, has_rope(config)))
     if problem := numbers.SCALING_FACTOR.problem(factor):
         raise ValueError(f"factor {factor}: {problem}")

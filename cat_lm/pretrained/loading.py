@@ -39,6 +39,8 @@ def model_folder(path: Path | str) -> Path:
 
     Raises UserError where there is none.
     """
+    if not str(path):  # Path("") would be the working directory.
+        raise UserError("model '': is an empty path; give a transformers folder or a run folder")
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"model {path}: no such folder; give a transformers folder or a run folder")

@@ -258,3 +258,10 @@ def test_a_file_that_may_not_be_read(tmp_path):
     (tmp_path / "run.yaml").chmod(0)
     with pytest.raises(UserError, match="no permission"):
         load_config(tmp_path / "run.yaml")
+
+
+def test_a_chain_of_bases_ends(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(UserError, match="leads back"):
+        load_config(tmp_path / "a.yaml")

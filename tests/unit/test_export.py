@@ -129,6 +129,20 @@ def test_newest_complete_checkpoint_is_taken(tmp_path, tokenizer_folder):
         assert json.loads((out / "export.json").read_text())["step"] == 20
 
 
+def test_earlier_export_is_replaced_anything_else_is_not(tmp_path, tokenizer_folder):
+    out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    export(tiny_model(257, seed=2), tokenizer_folder, out)
+    assert (out / "model.safetensors").read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and no earlier export"):
+        export(tiny_model(257), tokenizer_folder, foreign)
+    assert (foreign / "chapter.txt").read_text() == "mine"
+
+
 def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkeypatch):
     out = export(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()

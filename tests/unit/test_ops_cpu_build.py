@@ -133,7 +133,7 @@ def test_compiler_that_hangs(cache, monkeypatch, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("cause", ["a file", "another user", "others may write it", "no home"])
+@pytest.mark.parametrize("cause", ["a file", "another user", "no modes", "no home"])
 def test_cache_that_cannot_be_kept_is_a_temporary_folder(cache, monkeypatch, cause):
     if cause == "a file":  # which stops even root, whom permissions do not
         cache.touch()
@@ -142,15 +142,24 @@ def test_cache_that_cannot_be_kept_is_a_temporary_folder(cache, monkeypatch, cau
         if os.geteuid() != 0:
             pytest.skip("needs root to give files away")
         os.chown(cache, 65534, 65534)
-    elif cause == "others may write it":
+    elif cause == "no modes":
         cache.mkdir()
         cache.chmod(0o777)
+        monkeypatch.setattr(Path, "chmod", lambda *_: None)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", "/proc/no-home")
     library = kernel.KERNEL.library()
     assert library.handle is not None and "as the cache cannot keep it" in library.reason
     assert not list(Path(tempfile.gettempdir()).iterdir())
+
+
+@needs_compiler
+def test_cache_that_a_group_may_write_is_kept_to_the_user(cache):
+    cache.mkdir()
+    cache.chmod(0o775)
+    assert kernel.KERNEL.library().handle is not None
+    assert cache.stat().st_mode & 0o777 == 0o755 and len(list(cache.iterdir())) == 1
 
 
 @needs_compiler

@@ -21,6 +21,8 @@ from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("cat_lm", "data_prep", "eval", "launch")
+# Files that name the settings of pip, and no index.
+SETTINGS_OF_PIP = ("launch/environment.py", "tests/unit/test_environment.py")
 SCRIPTS = ("launch/quickstart.sh", "launch/environment.sh", "tests/run.sh", "tests/gpu/run.sh")
 SCRIPTS += (".ci/run",)
 # A module of an optional package with another name, for machines where it is not installed.
@@ -96,7 +98,7 @@ def test_pins_are_the_whole_closure_and_agree_with_each_other():
                 assert child in pinned, f"{name} needs {requirement}, which requirements.txt lacks"
                 assert pinned[child] in requirement.specifier, f"{name} needs {requirement}"
                 todo.append(requirement)
-    assert {name for name, _ in closure} == set(pinned)
+    assert {name for name, _ in closure} == set(pinned) - {"uv"}  # which installs the others
 
 
 def test_pyproject_names_only_the_build_system():
@@ -456,7 +458,7 @@ def test_no_path_of_one_machine():
     # The brackets keep this file from finding itself.
     patterns = {
         r"/[w]ork/|/[f]arm/|/[r]oot/|/[U]sers/|/[o]pt/(wheels|pypi)": (),
-        r"[i]ndex-url|[p]ypi\.org|[p]ythonhosted|download\.[p]ytorch": (),
+        r"[i]ndex-url|[p]ypi\.org|[p]ythonhosted|download\.[p]ytorch": SETTINGS_OF_PIP,
         r"\.\./[s]hared": ("tests/",),
     }
     for name in listed.stdout.decode().split("\0")[:-1]:

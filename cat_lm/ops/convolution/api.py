@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,8 +21,18 @@ from cat_lm.ops.runtime.documents import (
 from cat_lm.ops.runtime.flops import flops
 
 
+class ConvolutionOptions(TypedDict, total=False):
+    """Keyword arguments of the three convolutions; `convolve` says what they are."""
+
+    document_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    initial_state: Tensor | None
+    return_state: bool
+    backend: str
+
+
 def head_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Unpack[ConvolutionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each head.
 
@@ -32,13 +42,13 @@ def head_conv(
 
     Args:
         filters: [H, W], lag 0 first.
-        options: the keyword arguments of `convolve`, as are the other arguments and the results.
+        x, bias, options: as in `convolve`, whose results and errors these are.
     """
     return convolve("head", x, filters, bias, **options)
 
 
 def depthwise_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Unpack[ConvolutionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time, with one filter for each channel.
 
@@ -49,13 +59,13 @@ def depthwise_conv(
 
     Args:
         filters: [H, D, W], lag 0 first.
-        options: the keyword arguments of `convolve`, as are the other arguments and the results.
+        x, bias, options: as in `convolve`, whose results and errors these are.
     """
     return convolve("depthwise", x, filters, bias, **options)
 
 
 def multihead_conv(
-    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Any
+    x: Tensor, filters: Tensor, bias: Tensor | None = None, **options: Unpack[ConvolutionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution along time that mixes heads, with one filter for each pair of heads.
 
@@ -63,7 +73,7 @@ def multihead_conv(
 
     Args:
         filters: [W, H, H]: lag (0 first), output head, input head.
-        options: the keyword arguments of `convolve`, as are the other arguments and the results.
+        x, bias, options: as in `convolve`, whose results and errors these are.
     """
     return convolve("multihead", x, filters, bias, **options)
 

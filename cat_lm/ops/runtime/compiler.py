@@ -84,10 +84,15 @@ def _load(sources: Sources) -> Library:
     try:
         path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_own(path.parent)
         with contextlib.suppress(OSError):  # absent, damaged on disk or not this user's
+            _check_own(path.parent)
             _check_own(path)
             return Library(ctypes.CDLL(str(path)), f"{path} was built before")
+        # Other parts of the cache may have made the folder, writable for the user's group.
+        status = path.parent.stat()
+        if {status.st_uid, path.parent.lstat().st_uid} == {os.geteuid()}:
+            path.parent.chmod(status.st_mode & 0o777 & ~_OTHERS_WRITE)
+        _check_own(path.parent)
         build(sources, compiler, flags, path)
         _check_own(path)
         return Library(ctypes.CDLL(str(path)), f"{path} was built by {compiler}")

@@ -30,7 +30,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
-        return f"it computes cuda tensors, not {device.type} tensors"
+        return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
     if dtype not in DTYPES:
         return f"it sums in fp32, which is too coarse for {dtype}"
     return None

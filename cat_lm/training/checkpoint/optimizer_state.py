@@ -194,7 +194,10 @@ def optimizer_step(engine: Trained) -> int:
     It is the same number for all parameters: each has a gradient in every step.
     """
     states = (engine.optimizer.state.get(tensor) for tensor in stepped_tensors(engine))
-    return next((int(state["step"]) for state in states if state), 0)
+    steps = {int(state["step"]) for state in states if state}
+    if len(steps) > 1:
+        raise RuntimeError(f"parameters have taken different numbers of steps: {sorted(steps)}")
+    return steps.pop() if steps else 0
 
 
 def state_file(rank: int) -> str:

@@ -110,8 +110,9 @@ class Probe:
             text = f"cannot be written to: {where}: {describe_os_error(error)}"
             raise file_error(text, error) from None
         if not is_seen:
-            if not existed:
-                os.rmdir(self.folder)  # It is this host's own.
+            if not existed:  # The folder is this host's own, or that of hosts like it.
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.folder)
             raise UserError(
                 f"is not the folder that rank 0 writes to on {self.host}; "
                 "choose one on a file system that all nodes share"
@@ -224,11 +225,18 @@ def keep_triton_cache_here() -> None:
 def versions(on_gpu: bool) -> dict[str, str]:
     """Return everything whose difference between ranks may change results or break collectives."""
     found = {"python": platform.python_version(), "cat_lm": __version__, "code": code_hash()}
-    found |= {name: metadata.version(name) for name in PACKAGES}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # such as a checkout on the path
+            found[name] = "absent"
     found |= {f"the plugin {name}": code for name, code in plugins.describe().items()}
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        # Some images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: ten bits where fp32 has 23.
+        is_exact = torch.get_float32_matmul_precision() == "highest"
+        found["fp32 products"] = "exact" if is_exact else "TF32"
     return found
 
 

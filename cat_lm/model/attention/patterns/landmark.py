@@ -89,7 +89,10 @@ class Landmark(Pattern):
             errors.append(f"{way}: says nothing with model.attention_options.top_k=0")
         learns = bool(options["filter"] == "learned" or options["filter_state"])
         if learns and loss not in TAUGHT:
-            problem = "gives the landmarks' parameters no gradient; use guided, or filter=box"
+            problem = (
+                "gives the landmarks' parameters no gradient; use guided, or "
+                "attention_options.filter=box"
+            )
             errors.append(f"{way}: {problem}")
         if loss == CALIBRATE and not learns:
             problem = "a fixed filter learns nothing; use attention_options.filter=learned"
