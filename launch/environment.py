@@ -43,6 +43,9 @@ UV_SETTINGS = {
     "proxy": "ALL_PROXY",
 }
 
+# Settings that change what is installed and that uv does not take from variables.
+ONLY_OF_PIP = ("no-index", "no-binary", "only-binary", "pre", "require-hashes")
+
 # Patterns of pip's output and what they mean; the first that is found is the reason of a failure.
 REASONS = (
     (r"No space left on device|Disk quota exceeded", "the disk is full"),
@@ -257,11 +260,15 @@ def create(system_site_packages: bool) -> None:
 def remove_half_installed() -> None:
     """Remove the metadata of packages whose installation or removal was cut off.
 
-    Installers write RECORD last; without it, they would take the package for a whole one. The
-    names that begin with ~ are what pip moved aside during a removal.
+    pip writes RECORD last, uv INSTALLER; they would take such a package for a whole one. The names
+    that begin with ~ are what pip moved aside during a removal.
     """
     for site_packages in VENV.glob("lib/python*/site-packages"):
-        cut_off = [m for m in site_packages.glob("*.dist-info") if not (m / "RECORD").is_file()]
+        cut_off = [
+            metadata
+            for metadata in site_packages.glob("*.dist-info")
+            if not all((metadata / name).is_file() for name in ("RECORD", "INSTALLER"))
+        ]
         for leftover in (*cut_off, *site_packages.glob("~*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
@@ -298,13 +305,19 @@ def write_requirements(kept_torch: str | None, has_triton: bool) -> None:
 
 
 def uv_settings() -> dict[str, str]:
-    """Return variables that make uv use the indexes and certificates of pip's configuration."""
+    """Return variables that make uv use the indexes and certificates of pip's configuration.
+
+    Raises:
+        EnvironmentFailed: the configuration has a setting that uv would not follow.
+    """
     pip_config = [str(VENV_PYTHON), "-m", "pip", "config", "list"]
     listed = subprocess.run(pip_config, capture_output=True, text=True).stdout
     settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip chooses among indexes
     # From the weakest to the strongest, as pip has it.
     for section in ("global", "install", ":env:"):
         for name, value in re.findall(rf"^{section}\.([\w-]+)='(.*)'$", listed, re.MULTILINE):
+            if name in ONLY_OF_PIP:
+                raise EnvironmentFailed(f"uv does not know pip's setting {name}")
             if variable := UV_SETTINGS.get(name):
                 separator = "," if variable == "UV_FIND_LINKS" else " "
                 settings[variable] = separator.join(value.replace("\\n", " ").split())
@@ -327,8 +340,10 @@ def install_packages(kept_torch: str | None) -> None:
     # DeepSpeed's source distribution would otherwise look for a CUDA toolkit.
     plain = {"DS_BUILD_OPS": "0"}
     try:
-        run_logged([*pip, f"uv=={pins()['uv']}"], "uv cannot be had")
-        run_logged([*uv, *requirements], "uv failed", **plain, **uv_settings())
+        settings = uv_settings()
+        once = ["--retries", "0", "--timeout", "15"]  # pip tries again below
+        run_logged([*pip, *once, f"uv=={pins()['uv']}"], "uv cannot be had")
+        run_logged([*uv, *requirements], "uv failed", **plain, **settings)
     except EnvironmentFailed as error:
         print(f"{error}; pip installs instead ...", end=" ", flush=True)
         # Relative paths, because pip splits the variables at spaces.

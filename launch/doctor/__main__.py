@@ -132,7 +132,7 @@ def parser() -> Parser:
         type=whole_numbers(numbers.RANKS, "8,16,32", distinct=True),
         metavar="N[,N…]",
         help="look at the run on so many ranks, of which none is started, instead of at this "
-        "machine: batch, samples, memory, schedule, checkpoints; several: a table of "
+        "machine: batch, memory, schedule, checkpoints; several: a table of "
         "what they cost",
     )
     add("--device", metavar="NAME", help="that the ranks have, for costs: h100, h200, a100, …")

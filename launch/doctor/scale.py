@@ -46,7 +46,7 @@ class Scale:
 
 def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:
     """Yield whether nodes and global batch divide, and what a rank computes."""
-    from cat_lm.training.preflight.__init__ import batch_advice
+    from cat_lm.training.preflight import batch_advice
 
     (ranks,), per_node = asked.ranks, asked.gpus_per_node
     nodes, problem = max(1, ranks // per_node), None

@@ -99,6 +99,7 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
 def check_inputs(parsed: argparse.Namespace) -> None:
     """Raises UserError for a source or tokenizer that is not there, before it has queued."""
     from cat_lm.data.tokenizers import check_spec
+
     check_spec(parsed.tokenizer)
     for name in ("path", "validation_path"):
         path = getattr(parsed, name)

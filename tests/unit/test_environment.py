@@ -142,9 +142,11 @@ def test_interrupted_moved_or_torchless_is_not_current(project, monkeypatch):
 
 def test_half_installed_packages_are_forgotten(project):
     site_packages = project / ".venv" / "lib" / "python3.11" / "site-packages"
-    for name in ("whole-1.0.dist-info", "half-1.0.dist-info", "~olf"):
+    for name in ("whole-1.0.dist-info", "half-1.0.dist-info", "uv-1.0.dist-info", "~olf"):
         (site_packages / name).mkdir(parents=True)
-    (site_packages / "whole-1.0.dist-info" / "RECORD").touch()
+    for name in ("whole-1.0.dist-info/RECORD", "whole-1.0.dist-info/INSTALLER"):
+        (site_packages / name).touch()
+    (site_packages / "uv-1.0.dist-info/RECORD").touch()  # uv was killed before INSTALLER
     environment.remove_half_installed()
     assert [path.name for path in site_packages.iterdir()] == ["whole-1.0.dist-info"]
 
@@ -180,6 +182,14 @@ def test_uv_installs_from_the_indexes_of_pip(commands, monkeypatch, tmp_path):
     assert variables["UV_INDEX"] == "http://two/simple http://three/simple"
     assert variables["UV_FIND_LINKS"] == "/a,/b,c"
     assert variables["UV_CONSTRAINT"].split()[0] == ".venv/constraints.txt"
+
+
+@pytest.mark.parametrize("setting", ["NO_INDEX", "ONLY_BINARY"])
+def test_pip_installs_where_uv_would_not_follow_its_configuration(commands, monkeypatch, setting):
+    monkeypatch.setenv(f"PIP_{setting}", "1")
+    environment.install_packages(None)
+    ((arguments, _),) = commands
+    assert arguments[1:4] == ["-m", "pip", "install"] and "-r" in arguments
 
 
 def test_a_kept_torch_is_not_installed_again_as_a_dependency(commands):

@@ -348,6 +348,14 @@ class TestCatalog:
         assert targets == [0, 1, 0, 1] and len(requests) == 8
         assert source.records["mine"]["revision"] is None
         assert "mine" in Catalog(["mine", "ai2_arc"], tmp_path / "definitions").specs
+        assert source.records["mine"]["files"] == {"test": str(rows / "mine.jsonl")}
+        (rows / "mine.jsonl").unlink()
+        with pytest.raises(UserError, match=r"task mine: the files that .*mine\.jsonl.* cannot be"):
+            catalog.load("mine", Hub())
+        again = "\n".join(definition).replace("task: mine", "task: piqa")
+        (tmp_path / "definitions/again.yaml").write_text(again)
+        with pytest.raises(UserError, match=r"again\.yaml defines piqa, a task of table2"):
+            Catalog(["mine"], tmp_path / "definitions")
 
 
 class FakeHub:

@@ -100,6 +100,10 @@ def _manager(wanted: Sequence[str], include: Path | None) -> TaskManager:
     folders = [*(root / name for name in _TABLE2_FOLDERS), *own]
     few = TaskManager(include_defaults=False, include_path=folders)
     entries = [few.task_index.get(name) for name in wanted]
+    for name in table2.TASKS:
+        place = few.task_index[name].yaml_path
+        if place is not None and not place.is_relative_to(root):
+            raise UserError(f"--include-path: {place} defines {name}, a task of table2; rename it")
     # A group or tag may have tasks in other folders too.
     known = all(entry is not None and entry.kind.name == "TASK" for entry in entries)
     return few if known else _whole_manager(include)

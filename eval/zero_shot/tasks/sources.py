@@ -166,6 +166,11 @@ class Hub:
             found = self._load(path, name, options)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if path in FILE_FORMATS or Path(path).exists():
+                raise UserError(
+                    f"task {config.task}: the files that its definition names ({options or path}) "
+                    f"cannot be read: {reason}"
+                ) from error
             raise UserError(
                 f"task {config.task}: {path} cannot be had from the Hub ({reason}); with files on "
                 f"this machine give --data-dir DIR (DIR/{config.task}.jsonl), or write such a "
@@ -178,6 +183,8 @@ class Hub:
             "split": needed_splits(config)[0],
             "revision": self.revisions[path],
         }
+        if files := options.get("data_files"):
+            self.records[config.task]["files"] = files
         return found
 
     def describe(self, task: str) -> str:
