@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import short
@@ -17,14 +17,22 @@ from cat_lm.core.readers import short
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
-    from eval.zero_shot.tasks.sources import Source
-
 HIDDEN = "the answer is hidden, as in test splits of the Hub; such rows cannot be scored"
 _HIDDEN_VALUES = (-1, "-1", "", None)
 
 
+class Places(Protocol):
+    """Names the places of rows in messages."""
+
+    def describe(self, task: str) -> str:
+        """Return the place of a task's rows."""
+
+    def place(self, task: str, split: str, number: int) -> str:
+        """Return the place of a split's row, counted from 0."""
+
+
 def check_answers(
-    task: ConfigurableTask, source: Source, splits: Sequence[str], limit: int | None
+    task: ConfigurableTask, source: Places, splits: Sequence[str], limit: int | None
 ) -> None:
     """Check what the definition makes of the rows that will be scored or shown as examples.
 
@@ -41,7 +49,7 @@ def check_answers(
 
 
 def _check(
-    task: ConfigurableTask, source: Source, split: str, rows: Sequence[Any], limit: int | None
+    task: ConfigurableTask, source: Places, split: str, rows: Sequence[Any], limit: int | None
 ) -> None:
     name = task.config.task
     for number, row in itertools.islice(enumerate(rows), limit):

@@ -30,14 +30,14 @@ from cat_lm.core.readers import (
     read_json,
     read_json_lines,
 )
-from eval.zero_shot.tasks.rows import check_answers
+from eval.zero_shot.tasks.rows import Places, check_answers
 
 MANIFEST = "manifest.json"
 # What a definition names in the place of a dataset of the Hub, with files of its own.
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 
 
-class Source(Protocol):
+class Source(Places, Protocol):
     """Gets the rows of tasks.
 
     Attributes:
@@ -48,12 +48,6 @@ class Source(Protocol):
 
     def splits(self, config: TaskConfig, options: Mapping[str, Any]) -> Mapping[str, Dataset]:
         """Split name -> rows; at least those of `needed_splits`."""
-
-    def describe(self, task: str) -> str:
-        """The place of a task's rows, for messages."""
-
-    def place(self, task: str, split: str, number: int) -> str:
-        """The place of a split's row, counted from 0, for messages."""
 
 
 def needed_splits(config: TaskConfig) -> list[str]:
