@@ -253,6 +253,32 @@ def _leads_up(target: Path, way: Sequence[Path]) -> bool:
     return any(folder.is_relative_to(target) for folder in way)
 
 
+def matches(pattern: str) -> Iterator[Path]:
+    """Yield what a glob matches; ** goes through folders as `_below` does.
+
+    The library's goes on through links to folders above, where there are two for ever.
+    """
+    pieces = Path(pattern).parts
+    if "**" not in pieces:
+        yield from map(Path, glob.iglob(pattern))
+        return
+    cut = pieces.index("**")
+    for top in map(Path, glob.glob(os.path.join(*pieces[:cut], "") or "./")):
+        for file in _below(top):
+            if _fits(file.relative_to(top).parts, pieces[cut:]):
+                yield file
+
+
+def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
+    """Return True if a path's names are what a pattern's pieces stand for, ** for any number."""
+    if not pieces:
+        return not names
+    if pieces[0] == "**":
+        rests = (names[start:] for start in range(len(names) + 1))
+        return len(pieces) == 1 or any(_fits(rest, pieces[1:]) for rest in rests)
+    return bool(names) and fnmatch.fnmatchcase(names[0], pieces[0]) and _fits(names[1:], pieces[1:])
+
+
 def find_files(path: str, flag: str) -> Found:
     """Find the files that `path` (a file, folder or glob) stands for, with names relative to it.
 
@@ -270,7 +296,7 @@ def find_files(path: str, flag: str) -> Found:
     if root.is_dir():
         candidates = _below(root)
     else:
-        candidates = [Path(name) for name in glob.iglob(path, recursive=True)]
+        candidates = list(matches(path))
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")

@@ -99,13 +99,14 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
 def check_inputs(parsed: argparse.Namespace) -> None:
     """Raises UserError for a source or tokenizer that is not there, before it has queued."""
     from cat_lm.data.tokenizers import check_spec
+    from data_prep.sources.local import matches
 
     check_spec(parsed.tokenizer)
     for name in ("path", "validation_path"):
         path = getattr(parsed, name)
         if not path or path.startswith("hub:") or os.path.exists(path):
             continue
-        if next(glob.iglob(path, recursive=True), None) is None:
+        if next(matches(path), None) is None:
             raise UserError(f"--{name.replace('_', '-')} {path}: no such file or folder")
 
 

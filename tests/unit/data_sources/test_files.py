@@ -104,17 +104,36 @@ def test_folders_behind_links_are_read_and_links_to_folders_above_end(tmp_path):
         texts("files", root)
 
 
+def test_globs_follow_links_but_not_to_folders_above(tmp_path, monkeypatch):
+    there, root = tmp_path / "other disk", tmp_path / "mirror"
+    for folder in (there, root / "chunk1"):
+        folder.mkdir(parents=True)
+        (folder / "a.jsonl").write_bytes(json_lines([folder.name]))
+    (root / "chunk2").symlink_to(there)
+    (root / "chunk1" / "up").symlink_to(root)
+    (there / "here").symlink_to(there)
+    source = open_source("files", f"{root}/**/*.jsonl", Reading())
+    assert names(source) == ["chunk1/a.jsonl", "chunk2/a.jsonl"]
+    # Who names the link means it.
+    assert texts("files", f"{root}/*/up/chunk1/*.jsonl") == ["chunk1"]
+    assert texts("files", f"{root}/**/chunk?/**/**") == ["chunk1", "other disk"]
+    assert texts("files", f"{root}/chunk1/up/**/a.jsonl") == ["chunk1", "other disk"]
+    monkeypatch.chdir(root)
+    assert texts("files", "**/a.jsonl") == ["chunk1", "other disk"]
+
+
 def test_links_that_lead_to_each_other_are_followed_once(tmp_path):
     """Neither folder lies above the other."""
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.jsonl").write_bytes(json_lines([name]))
         (tmp_path / name / "other").symlink_to(f"../{other}")
-    source = open_source("files", str(tmp_path), Reading())
-    assert names(source) == ["a/other/x.jsonl", "a/x.jsonl"]
-    assert source.left_out[0].names == (
-        *("b/other/x.jsonl is a/x.jsonl", "b/x.jsonl is a/other/x.jsonl"),
-    )
+    for path in (tmp_path, tmp_path / "**/*.jsonl"):
+        source = open_source("files", str(path), Reading())
+        assert names(source) == ["a/other/x.jsonl", "a/x.jsonl"]
+        assert source.left_out[0].names == (
+            *("b/other/x.jsonl is a/x.jsonl", "b/x.jsonl is a/other/x.jsonl"),
+        )
 
 
 @pytest.mark.parametrize(("number", "kind"), [("ESTALE", TemporaryError), ("EACCES", UserError)])
