@@ -21,7 +21,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -166,7 +166,6 @@ class OutputFolder:
         if not (differing := _differing(found, identity)):
             for split in SPLITS:
                 open_corpus(self.out, split)  # an error where a shard is gone or cut short
-            self._tidy_complete(identity)
             return True
         # One that --overwrite has begun goes on without it.
         record = self.read() if is_marked(self.staging) else None
@@ -178,15 +177,17 @@ class OutputFolder:
             "give --overwrite"
         )
 
-    def _tidy_complete(self, identity: dict) -> None:
+    def tidy_complete(self, identity: dict) -> None:
+        """Remove what a kill has left beside complete data, unless a preparation runs there."""
         if not is_marked(self.staging) or not os.access(self.out, os.W_OK):
             return  # of a mount that is only read, or somebody else's
-        try:
+        lock = self.out / LOCK
+        # A record that cannot be read is a file of somebody else's.
+        with suppress(Busy, PermissionError, UserError), hold(lock, wait=False) as held:
             record = self.read()
-        except UserError:
-            return  # a file of that name is somebody else's
-        if record is None or not _differing(record.identity, identity):
-            OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
+            if held.error is None and (not record or not _differing(record.identity, identity)):
+                OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
+            _remove_empty(lock)
 
     def read(self) -> Preparation | None:
         """Read the record of an unfinished preparation; return None where there is none.
@@ -274,13 +275,21 @@ class OutputFolder:
                     "move it away"
                 )
 
-    def publish(self) -> None:
+    def publish(self, identity: dict) -> bool:
         """Move a result that is whole into its place, where earlier data make room for it.
 
-        What a kill interrupts, the next call completes.
+        What a kill interrupts, the next call completes. Returns True if this call, or one that was
+        killed behind its last move, has put the data that `identity` asks for into their place.
         """
-        if not is_marked(self.staging) or not (self.staging / MANIFEST).is_file():
-            return
+        if not is_marked(self.staging):
+            return False
+        if (self.staging / MANIFEST).is_file():
+            self._move_up()
+        elif os.path.lexists(self.staging / RECORD) or not (self.out / MANIFEST).is_file():
+            return False
+        return not _differing(read_manifest(self.out).get("arguments", {}), identity)
+
+    def _move_up(self) -> None:
         made = finished_files(self.staging, read_manifest(self.staging))
         made = [name for name in made if (self.staging / name).is_file()]
         replaced, current = self.staging / REPLACED, self.out / MANIFEST
@@ -299,6 +308,7 @@ class OutputFolder:
             (self.out / name).parent.mkdir(exist_ok=True)
             os.replace(self.staging / name, self.out / name)
         sync_directory(self.out)
+        (self.staging / RECORD).unlink(missing_ok=True)  # which would tell of unfinished work
 
     def remove(self) -> None:
         """Remove an unfinished preparation. Raises UserError where something else is in it."""

@@ -8,6 +8,8 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,35 +71,46 @@ def prepare(arguments: argparse.Namespace) -> None:
     )
     identity = _identity(arguments, source)
     folder = OutputFolder.of(arguments.out, arguments.scratch)
-    if _is_complete(folder, identity, arguments):  # which may lie where nothing can be written
-        return
-    if arguments.estimate:
+    is_complete = folder.is_complete(identity, arguments.overwrite)
+    if not is_complete and arguments.estimate:
         _estimate(arguments, source, folder)
         return
-    check_output(arguments.out)
-    if arguments.scratch is not None:
-        check_output(arguments.scratch, "--scratch")
-    with folder.locked(shared=arguments.stage == "encode"), disk_errors(arguments.out):
-        with folder.setup_lock():
-            folder.publish()  # what a kill interrupted
-            if _is_complete(folder, identity, arguments):
-                return
-            together = arguments.stage != "all" and arguments.scratch is not None
-            folder.take_up(identity, arguments.overwrite, together)
-        try:
-            job = _set_up(arguments, source, folder)
-            _run(arguments, job, identity, folder)
-        except UserError as error:
-            if _is_worthless(error, arguments, folder):
-                folder.tidy()
-            raise
-
-
-def _is_complete(folder: OutputFolder, identity: dict, arguments: argparse.Namespace) -> bool:
-    is_complete = folder.is_complete(identity, arguments.overwrite)
+    if not is_complete:  # Complete data may lie where nothing can be written.
+        check_output(arguments.out)
+        if arguments.scratch is not None:
+            check_output(arguments.scratch, "--scratch")
+        with folder.locked(shared=arguments.stage == "encode"), disk_errors(arguments.out):
+            is_complete = _prepare(arguments, source, folder, identity)
     if is_complete:
+        folder.tidy_complete(identity)
         print(f"{folder.out}: already complete with these arguments, nothing to do")
-    return is_complete
+
+
+def _prepare(
+    arguments: argparse.Namespace, source: Source, folder: OutputFolder, identity: dict
+) -> bool:
+    """Do the work; return True if it was done already. The folder is locked."""
+    with folder.setup_lock():
+        # What a kill interrupted is completed first.
+        if folder.publish(identity) or folder.is_complete(identity, arguments.overwrite):
+            return True
+        together = arguments.stage != "all" and arguments.scratch is not None
+        folder.take_up(identity, arguments.overwrite, together)
+        with _tidied_if_worthless(arguments, folder):
+            job = _set_up(arguments, source, folder)
+    with _tidied_if_worthless(arguments, folder):
+        _run(arguments, job, identity, folder)
+    return False
+
+
+@contextmanager
+def _tidied_if_worthless(arguments: argparse.Namespace, folder: OutputFolder) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if _is_worthless(error, arguments, folder):
+            folder.tidy()
+        raise
 
 
 def _is_worthless(error: UserError, arguments: argparse.Namespace, folder: OutputFolder) -> bool:
@@ -115,16 +128,15 @@ def _is_worthless(error: UserError, arguments: argparse.Namespace, folder: Outpu
 def _set_up(arguments: argparse.Namespace, source: Source, folder: OutputFolder) -> Job:
     """Make the plan, or take up the one that is there; then print the estimates."""
     start = time.monotonic()
-    with folder.setup_lock():
-        if arguments.stage != "encode":
-            folder.remove_unfinished_files()
-        plan = Plan.load(folder.work, folder.staging / TOKENIZER)
-        made = _plan(arguments, source, folder.staging / TOKENIZER, plan)
-        job = _job(arguments, source, made, folder)
-        if not (folder.work / ASSEMBLY).is_file():
-            check_disk(job, arguments.shard_tokens)
-        if made != plan:
-            made.save(folder.work)
+    if arguments.stage != "encode":
+        folder.remove_unfinished_files()
+    plan = Plan.load(folder.work, folder.staging / TOKENIZER)
+    made = _plan(arguments, source, folder.staging / TOKENIZER, plan)
+    job = _job(arguments, source, made, folder)
+    if not (folder.work / ASSEMBLY).is_file():
+        check_disk(job, arguments.shard_tokens)
+    if made != plan:
+        made.save(folder.work)
     info, seconds = made.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")
     print_estimate(job, arguments)
@@ -219,7 +231,7 @@ def assemble(job: Job, folder: OutputFolder, identity: dict, arguments: argparse
     tokenizer, dtype, source = job.plan.tokenizer, job.plan.dtype, job.encoding.source
     manifest = build_manifest(identity, tokenizer, dtype, assembly, shards, counts, source.left_out)
     write_json(job.staging / MANIFEST, manifest)
-    folder.publish()
+    folder.publish(identity)
     folder.tidy()
     print_summary(manifest, arguments.source == "slimpajama")
     print(f"{folder.out}: complete (assembled in {time.monotonic() - start:.1f} s)")
