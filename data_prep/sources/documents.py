@@ -217,19 +217,22 @@ def _read_text(
     pieces: Iterable[str], name: str, separator: str | None
 ) -> Iterator[Record | Malformed]:
     """Yield the documents of a text; its file may be larger than memory, no document may be."""
+    held: list[str] = []  # of a document, before `text`, in which a separator may begin
     text, begin = "", None  # what a document that is too large begins with
     for piece in pieces:
         *texts, text = (text + piece).split(separator) if separator else [text + piece]
         for whole in texts:
-            yield _ended(name, whole, begin)
-            begin = None
-        if len(text) > MAX_DOCUMENT + len(separator or ""):
-            begin = text[:SHOWN] if begin is None else begin
+            yield _ended(name, "".join((*held, whole)), begin)
+            held, begin = [], None
+        cut = max(0, len(text) - len(separator or " ") + 1)
+        held.append(text[:cut])
+        text = text[cut:]
+        if sum(map(len, held)) > MAX_DOCUMENT:
+            begin = "".join(held)[:SHOWN] if begin is None else begin
             if separator is None:
                 break  # which the rest of the file, perhaps hundreds of gigabytes, does not mend
-            # The next piece may complete a separator that the last characters begin.
-            text = text[len(text) - len(separator) + 1 :]
-    yield _ended(name, text, begin)
+            held = []
+    yield _ended(name, "".join((*held, text)), begin)
 
 
 def _ended(name: str, text: str, begin: str | None) -> Record | Malformed:
