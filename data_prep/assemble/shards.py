@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -218,7 +219,7 @@ class Assembly:
     empty: int
     malformed: int
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Return the identity of the shards: everything that decides them."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()

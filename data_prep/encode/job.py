@@ -35,6 +35,7 @@ class Job:
     workers: int
     held_out_below: int
     _records: dict[int, dict] = field(default_factory=dict)
+    _checked: set[int] = field(default_factory=set)  # parts that this process has made or read
 
     @property
     def work(self) -> Path:
@@ -56,6 +57,7 @@ class Job:
         self.plan.save(self.work)
         self.encoding = dataclasses.replace(self.encoding, coverage=coverage)
         self._records.clear()
+        self._checked.clear()
 
     def encode(self, units: list[Unit]) -> None:
         """Make all parts of these units that are not there yet and are needed."""
@@ -72,6 +74,7 @@ class Job:
                 encode_unit, self._tasks(todo), processes, progress.update, threads
             ):
                 self._records[number] = record
+                self._checked.add(number)
 
     def _tasks(self, units: list[Unit]) -> Iterator[tuple[Encoding, Unit]]:
         for unit in units:
@@ -102,14 +105,16 @@ class Job:
             print(f"{damaged} damaged parts are made again", flush=True)
 
     def _remove_damaged(self, units: list[Unit]) -> int:
-        records = {unit.number: self.record(unit) for unit in units}
+        records = {u.number: self.record(u) for u in units if u.number not in self._checked}
         tasks = [(self.work, number, record["sha256"]) for number, record in records.items()]
         total = sum(sum(record["bytes"].values()) for record in records.values())
         damaged = 0
         with TextProgress("checking parts", total, "of parts") as progress:
             workers = max(1, min(self.workers, len(tasks)) if total > SMALL_BYTES else 1)
             for number, is_whole in run_tasks(check_part, tasks, workers, progress.update):
-                if not is_whole:
+                if is_whole:
+                    self._checked.add(number)
+                else:
                     damaged += 1
                     self.remove(number)
         return damaged
@@ -123,3 +128,4 @@ class Job:
         """Remove a part, or its files of some kinds."""
         remove_part(self.work, unit, *([kinds] if kinds else []))
         self._records.pop(unit, None)
+        self._checked.discard(unit)
