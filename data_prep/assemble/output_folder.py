@@ -304,11 +304,13 @@ class OutputFolder:
         if earlier:
             remove_files(self.out, earlier)
             remove_files(self.staging, [f"{REPLACED}/{MANIFEST}"])
-        for name in (*made, MANIFEST):
+        for name in made:
             (self.out / name).parent.mkdir(exist_ok=True)
             os.replace(self.staging / name, self.out / name)
+        # Behind the last move it would tell of unfinished work.
+        (self.staging / RECORD).unlink(missing_ok=True)
+        os.replace(self.staging / MANIFEST, current)
         sync_directory(self.out)
-        (self.staging / RECORD).unlink(missing_ok=True)  # which would tell of unfinished work
 
     def remove(self) -> None:
         """Remove an unfinished preparation. Raises UserError where something else is in it."""

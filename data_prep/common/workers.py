@@ -16,10 +16,22 @@ from typing import Any, NoReturn
 from cat_lm.core.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
-WORKERS_PER_CORE = 8  # of which some may wait for a network at once
+WORKERS_PER_CORE = 8
 POLL_SECONDS = 0.5  # between looks at the bytes that workers have counted
 SIGNAL_SECONDS = 1.0  # for a signal to a whole job to reach this process, too
 _counter: Any = None  # of a worker: the bytes that all of them have done
+
+
+def useful_workers(asked: int) -> int:
+    """Return --workers, or as many as this machine's cores can keep busy; print where it is less.
+
+    Of several for each core, some may wait for a network at once.
+    """
+    cores = len(os.sched_getaffinity(0))
+    most = WORKERS_PER_CORE * cores
+    if asked > most:
+        print(f"note: --workers {asked}: {most} are of use on {cores} cores")
+    return min(asked, most)
 
 
 def run_tasks(
@@ -47,7 +59,6 @@ def run_tasks(
         for task in tasks:
             yield work(task, progress)
         return
-    workers = min(workers, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("spawn")  # the tokenizers' threads do not survive a fork
     counter = context.Value("q")
     pool = ProcessPoolExecutor(workers, context, _begin, (counter, threads))

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from cat_lm.core.errors import UserError
-from data_prep.common import workers as workers_module
-from data_prep.common.workers import run_tasks
+from data_prep.common.workers import run_tasks, useful_workers
 
 
 def square(number, report):
@@ -58,15 +57,8 @@ def test_tasks_are_taken_when_a_worker_is_free():
     results.close()
 
 
-def test_workers_are_capped_by_cores(monkeypatch):
-    asked = []
-
-    def pool(workers, *_):
-        asked.append(workers)
-        raise RuntimeError("enough")
-
-    monkeypatch.setattr(workers_module, "ProcessPoolExecutor", pool)
+def test_workers_are_capped_by_cores(monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    with pytest.raises(RuntimeError, match="enough"):
-        list(run_tasks(square, range(9), 4096, print))
-    assert asked == [workers_module.WORKERS_PER_CORE]
+    assert useful_workers(8) == 8 and not capsys.readouterr().out
+    assert useful_workers(4096) == 8
+    assert capsys.readouterr().out == "note: --workers 4096: 8 are of use on 1 cores\n"
