@@ -130,7 +130,9 @@ def print_counts(manifest: dict) -> None:
     for split, counts in manifest["splits"].items():
         print(
             f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-            f"{counts['bytes']:,} bytes of text, {len(counts['shards'])} shards"
+            f"{counts['bytes']:,} bytes of text, "
+            f"{counts['bytes'] / max(1, counts['tokens']):.2f} bytes a token, "
+            f"{len(counts['shards'])} shards"
         )
     total = manifest["splits"]["train"]["tokens"]
     for name, by_split in manifest["sources"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ from data_prep.assemble.shards import (
 )
 from data_prep.common.amounts import Limit, SelectionSpec
 from data_prep.common.progress import TextProgress
-from data_prep.common.workers import run_tasks
+from data_prep.common.workers import run_tasks, useful_workers
 from data_prep.encode.encoding import Encoding, Rules
 from data_prep.encode.estimate import check_disk, print_estimate
 from data_prep.encode.job import Job
@@ -140,7 +141,9 @@ def _set_up(arguments: argparse.Namespace, source: Source, folder: OutputFolder)
     info, seconds = made.tokenizer, time.monotonic() - start
     print(f"tokenizer: {info.kind}, {info.vocab_size} ids ({seconds:.1f} s)")
     print_estimate(job, arguments)
-    print(*source.notes(made.validation_fraction), sep="\n", flush=True)
+    for note in source.notes(made.validation_fraction):
+        print(note)
+    sys.stdout.flush()
     return job
 
 
@@ -202,7 +205,7 @@ def _job(arguments: argparse.Namespace, source: Source, plan: Plan, folder: Outp
         units=units_of(source),
         plan=plan,
         spec=SelectionSpec.of(arguments),
-        workers=arguments.workers,
+        workers=useful_workers(arguments.workers),
         held_out_below=rules.held_out_below(source),
     )
 
@@ -212,7 +215,8 @@ def _estimate(arguments: argparse.Namespace, source: Source, folder: OutputFolde
         plan = _plan(arguments, source, Path(temporary) / TOKENIZER, None)
     job = _job(arguments, source, plan, folder)
     print_estimate(job, arguments)
-    print(*source.notes(arguments.validation_fraction), sep="\n")
+    for note in source.notes(arguments.validation_fraction):
+        print(note)
     check_disk(job, arguments.shard_tokens)
 
 
@@ -246,6 +250,7 @@ def _decide(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> As
     while True:
         units = job.complete_parts(job.units)
         seen, empty, malformed = _met(job, units)
+        folder.check_free([MALFORMED] if malformed else [])
         _check_input(job, units, seen, empty, malformed, arguments)
         parts = job.parts(units, sorted(seen))
         try:

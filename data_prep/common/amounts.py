@@ -55,8 +55,8 @@ def numbers_by_set(text: str) -> dict[str, str]:
         good = _match(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", number) and Fraction(number) > 0
         if not name or not equals or not good or name in found:
             raise ValueError(
-                f"has {clipped(item.strip())!r}, which is not SET=NUMBER with a positive number, "
-                "each set once (such as RedPajamaC4=0.6,RedPajamaBook=0.4)"
+                "must be SET=NUMBER with a positive number, each set once (such as "
+                f"RedPajamaC4=0.6,RedPajamaBook=0.4), which {clipped(item.strip())!r} is not"
             )
         found[name] = number
     return dict(sorted(found.items()))

@@ -50,7 +50,7 @@ def refused(file, out, *given, **options):
 def test_splits_are_the_bytes_that_are_named(file, tmp_path, capsys):
     out = run(file, tmp_path / "out")
     said = capsys.readouterr().out
-    assert "test: 1 documents, 501 tokens, 500 bytes of text, 1 shards" in said
+    assert "test: 1 documents, 501 tokens, 500 bytes of text, 1.00 bytes a token, 1 shards" in said
     assert f"left out: the last {len(TEXT) - 2003:,} bytes of {file}" in said
     for split, start, stop in zip(
         ("train", "validation", "test"), BORDERS, BORDERS[1:], strict=False
