@@ -22,7 +22,7 @@ HELP = {
     "--context-length": "length of the windows whose edges are shown (default: 2048)",
     "--no-checksums": "check sizes, headers and counts only",
     "--no-duplicates": "do not look for documents with the same tokens (that reads all shards once "
-    "more and takes 8 bytes of --scratch and of memory for each document)",
+    "more and takes 8 bytes of --scratch for each document)",
     "--fail-on-duplicates": "exit with 1 where a validation document is in train (across), or any "
     "document occurs twice (any)",
     "--workers": "processes that read shards (default: all cores)",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
@@ -57,11 +59,11 @@ def inspect(options: argparse.Namespace) -> bool:
     if not problems:
         findings["document_lengths"] = _show_contents(options, corpora)
         if not options.no_duplicates:
-            found = find_duplicates(corpora, options.workers, options.scratch)
-            findings["duplicates"] = _describe_duplicates(found)
-            _print_duplicates(findings["duplicates"], corpora)
+            tables = find_duplicates(corpora, options.workers, options.scratch)
+            findings["duplicates"] = found = _describe_duplicates(tables)
+            _print_duplicates(found, corpora)
             on = {"across": ["across"], "any": list(DUPLICATES), None: []}
-            fails = bool(found["kind"].isin(on[options.fail_on_duplicates]).any())
+            fails = any(found[kind]["documents"] for kind in on[options.fail_on_duplicates])
     if options.json:
         write_result(options.json, "--json", "python -m data_prep.inspect", findings)
     if len(problems) > 1:
@@ -126,13 +128,16 @@ def _print_manifest(folder: Path, manifest: dict) -> None:
     print(table.to_string(index=False, formatters=numbers))
 
 
-def _describe_duplicates(found: pd.DataFrame) -> dict:
-    described: dict = {"examples": {}}
-    for kind in DUPLICATES:
-        own = found[found["kind"] == kind]
-        described[kind] = {"documents": len(own), "tokens": int(own["tokens"].sum())}
-        examples = own.sort_values("document").head(EXAMPLES).drop(columns="kind")
-        described["examples"][kind] = examples.to_dict("records")
+def _describe_duplicates(tables: Iterable[pd.DataFrame]) -> dict:
+    described: dict = {"examples": {kind: [] for kind in DUPLICATES}}
+    described |= {kind: {"documents": 0, "tokens": 0} for kind in DUPLICATES}
+    for table in tables:
+        for kind, own in table.groupby("kind"):
+            described[kind]["documents"] += len(own)
+            described[kind]["tokens"] += int(own["tokens"].sum())
+            few = own.nsmallest(EXAMPLES, "document").drop(columns="kind").to_dict("records")
+            examples = sorted(described["examples"][kind] + few, key=itemgetter("document"))
+            described["examples"][kind] = examples[:EXAMPLES]
     return described
 
 

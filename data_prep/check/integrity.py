@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from data_prep.common.progress import TextProgress
 from data_prep.common.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
+BLOCK_HASHES = 1 << 20
+PART_DOCUMENTS = 1 << 22  # about as many are sorted, and compared, at a time
 SMALL_BYTES = 1 << 26  # read before other processes have started
 EXAMPLES = 5  # of duplicates of each kind
 
@@ -147,23 +150,30 @@ class HashShard:
     out: Path
 
     def __call__(self) -> None:
-        shard, begin = Shard(self.path), 0
+        shard, first = Shard(self.path), 0
+        edges = np.append(0, document_ends(shard))
         with open(self.out, "wb") as stream:
-            for end in document_ends(shard).tolist():
-                data = shard.read(begin, end).tobytes()
-                stream.write(hashlib.blake2b(data, digest_size=8).digest())
-                begin = end
+            while first < len(edges) - 1:
+                # Many small documents are read at once.
+                stop = int(np.searchsorted(edges, edges[first] + BLOCK_TOKENS, side="right"))
+                own = edges[first : max(stop, first + 2)]
+                data = memoryview(shard.read(int(own[0]), int(own[-1])).tobytes())
+                places = ((own - own[0]) * shard.dtype.itemsize).tolist()
+                for start, end in itertools.pairwise(places):
+                    stream.write(hashlib.blake2b(data[start:end], digest_size=8).digest())
+                first += len(own) - 1
 
 
 def find_duplicates(
     corpora: dict[str, TokenCorpus], workers: int, scratch: Path | None
-) -> pd.DataFrame:
-    """Return all documents that are exact copies of an earlier one of their split or of train.
+) -> Iterator[pd.DataFrame]:
+    """Yield all documents that are exact copies of an earlier one of their split or of train.
 
-    Only documents whose 64-bit hashes (8 bytes a document in memory and in `scratch`) agree are
-    read again, and compared by 256 bits.
+    Only documents whose 64-bit hashes (8 bytes a document in `scratch`) agree are read again, and
+    compared by 256 bits. Memory is bounded by `PART_DOCUMENTS`: each table is of a part of the
+    hashes.
 
-    Returns:
+    Yields:
         Columns: kind (train, validation: copies within the split; across: validation documents that
         are in train), document, same_as (their numbers in their splits), tokens (EOD included).
     """
@@ -173,10 +183,29 @@ def find_duplicates(
         paths = [shard.bin_path.with_suffix("") for shard in shards]
         tasks = [HashShard(path, file) for path, file in zip(paths, files, strict=True)]
         _of_all(tasks, shards, "hashing documents", workers)
-        hashes = np.concatenate([np.fromfile(file, np.uint64) for file in files])
-    ordered = np.sort(hashes)
+        parts = -(-sum(shard.num_documents for shard in shards) // PART_DOCUMENTS)
+        for part in range(parts):
+            yield _compare(corpora, _repeated(files, part, parts))
+
+
+def _repeated(files: Sequence[Path], part: int, parts: int) -> np.ndarray:
+    """Return the documents whose hashes are equal and leave `part` when divided by `parts`."""
+    numbers, values, base = [], [], 0
+    for file in filter(lambda file: file.stat().st_size, files):
+        hashes = np.memmap(file, np.uint64, "r")
+        for start in range(0, len(hashes), BLOCK_HASHES):
+            block = np.asarray(hashes[start : start + BLOCK_HASHES])
+            own = np.flatnonzero(block % parts == part)
+            numbers.append(own + base)
+            values.append(block[own])
+            base += len(block)
+    found = np.concatenate(values)
+    ordered = np.sort(found)
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    numbers = np.flatnonzero(np.isin(hashes, several))
+    return np.concatenate(numbers)[np.isin(found, several)]
+
+
+def _compare(corpora: dict[str, TokenCorpus], numbers: np.ndarray) -> pd.DataFrame:
     train = corpora["train"].num_documents
     rows = []
     for number in numbers.tolist():

@@ -289,6 +289,8 @@ def test_planted_duplicates_are_found(write_data, tmp_path, monkeypatch, capsys)
     assert "validation document 20 is train document 122 (16 tokens)" in shown
     with monkeypatch.context() as patch:
         patch.setattr(integrity, "SMALL_BYTES", 0)
+        patch.setattr(integrity, "PART_DOCUMENTS", 30)
+        patch.setattr(integrity, "BLOCK_HASHES", 7)
         assert duplicates_of(folder, tmp_path, "--no-checksums", "--workers", 2) == found
     for kind in ("across", "any"):
         with pytest.raises(SystemExit) as ended:
