@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
+from cat_lm.data.manifest import read_manifest
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
@@ -160,6 +161,28 @@ def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepar
     monkeypatch.undo()
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert digests(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_is_killed_while_it_is_moved_is_not_made_again(
+    tmp_path, sets, prepare, monkeypatch, is_moved
+):
+    out = prepare(tmp_path / "out", *set_flags(sets))
+    then, real = set_flags(sets, "--sets", "Small", "--overwrite"), output_folder.OutputFolder
+
+    def killed(folder, move_up=real._move_up):
+        if is_moved:
+            move_up(folder)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(real, "_move_up", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, *then)
+    monkeypatch.setattr("data_prep.assemble.pipeline._set_up", killed)
+    prepare(out, *then)
+    assert read_manifest(out)["arguments"]["sets"] == ["Small"]
+    assert not list(out.glob(".*lock")) and not (out / "unfinished").exists()
 
 
 class Killed(BaseException):

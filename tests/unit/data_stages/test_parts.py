@@ -124,6 +124,11 @@ def test_malformed_lines_are_counted_listed_and_limited(tmp_path, prepare, capsy
     complaint = r"2 of 122 records are malformed, more than .* 0.01% .* keys are \\ud800 "
     with pytest.raises(UserError, match=complaint):
         prepare(tmp_path / "out", *arguments)
+    (tmp_path / "out" / "malformed.log").write_text("mine")
+    with pytest.raises(UserError, match=r"malformed\.log is not of this preparation"):
+        prepare(tmp_path / "out", *arguments, "--max-malformed", "2%")
+    assert not list(tmp_path.glob("out/unfinished/*.bin"))
+    (tmp_path / "out" / "malformed.log").unlink()
     out = prepare(tmp_path / "out", *arguments, "--max-malformed", "2%")
     assert "left out: 2 malformed records, see malformed.log" in capsys.readouterr().out
     lines = (out / "malformed.log").read_text().splitlines()

@@ -8,8 +8,10 @@ import subprocess
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError
+from cat_lm.core.folders import Busy, hold
 from data_prep.assemble import output_folder
 from data_prep.assemble.output_folder import OutputFolder
+from data_prep.encode.job import Job
 from data_prep.sources.base import task_units, units_of
 from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
@@ -92,6 +94,39 @@ def test_a_task_that_cannot_begin_leaves_the_others_their_work(
         patched.setattr("data_prep.encode.job.Job.encode", encoding)
         prepare(out, *encode, "0/2")
     prepare(out, *set_flags(sets))
+
+
+def test_a_task_that_fails_tidies_under_the_lock_it_began_under(
+    tmp_path, sets, prepare, monkeypatch
+):
+    real = OutputFolder.tidy
+
+    def tidy(folder):
+        with pytest.raises(Busy):
+            hold(folder.out / output_folder.SETUP_LOCK, wait=False)
+        real(folder)
+
+    def failing(*_):
+        raise UserError("failed")
+
+    monkeypatch.setattr(OutputFolder, "tidy", tidy)
+    monkeypatch.setattr("data_prep.assemble.pipeline.held_out_fraction", failing)
+    with pytest.raises(UserError, match="failed"):
+        prepare(tmp_path / "out", *set_flags(sets, "--stage", "encode"))
+    assert not (tmp_path / "out/unfinished").exists()
+
+
+def test_a_second_call_leaves_a_running_one_its_work(tmp_path, sets, prepare, monkeypatch):
+    out, real = prepare(tmp_path / "out", *set_flags(sets)), Job.encode
+    before = digests(out)
+
+    def encode(job, units):
+        prepare(out, *set_flags(sets))
+        real(job, units)
+
+    monkeypatch.setattr(Job, "encode", encode)
+    prepare(out, *set_flags(sets, "--overwrite"))
+    assert digests(out) == before
 
 
 def test_what_may_pass_leaves_what_was_begun(tmp_path, sets, prepare, monkeypatch):
