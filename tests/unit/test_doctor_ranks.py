@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from cat_lm.config import load_config
 from launch.doctor import __main__ as doctor
-from launch.doctor import scale
 from tests.unit.calls import call_main
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +33,6 @@ def test_a_large_run(command, tmp_path):
     assert "64 ranks on 8 nodes of 8 H100" in out
     assert "2048 sequences of 2048 a step: 32 a rank, 1 at once, 32 micro-batches" in out
     assert "6,857,366,528 parameters" in out and "238,418 steps" in out
-    assert "the ranks' samples are the global batch" in out
     assert "note: data: data/pretraining-1t: no such folder" in out
     found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
     assert found["host_memory"] == 4 * found["parameters"], "the first rank alone builds it"
@@ -66,36 +62,6 @@ def test_real_data_are_read(command, tiny_corpus):
     code, out, err = command(*arguments, f"data.path={tiny_corpus}", "train.micro_batch_size=8")
     assert code == 0 and "note" not in out, out + err
     assert "epochs" in out and "2 ranks on 1 node\n" in out
-
-
-def test_wrong_samples_are_found():
-    class Overlapping:
-        samples_per_epoch = 10**6
-
-        def sample_ids(self, step, rank=0, world_size=1):
-            return np.arange(2048 // world_size) + (rank if world_size == 4 else rank * 1024)
-
-    found = scale._samples(load_config(LARGE), Overlapping(), 4)
-    assert found.broken and "step 0 among 4 ranks" in found.problem
-    assert "among 2 ranks" not in found.problem
-
-
-def test_of_very_many_ranks_some_are_looked_at():
-    class Counting:
-        samples_per_epoch = 10**9
-        drawn = 0
-
-        def sample_ids(self, step, rank=0, world_size=1):
-            self.drawn += 1
-            share = 2**20 // world_size
-            # Of a million ranks, the last one reads what another reads.
-            return np.arange(share) + share * (rank - (rank == 2**20 - 1))
-
-    given = ["train.global_batch_size=1048576", "train.micro_batch_size=1", "train.max_steps=2"]
-    given += ["train.max_tokens=null", "optimizer.warmup_steps=0", "data.context_length=64"]
-    loader = Counting()
-    found = scale._samples(load_config(LARGE, given), loader, 2**20)
-    assert "step 0 among 1048576 ranks" in found.problem and loader.drawn < 2000
 
 
 def test_costs_stand_beside_what_was_found(command, tmp_path):
