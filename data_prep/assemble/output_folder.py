@@ -183,7 +183,7 @@ class OutputFolder:
             return  # of a mount that is only read, or somebody else's
         lock = self.out / LOCK
         # A record that cannot be read is a file of somebody else's.
-        with suppress(Busy, PermissionError, UserError), hold(lock, wait=False) as held:
+        with suppress(Busy, OSError, UserError), hold(lock, wait=False) as held:
             record = self.read()
             if held.error is None and (not record or not _differing(record.identity, identity)):
                 OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
