@@ -271,7 +271,7 @@ def test_which_backend_computes_is_an_error_or_serves():
     gpu, half = torch.device("cuda"), torch.bfloat16
     for device, dtype, block, width, named in (
         (torch.device("meta"), half, 64, 64, "the inputs are on meta"),
-        (gpu, torch.float64, 64, 64, "no float64"),
+        (gpu, torch.float64, 64, 64, "too coarse for torch.float64"),
         (gpu, half, 129, 65, "are 32768 numbers of its 16384"),
         (gpu, torch.float32, 64, 80, "8192 numbers of its 4096 in float32"),
     ):

@@ -32,7 +32,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
         return f"Triton's kernels need a GPU, and the inputs are on {device.type}"
     if dtype not in DTYPES:
-        return f"it sums in fp32, which is too coarse for {dtype}"
+        return f"Triton's kernels sum in fp32, which is too coarse for {dtype}"
     return None
 
 
