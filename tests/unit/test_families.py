@@ -264,7 +264,7 @@ def test_documents_and_caches_that_layers_do_not_see_are_refused(case):
     refuses(lambda: model.generate_batch([[1, 2]]), "continuous batching")
     assert not model.is_backend_compatible() and not model.supports_context_parallel
     if not model.config.takes_gaps:
-        refuses(lambda: model(row, past_key_values=object()), "past_key_values: a object")
+        refuses(lambda: model(row, past_key_values=object()), "past_key_values: a cache of object")
         model.config._attn_implementation = "paged|sdpa"
         refuses(lambda: model(row, position_ids=positions, **once), "makes no mask for it")
 
