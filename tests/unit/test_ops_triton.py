@@ -28,7 +28,7 @@ def test_sizes_are_tritons():
 def test_says_why_it_cannot_serve(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     if triton_launch.INSTALLED:
-        assert "not cpu tensors" in triton_launch.why_not(cpu, torch.float32)
+        assert "inputs are on cpu" in triton_launch.why_not(cpu, torch.float32)
         assert "float64" in triton_launch.why_not(gpu, torch.float64)
         assert triton_launch.why_not(gpu, torch.bfloat16) is None
     monkeypatch.setattr(triton_launch, "INSTALLED", False)
