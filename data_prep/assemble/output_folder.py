@@ -179,13 +179,16 @@ class OutputFolder:
 
     def tidy_complete(self, identity: dict) -> None:
         """Remove what a kill has left beside complete data, unless a preparation runs there."""
-        if not is_marked(self.staging) or not os.access(self.out, os.W_OK):
+        lock, setup_lock = self.out / LOCK, self.out / SETUP_LOCK
+        was_begun = is_marked(self.staging)
+        if not (was_begun or setup_lock.exists()) or not os.access(self.out, os.W_OK):
             return  # of a mount that is only read, or somebody else's
-        lock = self.out / LOCK
         # A record that cannot be read is a file of somebody else's.
         with suppress(Busy, OSError, UserError), hold(lock, wait=False) as held:
-            record = self.read()
-            if held.error is None and (not record or not _differing(record.identity, identity)):
+            record = self.read() if was_begun else None
+            if not was_begun:
+                _remove_empty(setup_lock)
+            elif held.error is None and not (record and _differing(record.identity, identity)):
                 OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
             _remove_empty(lock)
 

@@ -8,6 +8,7 @@ a selector that is not better than both finds nothing; `oracle` chooses by atten
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from eval.landmark.options import LEARNED, SELECTORS
 from eval.landmark.sweep import DENSE
 from eval.language import cell as language
 from eval.language.cell import check_command
-from eval.language.grids import check, texts
+from eval.language.grids import Question, check, texts
 from eval.language.models import ROOT
 
 if TYPE_CHECKING:
@@ -99,10 +100,12 @@ class Cell(language.Cell):
     def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
         """Train and measure in the study's folder; what is finished there is not made again."""
         quiet_transformers()
+        folder = folder.resolve()  # commands run in the checkout
         training = self._trained(folder, device)
         found: dict[str, Any] = {"rows": [], "diagnosis": {}}
         if not training["diverged"]:
             found = self._measured(folder / "runs" / self._name, device)
+        found["facts"] = self._facts(training)
         return {"cell": self.key(), **self.resolved(), **training, **found}
 
     def _measured(self, run: Path, device: str) -> dict[str, Any]:
@@ -247,7 +250,7 @@ ENTRY = Study(
     contrasts=contrasts,
     extra=extra,
     pictures=pictures,
-    check=check,
+    check=functools.partial(check, Question((), documents=0)),
     options=("models", "data"),
     scales=tuple(SCALES),
 )
