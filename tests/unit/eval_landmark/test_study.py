@@ -78,6 +78,7 @@ def test_a_cell_is_trained_swept_and_diagnosed(tiny_corpus, long_validation, tmp
         write_json(options.out / f"{name}.json", found)
 
     trained = {"diverged": False, "loss": 3.0, "precision": "fp32"}
+    trained |= {"parameters": 1000, "tokens_per_second": 1.0}
     monkeypatch.setattr(study.Cell, "_trained", lambda self, folder, device: dict(trained))
     monkeypatch.setattr(study, "check_command", call)
     record = cell.run_in(tmp_path, "cpu")
