@@ -334,8 +334,8 @@ def install_packages(kept_torch: str | None) -> None:
     uv = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
     requirements = ["-r", ".venv/requirements.txt"]
     if kept_torch:
-        # requirements.txt is complete but for what a torch brings along. uv does not look at the
-        # interpreter under .venv and would install a second torch as a dependency.
+        # The requirements are complete but for what a torch brings along. The interpreter under
+        # .venv is not seen by uv, which would install a second torch as a dependency.
         requirements.append("--no-deps")
     # DeepSpeed's source distribution would otherwise look for a CUDA toolkit.
     plain = {"DS_BUILD_OPS": "0"}

@@ -74,7 +74,7 @@ def packages() -> Iterator[Finding]:
 
 
 def optional() -> Iterator[Finding]:
-    """Packages that training does without: whether each imports, and why not."""
+    """Yield whether each package that training does without imports, and why not."""
     known: dict[str, str] = {}
     for extra in ("gpu", "flash", "eval", "wandb"):
         known |= requirements(extra)
@@ -92,7 +92,7 @@ def optional() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """torch's build, the GPUs with their driver, and the CPU."""
+    """Yield torch's build, the GPUs with their driver, and the CPU."""
     import torch
 
     cuda = torch.version.cuda or torch.version.hip
@@ -120,7 +120,7 @@ def device() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """A C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
+    """Find a C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     path, problem = next((found for name in names if (found := shutil.which(name))), None), None
     version = "none"
@@ -135,7 +135,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def attention() -> Iterator[Finding]:
-    """The implementations that `model.attn_implementation` can name here."""
+    """Yield the implementations that `model.attn_implementation` can name here."""
     from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
     available = {
@@ -163,7 +163,7 @@ def deepspeed() -> Iterator[Finding]:
 
 
 def space() -> Iterator[Finding]:
-    """Free disk here and shared memory."""
+    """Yield the free disk here and the free shared memory."""
     for name, path, use in (
         ("disk", Path.cwd(), "checkpoints"),
         ("shared memory", Path("/dev/shm"), "collectives between processes"),
@@ -176,7 +176,7 @@ def space() -> Iterator[Finding]:
 
 
 def convolutions() -> Iterator[Finding]:
-    """The backend of each kind of convolution and dtype, for 16 heads of 64 channels, W = 21."""
+    """Yield the backend of each convolution and dtype, for 16 heads of 64 channels, W = 21."""
     import torch
 
     from cat_lm import ops
@@ -201,7 +201,7 @@ def convolutions() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Whether a Triton kernel runs on the GPU, which needs a C compiler and Python's headers."""
+    """Check that a Triton kernel runs on the GPU, which needs a C compiler and Python's headers."""
     import torch
 
     from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -216,7 +216,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def ptxas() -> Iterator[Finding]:
-    """The assembler of Triton's kernels, and whether it is suspected on the GPUs here."""
+    """Yield the assembler of Triton's kernels, and whether it is suspected on the GPUs here."""
     import torch
 
     from cat_lm.ops.runtime.triton_launch import INSTALLED

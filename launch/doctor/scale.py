@@ -74,7 +74,7 @@ def batch(config: RunConfig, asked: Scale) -> Iterator[Finding]:
 
 
 def model(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """The model's parameters and operations, without its weights."""
+    """Yield the model's parameters and operations, without its weights."""
     from launch.doctor.run_config import vocabulary
 
     run, train = run_of(config), config.train
@@ -154,7 +154,7 @@ def schedule(config: RunConfig, asked: Scale) -> Iterator[Finding]:
 
 
 def checkpoints(config: RunConfig, asked: Scale) -> Iterator[Finding]:
-    """The size of one checkpoint and of all that the run keeps."""
+    """Yield the size of one checkpoint and of all that the run keeps."""
     from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
 
     one = checkpoint_bytes(run_of(config).parameters)
