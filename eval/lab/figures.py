@@ -131,6 +131,7 @@ def draw_losses(
                     axes.tick_params(labelleft=number == 0)
                 else:
                     _curves(axes, shown, names, None)
+                    axes.set_ylabel(measure(place[0]), fontsize=8)
                 label = f"{measure(place[0])}, {axis} {trained:,}" if is_strip else axis
                 axes.set_xlabel(label, fontsize=8)
                 axes.set_title(", ".join(place), loc="left", fontsize=9, color=INK)
