@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import workers
 
 workers.one_thread_each()
+# Continuous integration tries the same examples each time; `python -m tests.fuzz` tries others.
+settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+settings.load_profile("fixed")
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A shell's `&` has INT ignored, and so have all processes below it; tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -43,6 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cat_lm")
     group.addoption("--all", action="store_true", help="also the tests marked `long`")
+    group.addoption("--nightly", action="store_true", help="all tests, also those marked `nightly`")
     group.addoption(
         "--write-durations",
         action="store_true",
@@ -56,8 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all"):
-        items[:], left_out = workers.without_long(items, config.args)
+    tiers = workers.TIERS if config.getoption("--nightly") else workers.TIERS[:1]
+    asked = config.getoption("--nightly") or config.getoption("--all")
+    items[:], left_out = workers.in_tiers(items, config.args, frozenset(tiers if asked else ()))
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
     if "PYTEST_XDIST_WORKER" in os.environ:
         workers.longest_first(items, workers.known_durations())

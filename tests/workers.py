@@ -69,17 +69,24 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def without_long(items: list[pytest.Item], named: list[str]) -> tuple[list, list]:
-    """(what is run, what is left out) where the long tier was not asked for.
+TIERS = ("long", "nightly")
+
+
+def in_tiers(
+    items: list[pytest.Item], named: list[str], tiers: frozenset[str]
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Split tests into those that are run and those that are left out.
 
     Args:
         named: the command line's files and tests; a test that is named is run.
+        tiers: those of `TIERS` that were asked for.
     """
     tests = tuple(argument for argument in named if "::" in argument)
     chosen: tuple[list, list] = ([], [])
     for item in items:
         is_named = bool(tests) and item.nodeid.startswith(tests)
-        chosen[item.get_closest_marker("long") is not None and not is_named].append(item)
+        needed = {tier for tier in TIERS if item.get_closest_marker(tier)}
+        chosen[bool(needed - tiers) and not is_named].append(item)
     return chosen
 
 
