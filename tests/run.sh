@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Environment, style and tests; --all: also those that take long and prove what is rare.
-# Arguments go to pytest: bash tests/run.sh tests/unit -k loader
+# Environment, style and tests. --all: also those marked long, as in continuous integration;
+# --nightly: also those marked nightly. Arguments go to pytest: bash tests/run.sh tests -k loader
 # Several tests run at a time, each in a worker process: -n 0 for one after another in one process.
 set -euo pipefail
 

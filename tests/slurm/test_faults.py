@@ -3,6 +3,8 @@
 Ranks are interpreters where they are stopped, killed with what is above them, or hear SLURM's own
 signals; else, and at later starts of such jobs, forked (tests/served.py): imports are nearly all
 that a start takes.
+
+Continuous integration tries six of these, and nightly runs all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import yaml
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import opened
 from tests.runs import losses, run_values, write_config
-from tests.slurm.cluster import NODES, Cluster, kill, wait_for
+from tests.slurm.cluster import Cluster, kill, wait_for
 from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
@@ -170,7 +172,7 @@ exec {served} "$@"
     return submit("--time", 1, "--lead-seconds", 20, python=python)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def waiting(request) -> None:
     """Start those of these jobs that the chosen tests look at."""
     chosen = [item for item in request.session.items if item.path == request.path]
@@ -180,8 +182,8 @@ def waiting(request) -> None:
             request.getfixturevalue(name)
 
 
-@pytest.mark.long
-def test_uninterrupted(submit, straight, waiting):
+@pytest.mark.nightly
+def test_uninterrupted(submit, straight):
     check_finished(submit(python=sys.executable), straight, restarts=0)
 
 
@@ -190,7 +192,7 @@ def test_uninterrupted(submit, straight, waiting):
     [
         ([(signal.SIGUSR1, 1), (signal.SIGKILL, 0)], "served"),
         pytest.param(
-            *([(signal.SIGKILL, 1), (signal.SIGTERM, 0)], "first_real"), marks=pytest.mark.long
+            *([(signal.SIGKILL, 1), (signal.SIGTERM, 0)], "first_real"), marks=pytest.mark.nightly
         ),
     ],
 )
@@ -210,6 +212,7 @@ def test_a_rank_is_signalled_or_killed(faults, python, submit, straight, request
     check_finished(job, straight, restarts=2)
 
 
+@pytest.mark.long
 def test_scancel_and_resume(submit, served, straight):
     job = submit(python=sys.executable)
     job.wait_for_step(FAULT)
@@ -223,7 +226,7 @@ def test_scancel_and_resume(submit, served, straight):
     assert f"job {cancelled}: restart 0 " in job.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_scontrol_requeue(submit, straight):
     job = submit()
     job.wait_for_step(FAULT)
@@ -249,7 +252,7 @@ def check_same_losses(job: Job, straight: list[tuple]) -> None:
         assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_resume_on_one_node(submit, straight_alone):
     """Two ranks' checkpoint continued by one: the losses of a run that had one from the start."""
     job = submit("model.hidden_dropout=0")
@@ -261,7 +264,7 @@ def test_resume_on_one_node(submit, straight_alone):
     assert job.shown()["NumNodes"] == "1" and "1 rank on" in job.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_nodes_share_every_sequence(submit, straight_alone):
     """A rank of each node has half of every sequence, and both have the losses of one rank."""
     job = submit("model.hidden_dropout=0", sequence_parallel=2)
@@ -300,14 +303,14 @@ def test_time_limit(limited, straight):
     check_finished(limited, straight, restarts=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_time_limit_of_busy_ranks(busy, straight):
     """They are in the middle of something long; the job goes on all the same."""
     busy.wait_for_log("the time limit: requeued")
     check_finished(busy, straight, restarts=1)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_hung_rank(hung, straight):
     """The rank that waits for it ends the job with code 76 and says where it waits."""
     hung.wait_for_log("Exited with exit code 76")
@@ -316,7 +319,7 @@ def test_hung_rank(hung, straight):
     assert "hung (exit code 76" in hung.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_step_daemon_killed(orphaned, straight):
     """Its rank, whose output ended there, saves and ends; srun gives it up a minute later."""
     assert "stopped by a signal after step" in orphaned.log
@@ -326,7 +329,7 @@ def test_step_daemon_killed(orphaned, straight):
 # Last: what happens to a node happens to all jobs on it.
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_node_set_down(submit, straight, cluster):
     job = submit()
     job.wait_for_step(FAULT)
@@ -336,8 +339,10 @@ def test_node_set_down(submit, straight, cluster):
     check_finished(job, straight, restarts=1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize(
+    "node",
+    [pytest.param("n0", marks=pytest.mark.long), pytest.param("n1", marks=pytest.mark.nightly)],
+)
 def test_node_daemon_killed(node, submit, first_real, straight, cluster):
     """The node is lost; its rank lives on, and is in nobody's way when the node is back.
 
