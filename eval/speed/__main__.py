@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cat_lm import architectures
 from cat_lm.core import numbers
 from cat_lm.core.cli import Parser, listed, number, output_file, whole, whole_numbers
 from cat_lm.core.errors import UserError, command
@@ -35,12 +34,6 @@ from eval.speed.choices import (
 # Names that an error line has room for.
 _NAMED = 10
 _REPEATS = whole(numbers.REPEATS)
-# Of landmark attention in `decode --contexts`: default, allowed numbers and help.
-_LANDMARK = {
-    "block": (64, numbers.CONTEXT, "tokens of a block"),
-    "top_k": (8, numbers.Range(0, numbers.CONTEXT.high), "blocks chosen"),
-    "local": (2, numbers.CONTEXT, "blocks near the token"),
-}
 
 
 def shape(text: str) -> tuple[int, ...]:
@@ -65,11 +58,7 @@ def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], t
         return text.strip()
 
     several = listed(one, ",".join(known[:2]))
-
-    def parse(text: str) -> tuple[str, ...]:
-        return known if text == every else several(text)
-
-    return parse
+    return lambda text: known if text == every else several(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +100,9 @@ def _add_list(
     add(flag, type=kind, default=default, metavar="LIST", help=text)
 
 
-def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats: int) -> None:
+def _add_model(
+    parser: argparse.ArgumentParser, known: tuple[str, ...], batch_size: int, repeats: int
+) -> None:
     usual = default_models(known)
     text = f"of {', '.join(known)}; or all (default: {', '.join(usual)})"
     add = parser.add_argument
@@ -122,7 +113,7 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
         add(f"--{name}", type=whole(allowed), metavar="N", help="default: the size's")
     add("--vocab-size", type=whole(numbers.VOCABULARY), default=VOCAB_SIZE, metavar="N")
     add("--window", type=whole(numbers.WINDOW), default=21, metavar="W")
-    add("--batch-size", type=whole(numbers.BATCH), metavar="N")
+    add("--batch-size", type=whole(numbers.BATCH), default=batch_size, metavar="N")
     text = f"default: {repeats}"
     add("--repeats", type=_REPEATS, default=repeats, metavar="N", help=text)
     add("--dtype", choices=DTYPES, default="float32")
@@ -130,8 +121,7 @@ def _add_model(parser: argparse.ArgumentParser, known: tuple[str, ...], repeats:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, tuple(models()), repeats=5)
-    parser.set_defaults(batch_size=4)
+    _add_model(parser, tuple(models()), batch_size=4, repeats=5)
     add = parser.add_argument
     add("--context-length", type=whole(numbers.CONTEXT), metavar="N", help="default: the size's")
     add(
@@ -150,24 +140,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decode(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, decoding_models(), repeats=3)
-    parser.set_defaults(batch_size=1)
-    read = parser.add_mutually_exclusive_group().add_argument
-    contexts = "decode after so many random keys and values, over all of them and with landmark "
-    contexts += "attention, in one layer and in the model (CPU)"
+    _add_model(parser, decoding_models(), batch_size=1, repeats=3)
     prompts = "tokens of the prompts (default: 2048,16384, which takes a CPU long: try 256,1024)"
     kind = whole_numbers(numbers.CONTEXT, "256,1024", distinct=True)
-    _add_list(read, "--contexts", whole_numbers(numbers.CONTEXT, "16384,131072"), None, contexts)
-    _add_list(read, "--prompts", kind, (2048, 16384), prompts)
     add = parser.add_argument
-    for name, (default, allowed, what) in _LANDMARK.items():
-        text = f"--contexts: {what} (default: {default})"
-        add(f"--{name.replace('_', '-')}", type=whole(allowed), metavar="N", help=text)
+    _add_list(add, "--prompts", kind, (2048, 16384), prompts)
     text = "with cache; the prompt's pass gives the first of them"
     kind = whole(numbers.NEW_TOKENS.at_least(2))
     add("--new-tokens", type=kind, default=32, metavar="N", help=text)
-    kind = whole(numbers.NEW_TOKENS)
-    add("--uncached-tokens", type=kind, metavar="N", help="without cache (default: 4)")
+    text = "without cache (default: 4)"
+    add("--uncached-tokens", type=whole(numbers.NEW_TOKENS), default=4, metavar="N", help=text)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -185,25 +167,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from eval.speed.timing import describe, open_device
 
     quiet_transformers()
-    device = open_device(_device_name(options), options.threads)
+    device = open_device(options.device, options.threads)
     started = provenance()
-    measured = {"conv": _conv, "train": _train, "decode": _decode}[options.benchmark]
-    found = measured(options, device)
-    return {
-        "format": 1,
-        "benchmark": options.benchmark,
-        **started,
-        "device": describe(device),
-        "repeats": options.repeats,
-        **found,
-    }
-
-
-def _device_name(options: argparse.Namespace) -> str:
-    """Return the device's name; `auto` is the CPU for what is timed there only."""
-    if options.device == "auto" and getattr(options, "contexts", None) is not None:
-        return "cpu"
-    return options.device
+    found = {"conv": _conv, "train": _train, "decode": _decode}[options.benchmark](options, device)
+    head = {"format": 1, "benchmark": options.benchmark, **started, "device": describe(device)}
+    return {**head, "repeats": options.repeats, **found}
 
 
 def _conv(options: argparse.Namespace, device: Any) -> dict[str, Any]:
@@ -230,43 +198,12 @@ def _train(options: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 
 def _decode(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    if options.contexts is not None:
-        return _contexts(options, device)
-    for name in _LANDMARK:
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: says nothing without --contexts")
     from eval.speed.decode import DecodeCase, decode_speed
 
     size = _model_size(options, device, max(options.prompts))
-    counts = options.new_tokens, options.uncached_tokens or 4
+    counts = options.new_tokens, options.uncached_tokens
     cases = [DecodeCase(size, options.batch_size, prompt, *counts) for prompt in options.prompts]
     return decode_speed(cases, options.models, options.repeats)
-
-
-def _contexts(options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    from eval.speed.contexts import ContextCase, contexts_speed
-
-    if options.uncached_tokens is not None or options.attention != "sdpa":
-        name = "--attention" if options.attention != "sdpa" else "--uncached-tokens"
-        raise UserError(f"{name}: says nothing with --contexts; leave it out")
-    for name in options.models:
-        family = architectures.get(models()[name].architecture)
-        if "attention_options" not in family.Section.model_fields:
-            raise UserError(f"--models {name}: {family.title} has no landmark attention to time")
-    if device.type != "cpu":
-        raise UserError(f"--contexts: is timed on a CPU alone; --device {device} is none")
-    longest = max(options.contexts)
-    size = _model_size(options, device, longest)
-    cache = 2 * size.layers * options.batch_size * longest * size.hidden_size * size.itemsize
-    what = f"a cache of --contexts {longest} in --layers {size.layers}, {options.dtype}"
-    _check_room(what, cache, device)
-    given = {name: getattr(options, name) for name in _LANDMARK}
-    landmark = {n: _LANDMARK[n][0] if value is None else value for n, value in given.items()}
-    cases = [
-        ContextCase(size, options.batch_size, context, options.new_tokens, landmark)
-        for context in options.contexts
-    ]
-    return contexts_speed(cases, options.models, options.repeats)
 
 
 def _model_size(options: argparse.Namespace, device: Any, positions: int) -> Any:

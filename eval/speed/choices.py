@@ -35,7 +35,6 @@ class Model(NamedTuple):
         variant: of its family; see `Architecture.variants`.
         plain: the model that its speed is relative to, or None.
         stock: the library's own of its family, which it must agree with, or None.
-        compiled_rotation: whether torch.compile fuses its rotation of queries and keys.
     """
 
     label: str
@@ -43,15 +42,10 @@ class Model(NamedTuple):
     variant: str
     plain: str | None = None
     stock: str | None = None
-    compiled_rotation: bool = False
 
 
 def models() -> dict[str, Model]:
-    """Return every variant of every family by name.
-
-    With them, of each family that a library has, the library's own class, and the plain model with
-    its rotation compiled: convolutions have the rotation in their kernel.
-    """
+    """Return every variant of every family by name, and the library's own class of a family."""
     found = {}
     for family in map(architectures.get, architectures.names()):
         prefix = "" if family.name == architectures.DEFAULT else f"{family.name}-"
@@ -64,25 +58,13 @@ def models() -> dict[str, Model]:
         if architectures.has_stock(family):
             label = f"{family.title}, transformers' own class"
             found[stock] = Model(label, family.name, first, *rivals)
-        if family.library_type and family.takes_convolutions:
-            label = f"{family.title}, {family.variants()[first]}, rotation compiled"
-            found[f"{names[first]}-compiled-rotary"] = Model(
-                label, family.name, first, *rivals, compiled_rotation=True
-            )
     return found
-
-
-def is_stock(name: str) -> bool:
-    """Return True if one of `models` is the library's own class."""
-    return models()[name].stock == name
 
 
 def decoding_models() -> tuple[str, ...]:
     """Return those of `models` that are this project's and decode from a state."""
     return tuple(
-        name
-        for name, model in models().items()
-        if name != model.stock and not model.compiled_rotation and _decodes(model)
+        name for name, model in models().items() if name != model.stock and _decodes(model)
     )
 
 

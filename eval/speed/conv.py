@@ -24,7 +24,7 @@ from cat_lm import ops
 from cat_lm.ops.convolution import kinds
 from eval.speed.choices import QKV
 from eval.speed.kernels import Contender, ConvCase, Work, work_of
-from eval.speed.timing import copy_bandwidth, say, time_in_turn, times_as_fast, without_home
+from eval.speed.timing import copy_bandwidth, log, time_in_turn, times_as_fast, without_home
 
 DIRECTIONS = ("forward", "forward_backward")
 RIVAL = "conv1d"  # what one would write without this project; its layouts' names begin with it
@@ -55,12 +55,12 @@ def conv_speed(options: ConvOptions, device: torch.device) -> dict[str, Any]:
     ]
     # cuDNN would round float32 inputs to tf32; what is called float32 here is float32 for all.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    say(f"copy bandwidth of {device}")
+    log(f"copy bandwidth of {device}")
     copy = copy_bandwidth(device, [case.tensor_bytes for case in cases], options.repeats)
     results, refused = [], []
     for number, case in enumerate(cases, start=1):
         said = case.describe()
-        say(f"case {number} of {len(cases)}: {said}")
+        log(f"case {number} of {len(cases)}: {said}")
         rate = max(copy[case.tensor_bytes], copy[max(copy)])
         results.append(measure(case, options, rate))
         for row in results[-1]["kernels"]:

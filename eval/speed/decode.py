@@ -35,7 +35,7 @@ from eval.speed.models import (
     random_ids,
     randomize_filters,
 )
-from eval.speed.timing import rounds, say, summary
+from eval.speed.timing import log, rounds, summary
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,21 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
     starts = cold_prompts(cases, len(names))
     longest = cases[0].lengths_after(max(starts)).stop
     for name in names:
-        say(f"building {name}")
+        log(f"building {name}")
         model = build(cases[0].size, name, longest).eval()
         randomize_filters(model)
         rows = []
         for case in cases:
-            say(f"{name}, prompt of {case.prompt_tokens} tokens")
+            log(f"{name}, prompt of {case.prompt_tokens} tokens")
             rows.append({"name": name, **measure(case, model, name, repeats, starts.pop(0))})
         del model
-        _compare_prompts(rows)
+        shortest = min(rows, key=lambda row: row["case"]["prompt_tokens"])
+        for row in rows:
+            rates = (one["tokens_per_second_cached"]["all"] for one in (row, shortest))
+            ratios = summary([own / rival for own, rival in product(*rates)])
+            row["of_shortest_prompt"] = None if row is shortest else ratios
         results += rows
     return {"results": results}
-
-
-def _compare_prompts(rows: Sequence[dict[str, Any]]) -> None:
-    """Add each row's ratio to the row of the shortest prompt, which has none itself."""
-    shortest = min(rows, key=lambda row: row["case"]["prompt_tokens"])
-    for row in rows:
-        rates = (one["tokens_per_second_cached"]["all"] for one in (row, shortest))
-        ratios = summary([own / rival for own, rival in product(*rates)])
-        row["of_shortest_prompt"] = None if row is shortest else ratios
 
 
 def cold_prompts(cases: Sequence[DecodeCase], models: int) -> list[int]:
@@ -124,12 +119,12 @@ def measure(
     # Also the warm-up of both ways.
     near_ties = check(model, prompt, case, name)
     first = random_ids(case.size, case.batch_size, cold_prompt)
-    cold = decode_cached(model, first, case.cached_tokens).rate
+    *_, cold = decode_cached(model, first, case.cached_tokens)
     prefill, cached, uncached = [], [], []
     for _ in rounds(repeats, f"{name}, {case.prompt_tokens}"):
-        result = decode_cached(model, prompt, case.cached_tokens)
-        prefill.append(result.prompt_seconds)
-        cached.append(result.rate)
+        _, prompt_seconds, rate = decode_cached(model, prompt, case.cached_tokens)
+        prefill.append(prompt_seconds)
+        cached.append(rate)
         seconds = decode_uncached(model, prompt, case.uncached_tokens)
         uncached.append(case.batch_size * case.uncached_tokens / seconds)
     with_cache, without = summary(cached), summary(uncached)
@@ -147,23 +142,13 @@ def measure(
     }
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Greedy tokens [B, n], and the seconds of the prompt's pass and of the others."""
+def decode_cached(model: nn.Module, prompt: Tensor, count: int) -> tuple[Tensor, float, float]:
+    """Decode `count` tokens after `prompt` [B, T]: its pass, then a position at a time.
 
-    tokens: Tensor
-    prompt_seconds: float
-    step_seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Return tokens a second of a position at a time, which the first token is not."""
-        rows, count = self.tokens.shape
-        return rows * (count - 1) / self.step_seconds
-
-
-def decode_cached(model: nn.Module, prompt: Tensor, count: int) -> Decoded:
-    """Decode `count` tokens after `prompt` [B, T]: its pass, then a position at a time."""
+    Returns:
+        Greedy tokens [B, count], the seconds of the prompt's pass, and tokens a second of a
+        position at a time, which the first token is not.
+    """
     start = _read_clock(prompt.device)
     outputs = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     tokens = [outputs.logits[:, -1].argmax(dim=-1, keepdim=True)]
@@ -173,8 +158,8 @@ def decode_cached(model: nn.Module, prompt: Tensor, count: int) -> Decoded:
             input_ids=tokens[-1], past_key_values=outputs.past_key_values, use_cache=True
         )
         tokens.append(outputs.logits[:, -1].argmax(dim=-1, keepdim=True))
-    end = _read_clock(prompt.device)
-    return Decoded(torch.cat(tokens, dim=1), middle - start, end - middle)
+    seconds = _read_clock(prompt.device) - middle
+    return torch.cat(tokens, dim=1), middle - start, len(prompt) * (count - 1) / seconds
 
 
 def decode_uncached(model: nn.Module, prompt: Tensor, count: int) -> float:
@@ -200,7 +185,7 @@ def check(model: nn.Module, prompt: Tensor, case: DecodeCase, name: str) -> int:
         UserError: a token differs whose logit is not within rounding of the other's.
     """
     count = case.cached_tokens
-    tokens = decode_cached(model, prompt, count).tokens
+    tokens, *_ = decode_cached(model, prompt, count)
     ids = torch.cat([prompt, tokens[:, :-1]], dim=1)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=count).logits.float()
     chosen = logits.gather(2, tokens[:, :, None])[:, :, 0]

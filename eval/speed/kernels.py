@@ -9,9 +9,8 @@ Contenders for a convolution are this project's backends, and what one would use
 libraries are given everything, filters too, as they like it best, and its making is not timed: a
 filter for each of C = H·D channels, the newest input's tap last, and [B, C, T] where they want
 that; torch's gets the zeros before the text, too, in two layouts, each of which is the fastest
-somewhere. Contenders for `qkv` are `cat_lm.ops.head_conv_qkv`,
-which the triton backend does in one kernel each way, and a convolution with its bias for each
-stream followed by transformers' rotation.
+somewhere. Contenders for `qkv` are `cat_lm.ops.head_conv_qkv`, which the triton backend does in one
+kernel each way, and a convolution with its bias for each stream followed by transformers' rotation.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from eval.speed.choices import QKV, QKV_KIND
 
 ROTATED = 0.25  # of a head's channels, as in Pythia
 Change = Callable[[Tensor], Tensor]
+Outputs = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ class ConvCase:
         return kinds.get(QKV_KIND if self.conv_type == QKV else self.conv_type)
 
     @property
-    def filter_shape(self) -> tuple[int, ...]:
-        return self.kind.filter_shape(self.heads, self.head_dim, self.window)
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
@@ -88,6 +84,10 @@ class ConvCase:
         return f"{self.conv_type} W={self.window} {list(self.shape)} {self.dtype}"
 
 
+def _unchanged(*tensors: Tensor) -> Sequence[Tensor]:
+    return tensors
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to do the work.
@@ -96,20 +96,17 @@ class Kernel:
         name: its row in the table.
         timed: what its time includes, in words.
         call: from all inputs in the kernel's own layout to its output or outputs.
-        arrange, restore: from [B, T, …] to the kernel's own layout, and back.
-        arrange_filters, restore_filters: from this project's filters to the kernel's own, and from
-            the gradient of these to that of this project's.
-        arrange_gradient: of an output, where it is laid out otherwise than the input.
+        arrange: from all that is learned to the kernel's own layout; autograd goes back through it.
+        restore: from an output of the kernel to this project's layout.
+        arrange_gradient: of an output, to the kernel's own layout.
     """
 
     name: str
     timed: str
-    call: Callable[..., Tensor | tuple[Tensor, ...]]
-    arrange: Change = Tensor.detach
+    call: Callable[..., Outputs]
+    arrange: Callable[..., Sequence[Tensor]] = _unchanged
     restore: Change = Tensor.detach
-    arrange_filters: Change = Tensor.detach
-    restore_filters: Change = Tensor.detach
-    arrange_gradient: Change | None = None
+    arrange_gradient: Change = Tensor.detach
 
 
 @dataclass(frozen=True)
@@ -177,14 +174,10 @@ class Contender:
     """A kernel with its inputs, filters and gradients in its own layout."""
 
     def __init__(self, kernel: Kernel, work: Work) -> None:
-        self.kernel, self.names = kernel, work.names
-        first, *shared = work.learned
-        arranged = [
-            kernel.arrange(first),
-            *(kernel.arrange_filters(x).contiguous() for x in shared),
-        ]
+        self.kernel, self.work = kernel, work
+        arranged = kernel.arrange(*(x.detach() for x in work.learned))
         self.learned = [x.detach().requires_grad_() for x in arranged]
-        self.upstream = [(kernel.arrange_gradient or kernel.arrange)(dy) for dy in work.upstream]
+        self.upstream = [kernel.arrange_gradient(dy) for dy in work.upstream]
 
     @torch.no_grad()
     def forward(self) -> Any:
@@ -198,11 +191,12 @@ class Contender:
 
     def results(self) -> dict[str, Tensor]:
         """Return outputs and gradients by name, in this project's layout."""
-        outputs, (dx, *gradients) = self.forward_backward()
-        batched = [outputs, dx] if isinstance(outputs, Tensor) else [*outputs, dx]
-        found = [*map(self.kernel.restore, batched)]
-        found += map(self.kernel.restore_filters, gradients)
-        return dict(zip(self.names, found, strict=True))
+        leaves = [x.detach().requires_grad_() for x in self.work.learned]
+        outputs, own = self.forward_backward()
+        gradients = torch.autograd.grad(self.kernel.arrange(*leaves), leaves, own)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        restored = [self.kernel.restore(y) for y in outputs]
+        return dict(zip(self.work.names, [*restored, *gradients], strict=True))
 
 
 class Absent(Exception):
@@ -220,7 +214,8 @@ def work_of(case: ConvCase, seed: int = 0) -> Work:
     if case.conv_type == QKV:
         return _step_work(case, draw)
     x, dy = draw(*case.shape), draw(*case.shape)
-    filters = draw(*case.filter_shape) / case.window**0.5
+    filters = draw(*case.kind.filter_shape(case.heads, case.head_dim, case.window))
+    filters = filters / case.window**0.5
 
     def define(x: Tensor, filters: Tensor) -> list[Tensor]:
         return [convolve_by_lags(case.kind, x, filters)]
@@ -242,9 +237,6 @@ def convolve_by_lags(kind: kinds.Kind, x: Tensor, filters: Tensor) -> Tensor:
     return y
 
 
-# A convolution
-
-
 def _own(backend: str, case: ConvCase) -> list[Kernel]:
     _check_backend(backend, case)
     convolve = partial(ops.convolve, case.kind.name, backend=backend)
@@ -261,56 +253,82 @@ def _check_backend(backend: str, case: ConvCase) -> None:
 def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     """Find torch's convolution in the layouts that it was ever fastest in."""
     _refuse_unknown_kind(case)
-    if case.kind.mixes_heads:
-        shape, groups, (first, back) = "[B·D, H, T]", 1, _heads_as_channels(case)
-        filters = (_taps_of_pairs, _from_taps_of_pairs)
-    else:
-        shape, groups = "[B, H·D, T]", case.heads * case.head_dim
-        (first, back), filters = _channels_first(case), _channel_filters(case)
+    is_mixed = case.kind.mixes_heads
+    groups = 1 if is_mixed else case.heads * case.head_dim
 
-    def contiguous(x: Tensor) -> Tensor:
-        return first(x).contiguous()
+    def first(x: Tensor) -> Tensor:
+        if is_mixed:
+            return x.permute(0, 3, 2, 1).flatten(0, 1).contiguous()
+        return x.flatten(2).transpose(1, 2).contiguous()
 
-    def padded(x: Tensor) -> Tensor:
-        return F.pad(first(x), (case.window - 1, 0)).contiguous()
+    def back(y: Tensor) -> Tensor:
+        if is_mixed:
+            return y.unflatten(0, (case.batch, case.head_dim)).permute(0, 3, 2, 1)
+        return y.transpose(1, 2).unflatten(2, (case.heads, case.head_dim))
 
-    def unpadded(x: Tensor) -> Tensor:
-        return back(x[..., -case.time :])
+    def arrange(x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.pad(first(x), (case.window - 1, 0))
+        taps = filters.permute(1, 2, 0).flip(2) if is_mixed else channel_taps(case, filters)
+        return x, taps.contiguous()
 
-    def convolve_channels_last(x: Tensor, weight: Tensor) -> Tensor:
-        return F.conv2d(x, _channels_last(weight), groups=groups)
+    def arrange_channels_last(x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        x, taps = arrange(x, filters)
+        return channels_last(x), taps
 
+    def channels_last(x: Tensor) -> Tensor:
+        return x[:, :, None].contiguous(memory_format=torch.channels_last)
+
+    def back_from_channels_last(y: Tensor) -> Tensor:
+        return back(y[:, :, 0])
+
+    def gradient_channels_last(dy: Tensor) -> Tensor:
+        return channels_last(first(dy))
+
+    def convolve_channels_last(x: Tensor, taps: Tensor) -> Tensor:
+        return F.conv2d(x, channels_last(taps), groups=groups)
+
+    shape = "[B·D, H, T]" if is_mixed else "[B, H·D, T]"
     return [
         Kernel(
             "conv1d, padded",
             f"torch's conv1d given contiguous {shape} with W - 1 zeros before it",
             partial(F.conv1d, groups=groups),
-            *(padded, unpadded, *filters, contiguous),
+            *(arrange, back, first),
         ),
         Kernel(
             "conv1d, channels last",
             f"the same, given {shape} with zeros before it, in torch's channels_last layout",
             convolve_channels_last,
-            lambda x: _channels_last(padded(x)),
-            lambda y: unpadded(y[:, :, 0]),
-            *filters,
-            lambda dy: _channels_last(first(dy)),
+            *(
+                arrange_channels_last,
+                lambda y: back(y[:, :, 0]),
+                lambda dy: channels_last(first(dy)),
+            ),
         ),
     ]
 
 
+def channel_taps(case: ConvCase, filters: Tensor) -> Tensor:
+    """Return a filter for each channel [H·D, 1, W], with the newest input's tap last."""
+    if "D" not in case.kind.filter_axes:
+        filters = filters[:, None].expand(-1, case.head_dim, -1)
+    return filters.reshape(case.heads * case.head_dim, 1, case.window).flip(2)
+
+
 def _flash_linear_attention(case: ConvCase) -> list[Kernel]:
     convolve = _import_fla(case)
-    arrange_filters, restore_filters = _channel_filters(case)
+
+    def arrange(x: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        return x.flatten(2).contiguous(), channel_taps(case, filters)[:, 0].contiguous()
+
     return [
         Kernel(
             "fla",
             "flash-linear-attention's causal_conv1d, Triton, [B, T, H·D]",
             lambda x, taps: convolve(x, taps, backend="triton")[0],
-            lambda x: x.flatten(2).contiguous(),
+            arrange,
             lambda y: y.unflatten(2, (case.heads, case.head_dim)),
-            lambda filters: arrange_filters(filters)[:, 0],
-            lambda gradient: restore_filters(gradient[:, None]),
+            lambda dy: dy.flatten(2).contiguous(),
         )
     ]
 
@@ -322,13 +340,12 @@ def _import_fla(case: ConvCase) -> Callable[..., Any]:
     if not case.device.startswith("cuda"):
         raise Absent("runs on a GPU only")
     reasons = []
-    # The module has moved between versions; the first name is kept for old users since.
-    for module in ("fla.modules.convolution", "fla.modules.causal_conv1d"):
+    for module in ("convolution", "causal_conv1d"):  # its name in older versions, and in newer ones
         try:
-            return importlib.import_module(module).causal_conv1d
+            return importlib.import_module(f"fla.modules.{module}").causal_conv1d
         except Exception as error:  # a broken installation may raise anything
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
-    raise Absent(f"cannot be imported ({'; '.join(dict.fromkeys(reasons))})")
+    raise Absent(f"cannot be imported ({'; '.join(reasons)})")
 
 
 def _refuse_unknown_kind(case: ConvCase) -> None:
@@ -336,68 +353,11 @@ def _refuse_unknown_kind(case: ConvCase) -> None:
         raise Absent("is given the filters of this project's own kinds only")
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """[B, C, T] as [B, C, 1, T] in torch's channels_last layout."""
-    return x[:, :, None].contiguous(memory_format=torch.channels_last)
-
-
-def _channels_first(case: ConvCase) -> tuple[Change, Change]:
-    """From [B, T, H, D] to [B, H·D, T], and back."""
-
-    def arrange(x: Tensor) -> Tensor:
-        return x.flatten(2).transpose(1, 2)
-
-    def restore(y: Tensor) -> Tensor:
-        return y.transpose(1, 2).unflatten(2, (case.heads, case.head_dim))
-
-    return arrange, restore
-
-
-def _heads_as_channels(case: ConvCase) -> tuple[Change, Change]:
-    """From [B, T, H, D] to [B·D, H, T], and back."""
-
-    def arrange(x: Tensor) -> Tensor:
-        return x.permute(0, 3, 2, 1).flatten(0, 1)
-
-    def restore(y: Tensor) -> Tensor:
-        return y.unflatten(0, (case.batch, case.head_dim)).permute(0, 3, 2, 1)
-
-    return arrange, restore
-
-
-def _channel_filters(case: ConvCase) -> tuple[Change, Change]:
-    """To [C, 1, W] with the newest input's tap last, and from its gradient to the filters'."""
-    has_channels = "D" in case.kind.filter_axes
-
-    def arrange(filters: Tensor) -> Tensor:
-        if not has_channels:
-            filters = filters.repeat_interleave(case.head_dim, dim=0)
-        return filters.reshape(case.heads * case.head_dim, 1, case.window).flip(2)
-
-    def restore(gradient: Tensor) -> Tensor:
-        channels = gradient[:, 0].flip(1).unflatten(0, (case.heads, case.head_dim))
-        return channels if has_channels else channels.sum(1)
-
-    return arrange, restore
-
-
-def _taps_of_pairs(filters: Tensor) -> Tensor:
-    """From [W, out, in] to [out, in, W] with the newest input's tap last."""
-    return filters.permute(1, 2, 0).flip(2)
-
-
-def _from_taps_of_pairs(weight: Tensor) -> Tensor:
-    return weight.flip(2).permute(2, 0, 1)
-
-
 FINDERS: dict[str, Callable[[ConvCase], list[Kernel]]] = {
     **{backend: partial(_own, backend) for backend in ops.BACKENDS.names()},
     "conv1d": _torch_conv1d,
     "fla": _flash_linear_attention,
 }
-
-
-# The step from the packed projection to attention's inputs
 
 
 def _step_work(case: ConvCase, draw: Callable[..., Tensor]) -> Work:
@@ -424,16 +384,13 @@ def _step_work(case: ConvCase, draw: Callable[..., Tensor]) -> Work:
                 f"{backend}, {way}",
                 f"{words}, from [B, T, H, 3, D]",
                 partial(function, backend, rotary),
-                arrange_gradient=Tensor.detach,
             )
             for way, (function, words) in ways.items()
         ]
 
     names = (*"qkv", "dqkv", "dfilter_q", "dfilter_k", "dfilter_v", "dbias")
-    constants = sum(angle.nbytes for angle in rotary)
-    return Work(
-        learned, upstream, names, partial(_defined_step, case.kind, rotary), constants, find
-    )
+    define = partial(_defined_step, case.kind, rotary)
+    return Work(learned, upstream, names, define, sum(x.nbytes for x in rotary), find)
 
 
 def _in_one_call(
@@ -466,10 +423,10 @@ def _defined_step(
         convolve_by_lags(kind, qkv[:, :, :, index], taps) + bias[:, index]
         for index, taps in enumerate(filters)
     )
-    return [_turned(query, cosines, sines), _turned(key, cosines, sines), value]
+    return [_rotate(query, cosines, sines), _rotate(key, cosines, sines), value]
 
 
-def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Channels (r, r + R/2) as complex numbers times cos + i sin, for r < R/2: x [B, T, H, D]."""
     half = cosines.shape[-1] // 2
     pairs = torch.complex(x[..., :half], x[..., half : 2 * half])

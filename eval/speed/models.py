@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,7 @@ from cat_lm import architectures
 from cat_lm.architectures import ModelSection
 from cat_lm.core.errors import UserError
 from cat_lm.counts import count_parameters, meta_model
-from cat_lm.model.attention.core import AttentionMixin
-from eval.speed.choices import is_stock, models
+from eval.speed.choices import models
 from eval.speed.timing import without_home
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 # Relative to the largest logit. In bf16 the bias is added to a projection that was rounded before.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-# The name of the rotation in the modules of transformers' families.
-_ROTATION = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class ModelSize:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a number."""
         return getattr(torch, self.dtype).itemsize
 
     def section(self, name: str, positions: int) -> ModelSection:
@@ -70,15 +65,10 @@ class ModelSize:
         return count_parameters(meta_model(model_config(self, name, positions)))
 
 
-def build(
-    size: ModelSize, name: str, positions: int, changes: Mapping[str, Any] | None = None
-) -> nn.Module:
+def build(size: ModelSize, name: str, positions: int) -> nn.Module:
     """Build one of `models` with identity filters, for sequences of up to `positions` tokens.
 
     Only weights are cast to the dtype; rotary frequencies stay fp32.
-
-    Args:
-        changes: of the configuration, for one that is no variant of its family.
 
     Raises:
         UserError: there is no such model of this size.
@@ -86,13 +76,11 @@ def build(
     torch.manual_seed(0)
     try:
         config = model_config(size, name, positions)
-        architecture = architectures.of_config(config)
-        how = {"attn_implementation": size.attention}
-        if is_stock(name):
-            attends = "attn_implementation" in architecture.Section.model_fields
-            config = architectures.library_config(config, **(how if attends else {}))
-        if changes:
-            config = architecture.own_config(config, **how, **changes)
+        family = architectures.of_config(config)
+        if models()[name].stock == name:
+            attends = "attn_implementation" in family.Section.model_fields
+            how = {"attn_implementation": size.attention} if attends else {}
+            config = architectures.library_config(config, **how)
         model = architectures.classes_of(config).causal_lm(config)
     except (ValueError, ImportError) as error:
         raise UserError(f"model {name}: {' '.join(str(error).split())}") from error
@@ -106,8 +94,8 @@ def model_config(size: ModelSize, name: str, positions: int) -> PreTrainedConfig
     """Return the configuration of one of `models`, of this project's class; stock's is plain's."""
     architecture = architectures.get(models()[name].architecture)
     fields = architecture.fields(size.section(name, positions), size.vocab_size, positions)
-    tokens = {"bos_token_id": None, "eos_token_id": None}
-    return architecture.config_class()(**fields, **tokens, use_cache=False)
+    fields |= {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    return architecture.config_class()(**fields)
 
 
 def check_logits(built: Mapping[str, nn.Module], ids: Tensor, dtype: str) -> dict[str, float]:
@@ -171,43 +159,3 @@ def convolution_of(model: nn.Module, size: ModelSize) -> str | None:
     keys = ("conv_backend", "mixer_backend")
     said = (architecture.describe_backend(key, *how) for key in keys)
     return without_home("; ".join(filter(None, said)))
-
-
-def compile_rotation(model: nn.Module, ids: Tensor) -> str | None:
-    """Let torch.compile fuse the rotation in this model's forward and backward pass.
-
-    transformers rotates queries and keys by a dozen small kernels, which this project's
-    convolutions have inside of theirs. Beside the eager rotation a convolution would win by what it
-    is not about.
-
-    Args:
-        ids: [B, T], for a pass that shows whether it compiles here.
-
-    Returns:
-        Why it cannot; None where it does.
-    """
-    own = [m for m in model.modules() if isinstance(m, AttentionMixin)]
-    home = sys.modules[type(model).__module__]
-    eager = own[0].rotate if own else getattr(home, _ROTATION)
-    # One graph a shape: those that are timed are few, and sizes that may change cost speed.
-    compiled = torch.compile(eager, dynamic=False)
-    for attention in own:
-        attention.rotate = compiled
-
-    def begin(*_: Any) -> None:
-        setattr(home, _ROTATION, compiled)
-
-    def end(*_: Any) -> None:
-        setattr(home, _ROTATION, eager)
-
-    if not own:
-        # The model's alone: others of its module keep the eager one.
-        model.register_forward_pre_hook(begin)
-        model.register_forward_hook(end, always_call=True)
-    try:
-        model(input_ids=ids, labels=ids).loss.backward()
-    except Exception as error:  # whatever a compiler that is broken or missing makes torch raise
-        words = str(error).split()
-        return f"torch.compile failed: {type(error).__name__}: {' '.join(words)[:200]}"
-    model.zero_grad(set_to_none=True)
-    return None

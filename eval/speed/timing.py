@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.pretrained.loading import choose_device
 
-WARM_UPS = 3
+WARM_UPS = 3  # calls before the first round; compiling and building end there
 _FLUSH_BYTES = 256 * 2**20  # several times the cache of any GPU so far
 # Larger than any cache, so that a copy of it runs at the speed of memory.
 _LARGE_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -73,7 +74,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
+        "l2_cache_bytes": properties.L2_cache_size,
         "sm_clock_mhz": clock,
         "cuda": torch.version.cuda,
     }
@@ -84,7 +85,7 @@ def without_home(text: str) -> str:
     return text.replace(str(Path.home()), "~")
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print what is being done on stderr."""
     print(line, file=sys.stderr, flush=True)
 
@@ -109,12 +110,8 @@ class Timing:
 
     def record(self) -> dict[str, Any]:
         """Return median, quartiles, extremes and all values, in seconds."""
-        return {
-            **summary(self.seconds),
-            "calls_a_repeat": self.calls_a_repeat,
-            "cuda_graph": self.cuda_graph,
-            **({"note": self.note} if self.note else {}),
-        }
+        how = {"calls_a_repeat": self.calls_a_repeat, "cuda_graph": self.cuda_graph}
+        return summary(self.seconds) | how | ({"note": self.note} if self.note else {})
 
 
 def times_as_fast(seconds: Sequence[float], rival: Sequence[float]) -> dict[str, Any]:
@@ -127,16 +124,9 @@ def times_as_fast(seconds: Sequence[float], rival: Sequence[float]) -> dict[str,
 
 def summary(values: list[float]) -> dict[str, Any]:
     """Return median, quartiles (the inclusive method), extremes, and all values in order."""
-    if len(values) > 1:
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    else:
-        low = middle = high = values[0]
-    return {
-        "median": middle,
-        "quartiles": [low, high],
-        "range": [min(values), max(values)],
-        "all": values,
-    }
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    ends = [min(values), max(values)]
+    return {"median": middle, "quartiles": [low, high], "range": ends, "all": values}
 
 
 def time_in_turn(
@@ -145,9 +135,7 @@ def time_in_turn(
     repeats: int,
     *,
     min_seconds: float = 0.01,
-    cuda_graphs: bool = True,
-    flush_cache: bool = True,
-    warm_ups: int = WARM_UPS,
+    alone: bool = True,
     title: str = "timing",
 ) -> dict[Hashable, Timing]:
     """Time each call `repeats` times, all of them in every round.
@@ -159,15 +147,14 @@ def time_in_turn(
         device: where they compute.
         repeats: rounds.
         min_seconds: CPU: a call that is shorter is repeated within a round, and divided.
-        cuda_graphs, flush_cache: GPU: see the module.
-        warm_ups: calls of each before the first round; compiling and building end there.
+        alone: GPU: replay graphs and flush the cache, for kernels; steps of models need neither.
         title: of the progress bar.
     """
     if device.type == "cuda":
-        return _time_on_gpu(calls, device, repeats, cuda_graphs, flush_cache, warm_ups, title)
+        return _time_on_gpu(calls, device, repeats, alone, title)
     timings = {}
     for name, call in calls.items():
-        for _ in range(warm_ups):
+        for _ in range(WARM_UPS):
             start = time.perf_counter()
             call()
             seconds = time.perf_counter() - start
@@ -186,20 +173,18 @@ def _time_on_gpu(
     calls: Mapping[Hashable, Callable[[], Any]],
     device: torch.device,
     repeats: int,
-    cuda_graphs: bool,
-    flush_cache: bool,
-    warm_ups: int,
+    alone: bool,
     title: str,
 ) -> dict[Hashable, Timing]:
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if flush_cache else None
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if alone else None
     timings, replays, events = {}, {}, {}
     for name, call in calls.items():
-        for _ in range(warm_ups):
+        for _ in range(WARM_UPS):
             call()
         torch.cuda.synchronize(device)
-        replays[name], timings[name] = call, Timing(cuda_graph=False)
-        if cuda_graphs:
-            replays[name], timings[name] = _captured(call)
+        replays[name], timings[name] = (
+            _captured(call) if alone else (call, Timing(cuda_graph=False))
+        )
         events[name] = []
     for _ in rounds(repeats, title):
         for name, replay in replays.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,19 +27,17 @@ from cat_lm.counts import count_parameters, flops_per_token, meta_model
 from cat_lm.model.hf.causal_lm import CausalLanguageModel
 from cat_lm.training.estimate import device_peak_flops
 from eval.common.interrupts import terminated_as_interrupt
-from eval.speed.choices import PYTHIA, is_stock
-from eval.speed.choices import models as known_models
+from eval.speed.choices import PYTHIA, models
 from eval.speed.models import (
     ModelSize,
     build,
     check_logits,
-    compile_rotation,
     convolution_of,
     model_config,
     random_ids,
     randomize_filters,
 )
-from eval.speed.timing import Timing, say, summary, time_in_turn, times_as_fast
+from eval.speed.timing import Timing, log, summary, time_in_turn, times_as_fast
 
 if TYPE_CHECKING:
     from cat_lm.training.distributed import Ranks
@@ -85,30 +83,27 @@ def train_speed(
         peak_tflops: of the device in this dtype, for MFU; default: by its name, for bf16.
         peak_memory: whether to measure it, which takes a process for each model.
 
-    Returns:
-        The record's part; `absent` of it says which models are left out, and why.
-
     Raises:
         UserError: a model's logits are wrong, or it cannot be built.
     """
-    device = torch.device(case.size.device)
-    models, absent = _models(case, names)
-    names = [name for name in names if name not in absent]
+    device, known = torch.device(case.size.device), models()
+    built = {}
+    for name in dict.fromkeys([*names, *(known[n].stock for n in names if known[n].stock)]):
+        log(f"building {name}")
+        built[name] = build(case.size, name, case.context_length).train()
     ids = random_ids(case.size, 1, case.context_length)
-    differences = check_logits(models, ids, case.size.dtype)
+    differences = check_logits(built, ids, case.size.dtype)
     peak = peak_tflops * 1e12 if peak_tflops else None
     if peak is None and case.size.dtype == "bfloat16":
         peak = device_peak_flops(device)
     rows, steps = {}, {}
     with _ranks_for(case) as ranks:
         for name in names:
-            rows[name] = _facts(case, name, models[name])
-            randomize_filters(models[name])
-            steps[name] = training_step(case, name, models[name], ranks)
-        timings = time_in_turn(
-            steps, device, repeats, min_seconds=0, cuda_graphs=False, flush_cache=False
-        )
-    del models, steps
+            rows[name] = _facts(case, name, built[name])
+            randomize_filters(built[name])
+            steps[name] = training_step(case, name, built[name], ranks)
+        timings = time_in_turn(steps, device, repeats, min_seconds=0, alone=False)
+    del built, steps
     memory = _peak_memories(case, names) if peak_memory else {}
     for name, row in rows.items():
         row |= _speed(case, name, timings, row["flops_per_step"], peak)
@@ -116,7 +111,6 @@ def train_speed(
     return {
         "case": asdict(case),
         "step": STEP if case.optimizer else "forward and backward",
-        "absent": absent,
         "peak_flops": peak,
         "largest_relative_logit_difference": differences,
         "results": rows,
@@ -126,7 +120,7 @@ def train_speed(
 def _facts(case: TrainCase, name: str, model: nn.Module) -> dict[str, Any]:
     counted = meta_model(model_config(case.size, name, case.context_length))
     return {
-        "model": known_models()[name].label,
+        "model": models()[name].label,
         "parameters": count_parameters(model),
         "convolution": convolution_of(model, case.size),
         "flops_per_step": flops_per_token(counted, case.context_length) * case.tokens,
@@ -144,43 +138,13 @@ def _speed(
         "mfu": flops / timing.median / peak if peak else None,
     }
     for rival, median, ends in (
-        (known_models()[name].plain, "relative_to_plain", "relative_range"),
+        (models()[name].plain, "relative_to_plain", "relative_range"),
         (PYTHIA, "relative_to_pythia", "relative_to_pythia_range"),
     ):
         timed = rival in timings
         ratio = times_as_fast(timing.seconds, timings[rival].seconds) if timed else {}
         found |= {median: ratio.get("median"), ends: ratio.get("range")}
     return found
-
-
-def _models(case: TrainCase, names: Sequence[str]) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Build the models with the stock of each; return also which cannot be compiled, and why.
-
-    Raises:
-        UserError: none of the names is left, or another of them cannot be built.
-    """
-    known, models, absent = known_models(), {}, {}
-    stocks = [known[name].stock for name in names if known[name].stock]
-    for name in dict.fromkeys([*names, *stocks]):
-        say(f"building {name}")
-        model, why_not = _built(case, name)
-        if why_not is None:
-            models[name] = model
-        else:
-            absent[name] = why_not
-    if absent.keys() >= set(names):
-        raise UserError("--models: " + "; ".join(f"{n}: {why}" for n, why in absent.items()))
-    return models, absent
-
-
-def _built(case: TrainCase, name: str) -> tuple[nn.Module, str | None]:
-    """Build a model to be trained; return also why it cannot be compiled here, if it cannot."""
-    model = build(case.size, name, case.context_length).train()
-    if not known_models()[name].compiled_rotation:
-        return model, None
-    if case.compile:
-        return model, "--compile compiles the rotation of every model"
-    return model, compile_rotation(model, random_ids(case.size, 1, 8))
 
 
 def training_step(
@@ -202,27 +166,23 @@ def training_step(
     return step
 
 
-# A run's own step
-
-
-def _ranks_for(case: TrainCase) -> Any:
-    return ranks_of(case.size.device) if case.optimizer else nullcontext()
-
-
 @contextmanager
-def ranks_of(device: str) -> Iterator[Ranks]:
-    """Join a group of one, on the device that training takes.
+def _ranks_for(case: TrainCase) -> Iterator[Ranks | None]:
+    """Join a group of one for a run's own step, on the device that training takes.
 
     Raises:
-        UserError: `device` is another one.
+        UserError: the case's device is another one.
     """
+    if not case.optimizer:
+        yield None
+        return
     from cat_lm.training import distributed
 
     with distributed.start() as ranks:
-        if torch.device(device).type != ranks.device.type:
+        if torch.device(case.size.device).type != ranks.device.type:
             raise UserError(
-                f"--device {device}: a run's own step is on {ranks.device.type} here; leave out "
-                "--optimizer or --device"
+                f"--device {case.size.device}: a run's own step is on {ranks.device.type} here; "
+                "leave out --optimizer or --device"
             )
         yield ranks
 
@@ -248,7 +208,7 @@ def _run_step(case: TrainCase, name: str, model: nn.Module, ranks: Ranks) -> Cal
             "compile": case.compile,
         },
     }
-    trained = _LibraryModel(model) if is_stock(name) else model
+    trained = _LibraryModel(model) if models()[name].stock == name else model
     engine = Engine(trained, RunConfig.model_validate(values), ranks)
     ids = random_ids(case.size, case.batch_size, case.context_length).cpu().numpy()
 
@@ -284,9 +244,6 @@ class _LibraryModel(nn.Module):
         )
 
 
-# Memory
-
-
 def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
     """Measure each model in a process of its own, after this one has let its memory go."""
     gc.collect()
@@ -296,7 +253,7 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
     else:
         method = "forkserver"
         multiprocessing.set_forkserver_preload([*_PRELOADED, *_DEEPSPEED * case.optimizer])
-    say("peak memory of each model, in processes of their own")
+    log("peak memory of each model, in processes of their own")
     context = multiprocessing.get_context(method)
     with terminated_as_interrupt(), context.Pool(1, maxtasksperchild=1) as pool:
         return {name: pool.apply(peak_memory, (case, name)) for name in names}
@@ -305,7 +262,7 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
 def peak_memory(case: TrainCase, name: str) -> int:
     """Return the bytes that two steps need beyond the weights; run in a process of its own."""
     gc.freeze()  # what was imported: DeepSpeed collects a dozen times, which would copy its pages
-    model, _ = _built(case, name)
+    model = build(case.size, name, case.context_length).train()
     gc.collect()
     if case.on_gpu:
         before = torch.cuda.memory_allocated()

@@ -13,7 +13,6 @@ from eval.speed import choices, kernels
 from eval.speed.choices import KERNELS
 from eval.speed.conv import against_rival
 from eval.speed.kernels import ConvCase, Kernel
-from tests.unit.speed.calls import conv_arguments
 
 
 def conv_case(**changes) -> ConvCase:
@@ -80,50 +79,37 @@ def test_choices_are_what_is_there():
     assert choices.conv_types() == (*kinds_table.names(), "qkv")
 
 
-@pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead", "qkv"])
-def test_conv_record(speed, conv_type):
-    names = ["reference", "cpu", "conv1d"]
-    arguments = conv_arguments(
-        conv_type=conv_type, windows="1,5", dtype="float32,bfloat16", kernels=",".join(names)
-    )
-    code, record, out, err = speed(*arguments)
+@pytest.mark.parametrize("conv_type", ["depthwise", "multihead", "qkv"])
+def test_record_has_every_contender_and_its_rates(conv, conv_type):
+    how = {"windows": "1,5", "dtype": "float32,bfloat16", "kernels": "reference,cpu,conv1d,fla"}
+    code, record, out, err = conv(conv_type=conv_type, **how)
     assert code == 0, err
     assert (record["benchmark"], record["repeats"], record["refused"]) == ("conv", 2, [])
-    assert record["device"]["type"] == "cpu" and record["device"]["threads"] >= 1
-    assert {"command", "date", "versions", "commit", "machine"} <= set(record)
+    assert {"command", "date", "versions", "commit", "machine", "device"} <= set(record)
     cases = [(c["case"]["dtype"], c["case"]["window"]) for c in record["cases"]]
     assert cases == [("float32", 1), ("float32", 5), ("bfloat16", 1), ("bfloat16", 5)]
     expected = {"reference", "cpu", "conv1d, padded", "conv1d, channels last"}
     if conv_type == "qkv":
-        expected = {f"{name}, in {way}" for name in names[:2] for way in ("one call", "parts")}
+        ways = ("one call", "parts")
+        expected = {f"{name}, in {way}" for name in ("reference", "cpu") for way in ways}
     for result in record["cases"]:
         assert {row["kernel"] for row in result["kernels"]} == expected
-        assert result["backend"].keys() == {"name", "reason", "runs"}
-        for direction in ("forward", "forward_backward"):
-            rivals = {row[direction]["rival"] for row in result["kernels"]}
-            assert len(rivals) == 1 and (rivals == {None}) == (conv_type == "qkv")
+        assert all(f"absent: {name}: {why}" in out for name, why in result["absent"].items())
+        assert set(result["absent"]) == ({"fla"} if conv_type != "qkv" else set())
         for row in result["kernels"]:
             assert row["kernel"] in out
             for direction, floor in result["floor_bytes"].items():
                 timed = row[direction]
                 assert len(timed["seconds"]["all"]) == 2
+                assert (timed["rival"] is None) == (conv_type == "qkv")
                 rate = floor / timed["seconds"]["median"]
                 assert timed["bytes_per_second"] == pytest.approx(rate)
                 share = rate / result["copy_bytes_per_second"]
                 assert timed["of_copy_bandwidth"] == pytest.approx(share)
 
 
-def test_absent_kernels_say_why(speed):
-    code, record, out, _ = speed(*conv_arguments(kernels="cpu,triton,fla"))
-    (result,) = record["cases"]
-    assert code == 0
-    assert set(result["absent"]) == {"triton", "fla"}
-    assert result["absent"]["fla"] == "runs on a GPU only"
-    assert all(f"absent: {name}: {why}" in out for name, why in result["absent"].items())
-
-
 @pytest.mark.parametrize("conv_type", ["head", "depthwise"])
-def test_fla_is_given_what_it_documents(speed, monkeypatch, conv_type):
+def test_fla_is_given_what_it_documents(conv, monkeypatch, conv_type):
     """What it says that it equals in torch's terms stands in for it where no GPU is."""
 
     def causal_conv1d(x, weight=None, bias=None, backend="triton"):
@@ -133,9 +119,7 @@ def test_fla_is_given_what_it_documents(speed, monkeypatch, conv_type):
         return y.transpose(1, 2), None
 
     monkeypatch.setattr(kernels, "_import_fla", lambda case: causal_conv1d)
-    code, record, out, _ = speed(
-        *conv_arguments(kernels="fla", conv_type=conv_type, dtype="bfloat16")
-    )
+    code, record, out, _ = conv(kernels="fla", conv_type=conv_type, dtype="bfloat16")
     assert code == 0, out
     assert [row["kernel"] for row in record["cases"][0]["kernels"]] == ["fla"]
 
@@ -170,44 +154,42 @@ def one_wrong_element(y):
     ],
     ids=["late by one", "gradient", "last element", "nan", "shape"],
 )
-def test_wrong_kernel_is_refused(speed, monkeypatch, spoil, named, dtype):
+def test_wrong_kernel_is_refused(conv, monkeypatch, spoil, named, dtype):
     def convolve(x, filters):
         return spoil(head_conv(x, filters, backend="reference"))
 
     wrong = Kernel("wrong", "a kernel that is wrong on purpose", convolve)
     monkeypatch.setitem(kernels.FINDERS, "cpu", lambda case: [wrong])
-    arguments = conv_arguments(kernels="cpu,conv1d", dtype=dtype, shape="2,300,3,8")
-    code, record, out, err = speed(*arguments)
+    code, record, out, err = conv(kernels="cpu,conv1d", dtype=dtype, shape="2,300,3,8")
     assert code == 1
     (refused,) = record["refused"]
     assert refused["kernel"] == "wrong" and refused["reason"].startswith(named)
     rows = {row["kernel"]: row for row in record["cases"][0]["kernels"]}
-    assert "forward" not in rows["wrong"] and "forward_backward" not in rows["wrong"]
+    assert "forward" not in rows["wrong"]
     right = rows["conv1d, padded"]
     assert right["refused"] is None and right["forward"]["seconds"]["median"] > 0
     assert "refused: wrong: " in out
     assert err.endswith("error: 1 kernels are wrong and refused\n")
 
 
-def test_wrong_step_is_refused(speed, monkeypatch):
+def test_unrotated_step_is_refused(conv, monkeypatch):
     in_one_call = kernels.ops.head_conv_qkv
 
     def unrotated(*arguments, rotary, **options):
         return in_one_call(*arguments, rotary=None, **options)
 
     monkeypatch.setattr(kernels.ops, "head_conv_qkv", unrotated)
-    code, record, _, _ = speed(*conv_arguments(conv_type="qkv", kernels="reference"))
+    code, record, _, _ = conv(conv_type="qkv", kernels="reference")
     assert code == 1
     (refused,) = record["refused"]
     assert refused["kernel"] == "reference, in one call"
     assert refused["reason"].startswith("q is off") and "; v is off" not in refused["reason"]
 
 
-def test_the_rival_is_the_layout_that_is_fastest():
+def test_rival_is_the_fastest_layout():
     seconds = {"cpu": [1.0, 1.0, 2.0], "conv1d": [9.0, 9.0, 9.0], "conv1d, padded": [3.0, 4.0, 2.0]}
     found = against_rival(seconds)
     assert {row["rival"] for row in found.values()} == {"conv1d, padded"}
     assert found["cpu"]["times_as_fast_as_conv1d"] == 3.0
     assert found["cpu"]["times_as_fast_range"] == [1.0, 4.0]
-    alone = against_rival({"cpu": [1.0]})["cpu"]
-    assert alone["rival"] is alone["times_as_fast_range"] is None
+    assert against_rival({"cpu": [1.0]})["cpu"]["rival"] is None
