@@ -7,20 +7,21 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 from safetensors import SafetensorError
 
 from cat_lm.core import readers
-from cat_lm.core.errors import UserError, is_temporary
+from cat_lm.core.errors import SharedError, UserError, is_temporary
+from cat_lm.training.checkpoint import complete_checkpoints
 from tests.checkpoints import flip, seal
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.trainers import opened
+from tests.distributed.trainers import train
 from tests.runs import run_values
 
 STATES = "cat_lm.training.checkpoint.optimizer_state"
-FINISHED = (False, "finished")
+FIRST_RANKS = ("cat_lm.training.checkpoint.run.save_file", "shutil.copytree")
 
 
 def serializing(number: int) -> SafetensorError:
@@ -35,105 +36,138 @@ def storing(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-# What writes, and the error that it raises of a number.
-WRITERS = {
-    f"{STATES}.save_file": serializing,
-    "cat_lm.training.checkpoint.run.save_file": serializing,
-    "shutil.copytree": copying,
-    "pathlib.Path.write_bytes": storing,
-}
+# What fails in a save, the error that it raises of a number, and the number.
+WRITERS = (
+    (f"{STATES}.save_file", serializing, errno.ESTALE),
+    ("cat_lm.training.checkpoint.run.save_file", serializing, errno.ENOSPC),
+    ("shutil.copytree", copying, errno.EIO),
+    ("pathlib.Path.write_bytes", storing, errno.ENOSPC),
+    ("os.fsync", storing, errno.EIO),
+)
 
 
 def outcome(ranks, values: dict[str, Any], failing=None) -> tuple[bool, str]:
-    """Whether the same command may go on, and what the run says at its end."""
-    from train import Trainer
-
+    """Return whether the same command may go on, and the line that a run ends with."""
     try:
-        with failing or contextlib.nullcontext(), opened(Trainer, ranks, values) as trainer:
-            trainer.run()
+        with failing or contextlib.nullcontext():
+            train(ranks, values)
     except UserError as error:
         return is_temporary(error), str(error)
-    return FINISHED
+    return False, "finished"
 
 
-def written(ranks, data: str, folder: str) -> dict[tuple[str, int], tuple[bool, str]]:
-    """What runs end with in whose save the last rank alone cannot write, or the first."""
-    found = {}
-    for writer, error in WRITERS.items():
-        for number in (errno.ESTALE, errno.EIO, errno.ENOSPC):
-            values = run_values(data, Path(folder) / f"{writer}-{number}", max_steps=1)
-            is_first_s = writer in ("cat_lm.training.checkpoint.run.save_file", "shutil.copytree")
-            fails = ranks.is_first == is_first_s
-            failing = mock.patch(writer, side_effect=error(number)) if fails else None
-            found[writer, number] = outcome(ranks, values, failing)
+def written(ranks, data: str, folder: str) -> list[tuple[bool, str]]:
+    """What runs end with in whose second save the last rank alone cannot write, or the first."""
+    found = []
+    for number, (writer, error, code) in enumerate(WRITERS):
+        values = run_values(data, Path(folder) / str(number), max_steps=1)
+        assert outcome(ranks, values) == (False, "finished")
+        values["train"] |= {"max_steps": 2, "resume": "auto"}
+        fails = ranks.is_first == (writer in FIRST_RANKS)
+        found.append(
+            outcome(ranks, values, mock.patch(writer, side_effect=error(code)) if fails else None)
+        )
     return found
 
 
-def test_a_checkpoint_that_cannot_be_written_for_a_while(tiny_corpus, tmp_path):
+def test_checkpoint_that_cannot_be_written_ends_all_ranks_alike(tiny_corpus, tmp_path):
     first, second = run_on_ranks(written, 2, str(tiny_corpus), str(tmp_path))
-    assert first == second and len(first) == 12
-    for (writer, number), (passes, line) in first.items():
-        assert passes == (number != errno.ENOSPC), (writer, line)
-        said = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
-        assert "step-00000001: the checkpoint could not be written (" in line and said in line
-        assert len(line.splitlines()) == 1
+    assert first == second
+    for number, (passes, line) in enumerate(first):
+        writer, _, code = WRITERS[number]
+        assert passes == (code != errno.ENOSPC), (writer, line)
+        said = "the disk is full" if code == errno.ENOSPC else os.strerror(code)
+        assert "step-00000002: the checkpoint could not be written (" in line and said in line
+        assert "newest complete one: step-00000001" in line and "\n" not in line
+        left = complete_checkpoints(tmp_path / f"{number}/checkpoints")
+        assert [path.name for path in left] == ["step-00000001"]
 
 
 def unreadable(error: Exception):
-    """Fail to open safetensors files."""
     return mock.patch(f"{STATES}.safe_open", side_effect=error)
 
 
 def stale_states():
-    """The same of the generators' states, which Python reads."""
+    """Fail to open the generators' states, which Python reads."""
 
-    def opening(path: Path, mode: str) -> IO:
+    def opening(path: Path, mode: str):
         if path.suffix == ".pt":
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            raise storing(errno.ESTALE)
         return open(path, mode)
 
     return mock.patch.object(readers, "open", opening, create=True)
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+    seal(file.parents[file.parts[::-1].index("step-00000001") - 1])
+
+
 def read(ranks, data: str, folder: str) -> dict[str, tuple[bool, str]]:
     """What runs say that go on from a checkpoint whose files fail to be read, or are damaged."""
     first = Path(folder) / "first"
-    assert outcome(ranks, run_values(data, first, max_steps=1)) == FINISHED
+    outcome(ranks, run_values(data, first, max_steps=1))
     mapped = RuntimeError("unable to open file <a> in read-only mode: Stale file handle (116)")
-    absent = FileNotFoundError("No such file or directory: a")
+    state, generators = "state/rank-00000.safetensors", "random-00000.pt"
     cases = {
-        "not opened": unreadable(absent),
-        "stale": unreadable(serializing(errno.ESTALE)),
-        "not mapped": unreadable(mapped),
-        "states stale": stale_states(),
+        "not opened": (unreadable(FileNotFoundError("No such file or directory: a")), None, ""),
+        "stale": (unreadable(serializing(errno.ESTALE)), None, ""),
+        "not mapped": (unreadable(mapped), None, ""),
+        "states stale": (stale_states(), None, ""),
+        "cut": (None, cut, state),
+        "flipped": (None, flip, state),
+        "states cut": (None, cut, generators),
     }
     found = {}
-    for name, failing in cases.items():
+    for name, (failing, damage, file) in cases.items():
         run = Path(folder) / name
         shutil.copytree(first, run)
+        if damage:
+            damage(run / "checkpoints/step-00000001" / file)
         found[name] = outcome(ranks, run_values(data, run, max_steps=2, resume="auto"), failing)
-    for name in ("cut and sealed", "flipped", "states cut and sealed"):
-        run = Path(folder) / name
-        shutil.copytree(first, run)
-        step = run / "checkpoints/step-00000001"
-        file = step / ("random-00000.pt" if "states" in name else "state/rank-00000.safetensors")
-        if "cut" in name:
-            file.write_bytes(file.read_bytes()[:-4])
-            seal(step)
-        else:
-            flip(file)
-        found[name] = outcome(ranks, run_values(data, run, max_steps=2, resume="auto"))
     return found
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_while(tiny_corpus, tmp_path):
+def test_checkpoint_that_cannot_be_read_now_is_no_damage(tiny_corpus, tmp_path):
     (found,) = run_on_ranks(read, 1, str(tiny_corpus), str(tmp_path))
     for name in ("not opened", "stale", "not mapped", "states stale"):
         assert found[name][0], (name, found[name])
     for name, said in {
-        "cut and sealed": "rank-00000.safetensors: is damaged",
+        "cut": "rank-00000.safetensors: is damaged",
         "flipped": "its checksum differs",
-        "states cut and sealed": "random-00000.pt: cannot be read as states",
+        "states cut": "random-00000.pt: cannot be read as states",
     }.items():
         passes, line = found[name]
         assert said in line and not passes, (name, line)
+
+
+# Of two ranks the errors, and what all raise.
+AGREED = (
+    ([None, OSError(errno.ESTALE, "stale", "a")], (True, "a: stale")),
+    ([OSError(errno.ESTALE, "stale", "a"), UserError("b")], (False, "b")),
+    ([None, ConnectionError("no answer")], (True, "ConnectionError: no answer")),
+    ([None, ValueError("c")], (False, "ValueError: c")),
+    ([None, None], (False, "")),
+)
+
+
+def failing(ranks, on_first_only: bool) -> list[tuple[bool, str]]:
+    def act(error: Exception | None) -> None:
+        if error:
+            raise error
+
+    found = []
+    for errors, _ in AGREED:
+        call = ranks.on_rank_zero if on_first_only else ranks.on_all_ranks
+        try:
+            call(lambda errors=errors: act(errors[ranks.rank]))
+            found.append((False, ""))
+        except SharedError as error:
+            found.append((is_temporary(error), str(error)))
+    return found
+
+
+def test_ranks_agree_whether_an_error_may_pass():
+    assert run_on_ranks(failing, 2, False) == [[found for _, found in AGREED]] * 2
+    first, second = run_on_ranks(failing, 2, True)
+    assert first == second and first[1] == (True, "a: stale"), "no rank goes on without the first"
