@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 
 from cat_lm.core import numbers
 from cat_lm.core.cli import Parser, output_file, whole
 from cat_lm.core.errors import command
-from launch.slurm.options import (
-    ATTEMPTS,
-    CORES,
-    ENV,
-    add_options,
-    add_resources,
-    variable,
-)
+from launch.slurm.options import ATTEMPTS, CORES, ENV, add_options, add_resources, variable
 
-OVERRIDE = "section.key=value"
+# The module of each command's function, which has its name.
+MODULES = {"submit": "submit", "resume": "submit", "cancel": "submit", "status": "status"}
+MODULES |= {"local": "local", "prepare": "prepare"}
 
 
 @command
@@ -27,20 +23,12 @@ def main() -> None:
     # The run's train.py must find the modules beside it, which are its own copy of the checkout.
     os.environ.pop("PYTHONSAFEPATH", None)
     # Only now: --help needs nothing of this.
-    from launch.slurm import local, prepare, status, submit
-
-    actions = {
-        "submit": submit.submit,
-        "resume": submit.resume,
-        "cancel": submit.cancel,
-        "status": status.status,
-        "local": local.local,
-        "prepare": prepare.prepare,
-    }
-    actions[arguments.command](arguments)
+    module = importlib.import_module(f"launch.slurm.{MODULES[arguments.command]}")
+    getattr(module, arguments.command)(arguments)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; options may stand between overrides."""
     parser = Parser(
         prog="python -m launch.slurm",
         description="Train on a SLURM cluster: submit a run, look at it, stop it, go on.",
@@ -56,32 +44,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Copies code and configuration into RUN/slurm (RUN is train.output_dir), "
         "renders RUN/slurm/job.sbatch there and submits it. One task per rank under srun.",
     )
-    new.add_argument("config", help="the run's YAML file")
     again = commands.add_parser(
         "resume",
         help="go on with a run whose job has ended",
         description="Renders the job anew, with what is given here changed, and submits it. The "
         "code stays the run's own.",
     )
-    again.add_argument("run", help="the run's folder")
-    again.add_argument("--new-code", action="store_true", help="copy the checkout again")
-    for one in (new, again):
-        one.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
-        add_options(one, resumed=one is again)
-
     look = commands.add_parser("status", help="where a run stands")
-    look.add_argument("run", help="the run's folder")
-    look.add_argument(
-        "--json", type=output_file, metavar="FILE", help="where to write the same as JSON"
-    )
     end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
-    end.add_argument("run", help="the run's folder")
-    add_local(commands)
-    add_prepare(commands)
-    return _parse(parser, argv)
-
-
-def add_local(commands) -> None:
     here = commands.add_parser(
         "local",
         help="the same on this machine, without SLURM",
@@ -89,19 +59,6 @@ def add_local(commands) -> None:
         "torchrun, again and again until the run is finished. TERM and Ctrl-C save a checkpoint "
         "and end it; USR1 saves and restarts.",
     )
-    here.add_argument("config", help="the run's YAML file")
-    here.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="last one wins")
-    kind = here.add_mutually_exclusive_group(required=True)
-    kind.add_argument(
-        "--gpus-per-node", type=whole(numbers.PER_NODE), metavar="G", help="a rank each"
-    )
-    kind.add_argument("--tasks", type=whole(numbers.PER_NODE), metavar="N", help="ranks on the CPU")
-    here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
-    here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
-    here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
-
-
-def add_prepare(commands) -> None:
     data = commands.add_parser(
         "prepare",
         help="data preparation on many nodes",
@@ -110,12 +67,30 @@ def add_prepare(commands) -> None:
         "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
         "again continues where tasks have failed.",
     )
+    for one in (new, here):
+        one.add_argument("config", help="the run's YAML file")
+    for one in (again, look, end):
+        one.add_argument("run", help="the run's folder")
+    for one in (new, again, here):
+        one.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    add_options(new)
+    add_options(again, resumed=True)
+    again.add_argument("--new-code", action="store_true", help="copy the checkout again")
+    look.add_argument(
+        "--json", type=output_file, metavar="FILE", help="where to write the same as JSON"
+    )
+    ranks = whole(numbers.PER_NODE)
+    kind = here.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--gpus-per-node", type=ranks, metavar="G", help="a rank each")
+    kind.add_argument(
+        "--tasks", dest="tasks_per_node", type=ranks, metavar="N", help="ranks on the CPU"
+    )
+    here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
+    here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
+    here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
     data.add_argument("--tasks", type=whole(numbers.ARRAY_TASKS), required=True, metavar="N")
     add_resources(data)
 
-
-def _parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Also takes options between the overrides: `submit CONFIG a.b=c --nodes 2 d.e=f`."""
     # After `--`, prepare's flags are another program's.
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)

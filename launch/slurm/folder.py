@@ -19,15 +19,17 @@ from launch.slurm.options import Options
 
 
 class RunFolder:
-    """The files of one run that its jobs use; `run` is the absolute `train.output_dir`."""
+    """The files of one run that its jobs use.
 
-    def __init__(self, run: Path | str) -> None:
+    Args:
+        run: `train.output_dir`.
+        slurm: where the jobs' files lie, by default in the run's folder.
+    """
+
+    def __init__(self, run: Path | str, slurm: Path | None = None) -> None:
         # Without links, so that a run has one name, and one job.
-        try:
-            self.run = resolve(Path(run).expanduser())
-        except RuntimeError as error:  # ~nobody
-            raise UserError(f"{run}: {error}") from None
-        self.slurm = self._slurm()
+        self.run = resolve(os.path.expanduser(run))
+        self.slurm = slurm or self.run / "slurm"
         self.script = self.slurm / "job.sbatch"
         self.config = self.slurm / "config.yaml"
         self.code = self.slurm / "code"
@@ -39,14 +41,8 @@ class RunFolder:
         self.checkpoints = self.run / "checkpoints"
         self.metrics = self.run / "metrics.jsonl"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunFolder) and self.run == other.run
-
-    def _slurm(self) -> Path:
-        return self.run / "slurm"
-
     def check_writable(self) -> None:
-        """Raises UserError where no folder can be made, such as for a file in its way."""
+        """Raise UserError where no folder can be made, such as for a file in its way."""
         # They would end SLURM's own lines, or the quotes around a path in them.
         if not str(self.run).isprintable() or any(c in str(self.run) for c in '"\\'):
             raise UserError(
@@ -116,7 +112,11 @@ class JobRecord(Versioned):
 
 
 def read_record(folder: RunFolder) -> JobRecord:
-    """Raises UserError where no job was ever submitted for this run, or job.json is damaged."""
+    """Read job.json.
+
+    Raises:
+        UserError: no job was ever submitted for this run, or job.json is damaged.
+    """
     if not folder.run.is_dir():
         raise UserError(f"{folder.run}: no such run folder")
     if not os.path.lexists(folder.record):
@@ -125,11 +125,6 @@ def read_record(folder: RunFolder) -> JobRecord:
             "`python -m launch.slurm submit` starts a run"
         )
     return read_json(folder.record, JobRecord, advice="move it away and submit the run again")
-
-
-def earlier_jobs(folder: RunFolder) -> list[Job]:
-    """Return the jobs that this run has had, as far as they are known."""
-    return read_record(folder).jobs if folder.record.is_file() else []
 
 
 def _now() -> str:

@@ -9,15 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.training.watchdog import handled_signals
 from launch.slurm import cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
-from launch.slurm.options import Options, options_from
+from launch.slurm.options import Options
 from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -25,42 +24,26 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def local(arguments: argparse.Namespace) -> None:
-    """Runs until the run is finished; leaves with its exit code where it is not."""
-    arguments.tasks_per_node = arguments.tasks
-    plan = plan_of(arguments.config, arguments.overrides, options_from(arguments))
-    check_gpus(plan.options)
+    """Run until the run is finished; leave with its exit code where it is not."""
+    plan = plan_of(arguments)
+    if asked := plan.options.gpus_per_node:
+        import torch
+
+        # Without any, the ranks would train on the CPU.
+        if (found := torch.cuda.device_count()) < asked:
+            raise UserError(
+                f"--gpus-per-node {asked}: this machine shows {found} GPU{'s' * (found != 1)}; ask "
+                "for as many at most, or for CPU ranks with --tasks N"
+            )
     with suppress(cluster.NoSlurm):
-        refuse_second_job(plan.folder, cluster.active_job(plan.folder))
+        refuse_second_job(plan.folder)
     refuse_other_run(plan)
     snapshot.save_code(plan.folder, snapshot.PROJECT)
     snapshot.save_config(plan.folder, plan.values)
     plan.record.write(plan.folder)
     plan.folder.reset_attempts("local")
-    code = Local(plan.folder, plan.options).run()
-    if code:
+    if code := Local(plan.folder, plan.options).run():
         raise SystemExit(code)
-
-
-def check_gpus(options: Options) -> None:
-    """Raises UserError where the ranks, in their environment, have fewer GPUs than asked for."""
-    if not options.gpus_per_node:
-        return
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"],
-        env={**os.environ, **options.env},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["torch cannot be imported"]
-        raise UserError(f"--gpus-per-node {options.gpus_per_node}: {lines[-1]}")
-    found = int(done.stdout.split()[-1])
-    if found < options.gpus_per_node:
-        raise UserError(
-            f"--gpus-per-node {options.gpus_per_node}: this machine shows {found} "
-            f"GPU{'' if found == 1 else 's'}; ask for as many at most, or for CPU ranks with "
-            "--tasks N"
-        )
 
 
 class Local:
@@ -72,42 +55,50 @@ class Local:
         self.told_to_end = False  # by TERM or INT, as scancel would
 
     def run(self) -> int:
-        """Starts the ranks again until they finish or must not be started; the last exit code."""
+        """Start the ranks again until they finish or must not be started; return the last code."""
+        before = {n: signal.signal(n, self.forward) for n in handled_signals(FORWARDED)}
+        try:
+            return self._loop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _loop(self) -> int:
         restart = code = 0
-        with self.signals_forwarded():
-            while not self.told_to_end:
-                stuck = self.folder.attempts_without_progress()
-                checkpoint = self.folder.newest_checkpoint()
-                if stuck >= self.options.max_restarts:
-                    say(
-                        f"no progress: {stuck} attempts in a row began at checkpoint {checkpoint}; "
-                        "not started again"
-                    )
-                    return 2
-                self.folder.begin_attempt(f"local-{os.getpid()}", restart)
-                say(f"restart {restart}, {self.options.world_size} ranks, checkpoint {checkpoint}")
-                code = self.attempt()
-                if code == 0:
-                    say("finished")
-                    return 0
-                if code == 2:
-                    return 2
-                again = (
-                    "stopped; train.resume=auto goes on" if self.told_to_end else "started again"
+        while not self.told_to_end:
+            stuck = self.folder.attempts_without_progress()
+            checkpoint = self.folder.newest_checkpoint()
+            if stuck >= self.options.max_restarts:
+                say(
+                    f"no progress: {stuck} attempts in a row began at checkpoint {checkpoint}; "
+                    "not started again"
                 )
-                say(f"exit code {code}: {again}")
-                restart += 1
+                return 2
+            self.folder.begin_attempt(f"local-{os.getpid()}", restart)
+            say(f"restart {restart}, {self.options.world_size} ranks, checkpoint {checkpoint}")
+            code = self.attempt()
+            if code == 0:
+                say("finished")
+                return 0
+            if code == 2:
+                return 2
+            ended = "stopped; train.resume=auto goes on" if self.told_to_end else "started again"
+            say(f"exit code {code}: {ended}")
+            restart += 1
         return code
 
     def attempt(self) -> int:
+        """Run torchrun once; return its exit code when its ranks have ended, too."""
         ranks = self.options.world_size
-        cores = len(os.sched_getaffinity(0))
-        environment = {"OMP_NUM_THREADS": str(self.options.cpus_per_task or max(1, cores // ranks))}
-        environment |= {"GIT_CEILING_DIRECTORIES": str(self.folder.slurm)}
+        threads = self.options.cpus_per_task or max(1, len(os.sched_getaffinity(0)) // ranks)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "GIT_CEILING_DIRECTORIES": str(self.folder.slurm),
+        }
         if not self.options.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if sys.platform == "linux":  # ranks of a torchrun that was killed become children of this
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        # Ranks of a torchrun that was killed become children of this process.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.torchrun = subprocess.Popen(
             [
                 *(sys.executable, "-c", torchrun.START, "--standalone"),
@@ -129,17 +120,8 @@ class Local:
                 os.waitpid(rank, 0)
         return code if code >= 0 else 128 - code
 
-    @contextmanager
-    def signals_forwarded(self) -> Iterator[None]:
-        before = {n: signal.signal(n, self.forward) for n in handled_signals(FORWARDED)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def forward(self, number: int, frame: object) -> None:
-        """torchrun does not know USR1, so the ranks themselves are signalled."""
+        """Signal the ranks themselves: torchrun does not know USR1."""
         self.told_to_end = self.told_to_end or number != signal.SIGUSR1
         if number == signal.SIGHUP:  # the terminal was closed; to torchrun, too, that is TERM
             number = signal.SIGTERM
@@ -154,18 +136,14 @@ class Local:
 
 
 def ranks_of(parent: int) -> list[int]:
-    """The children of a process that run train.py: torchrun's are the ranks."""
+    """Return the children of a process that run train.py: torchrun's are the ranks."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
             # The command's name, in parentheses, may hold anything.
             above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if above == parent and b"\0train.py\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
-        except (OSError, ValueError):
-            continue  # it has just ended
     return found
 
 

@@ -1,27 +1,44 @@
-"""Options of a job: those of `submit`, checked and joined with the site's."""
+"""What a job asks for: the command line's options over a cluster's own settings, the site file.
+
+launch/site.example.yaml explains the site file.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from cat_lm.core import numbers
 from cat_lm.core.cli import whole
 from cat_lm.core.errors import UserError
+from cat_lm.core.fields import whole as whole_key
 from cat_lm.core.numbers import Range
-from cat_lm.core.readers import clipped
-from launch.slurm.site import ENV_NAME, Site
+from cat_lm.core.readers import check_shape, clipped, read_yaml, short
 
+SITE_VARIABLE = "CAT_LM_SITE"
+USUAL_SITE = Path("~/.config/cat_lm/site.yaml")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DEFAULT_LEAD_SECONDS = 300
 # Cores of a GPU's rank where nobody says: for the threads of the forward and backward pass, reading
 # ahead and NCCL. SLURM would give a task one.
 CORES_OF_A_GPU = 8
 # SLURM stores the lead time of a signal in 16 bits.
 LEAD_SECONDS = Range(1, 65535)
+# Options of #SBATCH lines that the script's own logic rests on.
+OWN_OPTIONS = (
+    *("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu", "array", "time"),
+    *("signal", "requeue", "no-requeue", "open-mode", "output", "error", "job-name", "chdir"),
+    *("export", "export-file", "wait"),
+)
 # Help texts that `local` shares.
 CORES = "cores of a rank; sets OMP_NUM_THREADS"
 CORES_DEFAULT = f"{CORES} (default: {CORES_OF_A_GPU} for each GPU, else SLURM's)"
@@ -29,27 +46,89 @@ ENV = "variable of the ranks; written into the run's folder, so nothing secret"
 ATTEMPTS = "attempts in a row from the same checkpoint, after which the job gives up (default 3)"
 
 
-@dataclass(frozen=True)
-class Options:
-    """As given on the command line; None stands for the site's value or SLURM's default."""
+def sbatch_option(line: str) -> str | None:
+    """Return the option of a line such as --nodes=2; None where it is not one long option."""
+    match = re.fullmatch(r"--([a-z][a-z-]*)(=\S.*)?", line)
+    return match[1] if match and line.isprintable() else None
+
+
+def asks_for(line: str, options: Iterable[str]) -> bool:
+    """Return True if a line gives one of the options: sbatch takes beginnings of names, too."""
+    name = sbatch_option(line)
+    return name is not None and any(option.startswith(name) for option in options)
+
+
+def _check_line(text: object) -> object:
+    # YAML takes 2:00:00 for the number 7200.
+    if not (isinstance(text, str) and text.strip() and text.isprintable()):
+        raise ValueError("must be one line of text, in quotes if it looks like a number")
+    return text
+
+
+def _check_sbatch(line: str) -> str:
+    if sbatch_option(line) is None:
+        raise ValueError("must be one long option such as --hint=…")
+    if asks_for(line, OWN_OPTIONS):
+        raise ValueError("launch.slurm sets this one itself")
+    return line
+
+
+def _check_srun(argument: str) -> str:
+    if not argument.startswith("-") or not argument.isprintable():
+        raise ValueError("must be one argument such as --mpi=none")
+    return argument
+
+
+def _check_name(name: str) -> str:
+    if not ENV_NAME.fullmatch(name):
+        raise ValueError("is no name of an environment variable")
+    return name
+
+
+Line = Annotated[str, BeforeValidator(_check_line)]
+
+
+class Resources(BaseModel):
+    """What a command line and a site file both give; None stands for SLURM's default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    cpus_per_task: Annotated[int, whole_key(numbers.CORES)] | None = None
+    mem: Line | None = None
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    reservation: Line | None = None
+    time: Line | None = None
+    container: Line | None = None
+    container_mounts: Line | None = None
+    env: dict[Annotated[str, AfterValidator(_check_name)], str] = {}
+
+
+class Site(Resources):
+    """A cluster's settings. The command line wins over those that are also options of `submit`."""
+
+    gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    sbatch: list[Annotated[str, AfterValidator(_check_sbatch)]] = Field(
+        default=[], description="further options of #SBATCH lines"
+    )
+    srun: list[Annotated[str, AfterValidator(_check_srun)]] = Field(
+        default=[], description="further arguments of srun"
+    )
+    setup: list[str] = Field(default=[], description="shell lines before everything else")
+    python: str | None = None
+
+
+class Options(Resources):
+    """The options of a command line; None stands for the site's value."""
 
     nodes: int = 1
     gpus_per_node: int = 0
     tasks_per_node: int | None = None
-    cpus_per_task: int | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None
-    constraint: str | None = None
     exclusive: bool = False
-    container: str | None = None
-    container_mounts: str | None = None
-    mem: str | None = None
-    reservation: str | None = None
     lead_seconds: int | None = None
     max_restarts: int = 3
-    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def ranks_per_node(self) -> int:
@@ -69,36 +148,37 @@ class Options:
         return DEFAULT_LEAD_SECONDS if limit is None else min(DEFAULT_LEAD_SECONDS, limit // 2)
 
     def with_site(self, site: Site) -> Options:
-        """These options, the site's values where none was given."""
-        same = {f.name for f in fields(self)} & set(Site.model_fields) - {"env"}
-        missing = {name: getattr(site, name) for name in same if getattr(self, name) is None}
-        return replace(self, env={**site.env, **self.env}, **missing)
+        """Return these options with the site's values where none was given, checked.
 
-    def check(self) -> Options:
-        """Returns these options. Raises UserError for what contradicts itself or breaks lines."""
-        if self.gpus_per_node and self.tasks_per_node not in (None, self.gpus_per_node):
+        Raises:
+            UserError: two of them contradict each other.
+        """
+        missing = {
+            name: getattr(site, name)
+            for name in Resources.model_fields
+            if getattr(self, name) is None
+        }
+        result = self.model_copy(update={**missing, "env": {**site.env, **self.env}})
+        if result.gpus_per_node and result.tasks_per_node not in (None, result.gpus_per_node):
             raise UserError(
-                f"--tasks-per-node {self.tasks_per_node}: there is one task per GPU, "
-                f"--gpus-per-node is {self.gpus_per_node}; leave it out"
+                f"--tasks-per-node {result.tasks_per_node}: there is one task per GPU, "
+                f"--gpus-per-node is {result.gpus_per_node}; leave it out"
             )
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, str) and not (value.strip() and value.isprintable()):
-                name = f.name.replace("_", "-")
-                raise UserError(f"--{name} {clipped(repr(value))}: must be one line of text")
-        if self.container_mounts and not self.container:
-            raise UserError(f"--container-mounts {self.container_mounts}: needs --container IMAGE")
-        limit = seconds_of(self.time) if self.time else None
-        if limit is not None and self.lead >= limit:
+        if result.container_mounts and not result.container:
             raise UserError(
-                f"--lead-seconds {self.lead}: must be less than the time limit, "
-                f"--time {self.time} is {limit} seconds"
+                f"--container-mounts {result.container_mounts}: needs --container IMAGE"
             )
-        return self
+        limit = seconds_of(result.time) if result.time else None
+        if limit is not None and result.lead >= limit:
+            raise UserError(
+                f"--lead-seconds {result.lead}: must be less than the time limit, "
+                f"--time {result.time} is {limit} seconds"
+            )
+        return result
 
 
 def seconds_of(time: str) -> int | None:
-    """A time limit in SLURM's notation in seconds; None: without limit.
+    """Return a time limit in SLURM's notation in seconds; None: without limit.
 
     Raises:
         UserError: it is none of SLURM's forms.
@@ -106,29 +186,64 @@ def seconds_of(time: str) -> int | None:
     if time.lower() in ("unlimited", "infinite", "-1"):
         return None
     # SLURM's own numbers have 32 bits.
-    digits = r"[0-9]{1,9}"
-    match = re.fullmatch(rf"(?:({digits})-)?({digits})(?::({digits}))?(?::({digits}))?", time)
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", time)
     if not match:
         raise UserError(
             f"--time {clipped(time)}: must be minutes, hours:minutes:seconds, days-hours or "
             "days-hours:minutes:seconds"
         )
-    days, *parts = match.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    if days is not None:  # hours[:minutes[:seconds]]
-        hours, minutes, seconds = numbers + [0] * (3 - len(numbers))
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:  # minutes[:seconds]
-        hours, minutes, seconds = 0, *numbers, *[0] * (2 - len(numbers))
-    total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in match[2].split(":")]
+    if match[1]:
+        parts = [int(match[1]), *parts, 0, 0]  # days-hours[:minutes[:seconds]]
+    else:
+        parts = [0, *parts] if len(parts) == 3 else [0, 0, *parts, 0]  # minutes[:seconds]
+    days, hours, minutes, seconds = parts[:4]
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
         raise UserError(f"--time {time}: must be more than nothing")
     return total
 
 
+def load_site(given: Path | str | None) -> tuple[Site, Path | None]:
+    """Read a site file: the given one, else $CAT_LM_SITE, else the usual place, if it is there.
+
+    Raises:
+        UserError: the file is missing, unreadable or has an unknown key or a wrong value.
+    """
+    path = given or os.environ.get(SITE_VARIABLE)
+    if not path and os.path.exists(os.path.expanduser(USUAL_SITE)):
+        path = USUAL_SITE
+    if not path:
+        return Site(), None
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    values = read_yaml(path, "site file")
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds {short(values)}; must hold keys such as 'partition:'")
+    for key in values:
+        if key not in Site.model_fields:
+            near = difflib.get_close_matches(key[:60], Site.model_fields, n=1, cutoff=0.0)[0]
+            raise UserError(f"{path}: {clipped(key)}: unknown key; the nearest known one is {near}")
+    return check_shape(values, Site, str(path)), path
+
+
+def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
+    """Join the options of a command line with earlier ones, which they win over.
+
+    Raises:
+        UserError: a value would break the script's lines.
+    """
+    given = {name: getattr(arguments, name, None) for name in Options.model_fields}
+    given = {name: value for name, value in given.items() if value is not None}
+    earlier = earlier or Options()
+    given["env"] = {**earlier.env, **dict(given.get("env", ()))}
+    if given.get("gpus_per_node") and "tasks_per_node" not in given:
+        given["tasks_per_node"] = None  # from GPUs to CPUs and back
+    return check_shape({**earlier.model_dump(), **given}, Options, "options")
+
+
 def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
-    """Adds a run's options; without a default for `resume`, whose defaults are the run's own."""
+    """Add a run's options; none is required for `resume`, whose defaults are the run's own."""
     add = parser.add_argument_group("ranks").add_argument
     gpus = whole(numbers.PER_NODE.at_least(0))
     add("--nodes", type=whole(numbers.NODES), metavar="N", required=not resumed)
@@ -148,7 +263,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
 
 
 def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
-    """Adds what every job may ask for; `cores` is the help of --cpus-per-task."""
+    """Add what every job may ask for; `cores` is the help of --cpus-per-task."""
     add = parser.add_argument_group(
         "resources", "where none is given: the site file's, otherwise SLURM's default"
     ).add_argument
@@ -169,18 +284,8 @@ def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
     )
 
 
-def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
-    """The options of a command line over those of an earlier one."""
-    given = {f.name: getattr(arguments, f.name, None) for f in fields(Options)}
-    given = {name: value for name, value in given.items() if value is not None}
-    earlier = earlier or Options()
-    given["env"] = {**earlier.env, **dict(given.get("env", ()))}
-    if given.get("gpus_per_node") and "tasks_per_node" not in given:
-        given["tasks_per_node"] = None  # from GPUs to CPUs and back
-    return replace(earlier, **given)
-
-
-def variable(text: str) -> tuple[str, str]:
+def variable(text: str) -> tuple[str, Any]:
+    """Take a variable of the ranks, NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
         raise argparse.ArgumentTypeError(f"{clipped(repr(text))}: must have the form NAME=VALUE")

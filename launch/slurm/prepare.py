@@ -8,73 +8,52 @@ import itertools
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
 from launch.slurm import cluster, script, snapshot
 from launch.slurm.folder import RunFolder
-from launch.slurm.options import Options, options_from, warning_where
-from launch.slurm.site import Site, load_site
+from launch.slurm.options import Options, Site, load_site, options_from, warning_where
 
 # What this command decides itself, or what tasks at the same time would do to each other.
 _OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers", "--overwrite")
-_PATH_FLAGS = ("path", "validation_path", "tokenizer", "scratch")
 # What the scripts themselves set for data_prep.prepare.
 EXPORTED = ("PYTHONPATH", "PYTHONSAFEPATH")
 
 
-class PrepareFolder(RunFolder):
-    """The jobs' files lie beside the data, DIR.slurm: a data folder holds nothing else."""
-
-    def _slurm(self) -> Path:
-        return self.run.with_name(f"{self.run.name}.slurm")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One of the two batch scripts: its name, its array if it has one, and its own flags."""
-
-    name: str
-    log: str
-    flags: tuple[str, ...]
-    tasks: int | None = None
-
-
 def prepare(arguments: argparse.Namespace) -> None:
-    flags = arguments.flags
-    parsed = check_flags(flags)
+    parsed = check_flags(arguments.flags)
     site, _ = load_site(arguments.site)
-    options = options_from(arguments, Options(nodes=1)).with_site(site).check()
+    options = options_from(arguments).with_site(site)
     if not options.container:  # which may know other paths
         with warning_where(arguments.print):
             check_inputs(parsed)
-    folder = PrepareFolder(parsed.out)
-    places = map(_place, _values(parsed))
-    inputs = [os.path.abspath(place) for place in places if os.path.exists(place)]
-    stages = (
-        Stage("encode", "encode-%a.log", ("--stage", "encode", "--task"), arguments.tasks),
-        Stage("assemble", "assemble.log", ("--stage", "assemble")),
-    )
+    # The jobs' files lie beside the data: a data folder holds nothing else.
+    folder = RunFolder(parsed.out)
+    folder = RunFolder(parsed.out, folder.run.with_name(f"{folder.run.name}.slurm"))
+    names = (parsed.path, parsed.validation_path, parsed.tokenizer, parsed.scratch)
+    places = [_place(str(name)) for name in names if name]
+    places = [os.path.abspath(place) for place in places if os.path.exists(place)]
     texts = {
-        folder.slurm / f"{stage.name}.sbatch": render(folder, options, site, stage, flags, inputs)
-        for stage in stages
+        folder.slurm / f"{stage}.sbatch": render(
+            folder, options, site, stage, arguments.flags, places, tasks
+        )
+        for stage, tasks in (("encode", arguments.tasks), ("assemble", None))
     }
     if arguments.print:
         print("\n".join(texts.values()), end="")
         return
-    active = cluster.active_jobs(list(texts))
-    if active:
+    if active := cluster.active_jobs(list(texts)):
         jobs = " ".join(sorted({job.id.partition("_")[0] for job in active}))
         raise UserError(
             f"--out {parsed.out}: is being prepared by SLURM jobs; `scancel {jobs}` ends them"
         )
     cluster.check(*texts.values())
     snapshot.save_code(folder, snapshot.PROJECT)
-    encode, assemble = texts
     for path, text in texts.items():
         write_text(path, text)
+    encode, assemble = texts
     first = cluster.submit(encode)
     # Without the second option it would wait for ever where the first job has failed.
     then = cluster.submit(assemble, f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes")
@@ -83,7 +62,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def check_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """The flags of data_prep.prepare, checked by its own rules."""
+    """Read the flags of data_prep.prepare by its own rules."""
     for flag in flags:
         name = flag.partition("=")[0]
         # argparse takes beginnings of names too.
@@ -97,7 +76,7 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def check_inputs(parsed: argparse.Namespace) -> None:
-    """Raises UserError for a source or tokenizer that is not there, before it has queued."""
+    """Raise UserError for a source or tokenizer that is not there, before it has queued."""
     from cat_lm.data.tokenizers import check_spec
     from data_prep.sources.local import matches
 
@@ -119,29 +98,37 @@ def _place(path: str) -> str:
     return path if folder == Path("/") else str(folder)  # the image has a root of its own
 
 
-def _values(parsed: argparse.Namespace) -> list[str]:
-    return [str(getattr(parsed, name)) for name in _PATH_FLAGS if getattr(parsed, name)]
-
-
 def render(
-    folder: PrepareFolder,
+    folder: RunFolder,
     options: Options,
     site: Site,
-    stage: Stage,
+    stage: str,
     flags: Sequence[str],
     inputs: Sequence[str],
+    tasks: int | None,
 ) -> str:
-    """The text of one stage's batch script."""
+    """Return the text of one stage's batch script, an array of `tasks` if it has some."""
     # Relative names mean what they mean where this is submitted.
     here = os.getcwd()
-    own = [*stage.flags, f'"$SLURM_ARRAY_TASK_ID/{stage.tasks}"'] if stage.tasks else stage.flags
-    python = shlex.quote(script.python_of(options, site))
+    own, log, array = f"--stage {stage}", f"{stage}.log", []
+    if tasks:
+        own += f' --task "$SLURM_ARRAY_TASK_ID/{tasks}"'
+        log, array = f"{stage}-%a.log", [f"--array=0-{tasks - 1}"]
+    lines = [
+        f"--job-name={script.job_name(folder)}-{stage}",
+        *array,
+        *("--nodes=1", "--ntasks=1"),
+        *script.resource_lines(options),
+        *script.closing_lines(site, folder, log),
+    ]
+    places = [str(folder.slurm), str(folder.run.parent), here, *inputs]
+    srun = [*site.srun, *script.container_arguments(options, places, here, EXPORTED)]
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in sbatch_lines(folder, options, site, stage)),
+            *(f"#SBATCH {line}" for line in lines),
             "#",
-            f"# {stage.name} of data_prep.prepare, rendered by `python -m launch.slurm prepare`.",
+            f"# {stage} of data_prep.prepare, rendered by `python -m launch.slurm prepare`.",
             "# What is finished stays finished: it may be submitted again.",
             "",
             *script.setup_lines(site),
@@ -153,34 +140,11 @@ def render(
             "export SRUN_CPUS_PER_TASK=$workers",
             script.array("environment", [f"{n}={v}" for n, v in options.env.items()]),
             'if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi',
-            script.array("srun_options", srun_arguments(folder, options, site, [here, *inputs])),
+            script.array("srun_options", srun),
             script.array("flags", flags),
             'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL \\',
-            f"    {python} -u -m data_prep.prepare \\",
-            f'    "${{flags[@]}}" --workers "$workers" {" ".join(own)}',
+            f"    {shlex.quote(script.python_of(options, site))} -u -m data_prep.prepare \\",
+            f'    "${{flags[@]}}" --workers "$workers" {own}',
             "",
         ]
     )
-
-
-def sbatch_lines(folder: PrepareFolder, options: Options, site: Site, stage: Stage) -> list[str]:
-    # SLURM replaces % in names of logs; %a at the end is the number of the array's task.
-    log = f"{str(folder.slurm).replace('%', '%%')}/{stage.log}"
-    return [
-        f"--job-name={script.job_name(folder)}-{stage.name}",
-        *([f"--array=0-{stage.tasks - 1}"] if stage.tasks else []),
-        "--nodes=1",
-        "--ntasks=1",
-        *script.common_lines(options),
-        "--requeue",
-        "--open-mode=append",
-        f'--output="{log}"',
-        *site.sbatch,
-    ]
-
-
-def srun_arguments(
-    folder: PrepareFolder, options: Options, site: Site, inputs: Sequence[str]
-) -> list[str]:
-    places = [str(folder.slurm), str(folder.run.parent), *inputs]
-    return [*site.srun, *script.container_arguments(options, places, inputs[0], EXPORTED)]

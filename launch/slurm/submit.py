@@ -15,100 +15,82 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import cluster, script, snapshot
-from launch.slurm.cluster import JobState
-from launch.slurm.folder import Job, JobRecord, RunFolder, earlier_jobs, read_record
-from launch.slurm.options import Options, options_from, warning_where
-from launch.slurm.site import Site, load_site
+from launch.slurm.folder import Job, JobRecord, RunFolder, read_record
+from launch.slurm.options import Options, Site, load_site, options_from, warning_where
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a job, checked, with nothing written yet."""
+    """Everything about a job, checked, with nothing written yet.
+
+    Attributes:
+        values: the configuration with absolute paths.
+        options: with the site's values; those of the record are without.
+    """
 
     folder: RunFolder
-    values: dict[str, Any]  # the resolved configuration
+    values: dict[str, Any]
     record: JobRecord
-    options: Options  # with the site's values
+    options: Options
     site: Site
 
     def text(self) -> str:
-        inputs, cache = snapshot.inputs_of(self.values), snapshot.cache_of(self.values)
-        return script.render(self.folder, self.options, self.site, inputs, cache)
+        return script.render(self.folder, self.options, self.site, self.values)
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    site = load_site(arguments.site)
-    options = options_from(arguments)
-    plan = plan_of(
-        arguments.config, arguments.overrides, options, *site, only_shown=arguments.print
-    )
+    plan = plan_of(arguments)
     if arguments.print:
         print(plan.text(), end="")
         return
-    refuse_second_job(plan.folder, cluster.active_job(plan.folder))
+    refuse_second_job(plan.folder)
     refuse_other_run(plan)
     cluster.check(plan.text())
     snapshot.save_code(plan.folder, snapshot.PROJECT)
-    start(plan, "submitted")
+    _start(plan, "submitted")
 
 
 def resume(arguments: argparse.Namespace) -> None:
-    folder = RunFolder(arguments.run)
-    record = read_record(folder)
-    options = options_from(arguments, record.options)
-    site = load_site(arguments.site or record.site)
-    plan = plan_of(
-        folder.config,
-        arguments.overrides,
-        options,
-        *site,
-        earlier=record,
-        continued=folder,
-        only_shown=arguments.print,
-    )
+    plan = plan_of(arguments, RunFolder(arguments.run))
     if arguments.print:
         print(plan.text(), end="")
         return
-    refuse_second_job(folder, cluster.active_job(folder))
+    refuse_second_job(plan.folder)
     cluster.check(plan.text())
-    if arguments.new_code or not folder.code.is_dir():
-        snapshot.save_code(folder, snapshot.PROJECT)
-    start(plan, "resumed")
+    if arguments.new_code or not plan.folder.code.is_dir():
+        snapshot.save_code(plan.folder, snapshot.PROJECT)
+    _start(plan, "resumed")
 
 
 def cancel(arguments: argparse.Namespace) -> None:
     folder = RunFolder(arguments.run)
     read_record(folder)
-    job = cluster.active_job(folder)
-    if job is None:
+    jobs = cluster.active_jobs([folder.script])
+    if not jobs:
         raise UserError(f"{folder.run}: has no queued or running job")
-    cluster.cancel(job.id)
-    print(f"cancelled job {job.id} ({job.state.lower()}) of {folder.run}")
+    cluster.command("scancel", jobs[0].id)
+    print(f"cancelled job {jobs[0].id} ({jobs[0].state.lower()}) of {folder.run}")
 
 
-def plan_of(
-    config_path: Path | str,
-    overrides: list[str],
-    options: Options,
-    site: Site | None = None,
-    site_file: Path | None = None,
-    earlier: JobRecord | None = None,
-    continued: RunFolder | None = None,
-    only_shown: bool = False,
-) -> Plan:
+def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -> Plan:
     """Check everything that can be checked before the queue.
 
     Args:
+        arguments: of a command. With --print, the script may be for another machine than this:
+            folders that are missing here are warnings.
         continued: the run that goes on; none for a new one.
-        only_shown: the script is printed, perhaps on another machine than it will run on: folders
-            that are missing here are warnings.
 
     Raises:
         UserError: the configuration or an option is wrong, or the data is not there.
     """
-    config = load_config(config_path, overrides)
-    site = site or Site()
-    merged = options.with_site(site).check()
+    earlier = read_record(continued) if continued else None
+    options = options_from(arguments, earlier and earlier.options)
+    site, site_file = Site(), None
+    if "site" in arguments:  # `local` has none
+        site, site_file = load_site(arguments.site or (earlier and earlier.site))
+    path = continued.config if continued else Path(arguments.config).absolute()
+    config = load_config(path, arguments.overrides)
+    merged = options.with_site(site)
     config.accumulation_steps(merged.world_size)
     if config.train.resume not in ("auto", "never"):
         raise UserError(
@@ -118,32 +100,34 @@ def plan_of(
     values = snapshot.resolved(config)
     if merged.container:  # the ranks' home is another there
         values["data"]["cache_dir"] = snapshot.cache_of(values)
-    folder = RunFolder(Path(values["train"]["output_dir"]))
-    if continued not in (None, folder):
+    folder = RunFolder(values["train"]["output_dir"])
+    if continued and continued.run != folder.run:
         raise UserError(
             f"train.output_dir={folder.run}: `resume` continues {continued.run}; "
             "`submit` starts another run"
         )
-    with warning_where(only_shown):
+    is_shown = getattr(arguments, "print", False)
+    with warning_where(is_shown):
         folder.check_writable()
     # A container may know other paths.
-    for path in [] if merged.container else snapshot.inputs_of(values):
-        with warning_where(only_shown):
-            if not Path(path).is_dir():
-                raise UserError(f"{path}: no such folder (data or initial weights of the run)")
+    for place in [] if merged.container else snapshot.inputs_of(values):
+        with warning_where(is_shown):
+            if not Path(place).is_dir():
+                raise UserError(f"{place}: no such folder (data or initial weights of the run)")
     record = JobRecord(
         format=1,
-        config=str(Path(config_path).absolute()) if earlier is None else earlier.config,
-        overrides=[*(earlier.overrides if earlier else ()), *overrides],
+        config=earlier.config if earlier else str(path),
+        overrides=[*(earlier.overrides if earlier else ()), *arguments.overrides],
         options=options,
         site=str(site_file) if site_file else None,
-        jobs=earlier_jobs(folder),
+        jobs=read_record(folder).jobs if folder.record.is_file() else [],
     )
     return Plan(folder, values, record, merged, site)
 
 
-def refuse_second_job(folder: RunFolder, job: JobState | None) -> None:
-    """Raises UserError where `job`, the run's queued or running one, is there."""
+def refuse_second_job(folder: RunFolder) -> None:
+    """Raise UserError where the run has a queued or running job."""
+    job = next(iter(cluster.active_jobs([folder.script])), None)
     if job is not None:
         raise UserError(
             f"{folder.run}: job {job.id} of this run is {job.state.lower()}; "
@@ -152,7 +136,7 @@ def refuse_second_job(folder: RunFolder, job: JobState | None) -> None:
 
 
 def refuse_other_run(plan: Plan) -> None:
-    """A new run must not continue an old one's checkpoints by accident: the job resumes them."""
+    """Raise UserError where a new run would continue an old one's checkpoints by accident."""
     found = complete_checkpoints(plan.folder.checkpoints)
     if found and plan.values["train"]["resume"] != "auto":
         raise UserError(
@@ -162,19 +146,15 @@ def refuse_other_run(plan: Plan) -> None:
         )
 
 
-def start(plan: Plan, verb: str) -> None:
-    """Writes the script beside its snapshot, submits it and remembers the job."""
+def _start(plan: Plan, verb: str) -> None:
+    """Write the script beside its snapshot, submit it and remember the job."""
     folder = plan.folder
     snapshot.save_config(folder, plan.values)
     write_text(folder.script, plan.text())
     folder.reset_attempts(verb)
-    job_id = cluster.submit(folder.script)
-    job = Job(
-        id=job_id,
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=["python", "-m", "launch.slurm", *sys.argv[1:]],
-    )
-    plan.record.jobs.append(job)
+    job_id, now = cluster.submit(folder.script), datetime.now(UTC).isoformat(timespec="seconds")
+    words = ["python", "-m", "launch.slurm", *sys.argv[1:]]
+    plan.record.jobs.append(Job(id=job_id, time=now, command=words))
     plan.record.write(folder)
     print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")
     print(f"script {folder.script}")

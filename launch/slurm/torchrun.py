@@ -15,9 +15,8 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    if sys.platform == "linux":
-        # A launcher that is killed cannot end its ranks; they would train on with nobody watching.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # A launcher that is killed cannot end its ranks; they would train on with nobody watching.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:

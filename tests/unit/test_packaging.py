@@ -22,7 +22,7 @@ from packaging.version import Version
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("cat_lm", "data_prep", "eval", "launch")
 # Files that name the settings of pip, and no index.
-SETTINGS_OF_PIP = ("launch/environment.py", "tests/unit/test_environment.py")
+SETTINGS_OF_PIP = ("launch/environment.py", "tests/launch/test_environment.py")
 SCRIPTS = ("launch/quickstart.sh", "launch/environment.sh", "tests/run.sh", "tests/gpu/run.sh")
 SCRIPTS += (".ci/run",)
 # A module of an optional package with another name, for machines where it is not installed.

@@ -20,7 +20,7 @@ from launch.doctor import costs as plan
 from launch.doctor import scale
 from launch.doctor.cost_table import table
 from launch.doctor.scale import Scale
-from tests.unit.test_costs import cluster
+from tests.launch.test_costs import cluster
 from tests.unit.tiny_models import cat_model, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from cat_lm.training.preflight import facts
 from launch.doctor import __main__ as doctor
 from launch.doctor import machine, run_config
 from launch.doctor.findings import Finding, guarded
+from tests.calls import call_main
 from tests.checkpoints import step_folder
-from tests.unit.calls import call_main
 
 REPOSITORY = Path(__file__).parents[2]
 FINE = Finding("device", "CPU of a test", "cpu", {"cores": 2})

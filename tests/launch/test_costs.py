@@ -31,7 +31,7 @@ from launch.doctor.costs import (
     communication_bytes,
     costs,
 )
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")

@@ -1,10 +1,10 @@
-"""A place to submit from."""
+"""A place to submit runs from."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.unit.slurm_submit.places import Place
+from tests.launch.places import Place
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from cat_lm.core.outputs import LISTING, read_listing
 from launch.slurm import __main__ as program
 from launch.slurm import snapshot
 from launch.slurm.folder import RunFolder
+from tests.calls import call_main
 from tests.runs import run_values, write_config
-from tests.unit.calls import call_main
 
 STUBS = {
     "sbatch": """echo "sbatch $*" >>"$CALLS"

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm import __main__ as program
 from launch.slurm.folder import RunFolder
 from launch.slurm.local import Local
 from launch.slurm.options import Options
 from tests.conftest import REPOSITORY
 from tests.runs import run_values, write_config
 
-# In the place of train.py: a rank that waits for what the test does to it.
+# Instead of train.py: a rank that waits for what the test does to it.
 RANK = """
 import os, pathlib, signal, sys, time
 run = pathlib.Path(os.environ["RUN"])
@@ -80,11 +79,11 @@ def looped(folder, monkeypatch) -> Callable[..., tuple[int, int]]:
         ([76, 1, 1, 0], (2, 3)),  # a crash loop
     ],
 )
-def test_what_follows_an_exit_code(looped, codes, expected):
+def test_exit_code_decides_about_another_attempt(looped, codes, expected):
     assert looped(*codes) == expected
 
 
-def test_who_is_told_to_end_ends(looped):
+def test_loop_told_to_end_ends(looped):
     assert looped(75, 0, told_to_end=True) == (75, 1)
     assert looped(130, 0, told_to_end=True) == (130, 1)
 
@@ -99,48 +98,24 @@ def test_attempts_are_noted(looped, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"), [("0", "shows 0 GPUs"), ("1", "shows 1 GPU;"), ("2", None)]
+    ("options", "said"),
+    [
+        (["--gpus-per-node", "2"], "this machine shows 1 GPU;"),
+        (["--nodes", "2"], "is required"),
+        (["--gpus-per-node", "1", "--tasks", "2"], "not allowed with"),
+        (["--tasks", "3"], "micro_batch_size x ranks"),
+    ],
 )
-def test_gpus_that_are_not_there_are_one_line(shown, said, tmp_path, monkeypatch, capsys):
-    """Before anything is written; the number is that of the ranks' own environment."""
-    torch = tmp_path / "modules/torch.py"
-    torch.parent.mkdir()
-    torch.write_text(
-        "import os, types\n"
-        "cuda = types.SimpleNamespace(device_count=lambda: int(os.environ['SHOWN']))\n"
-    )
-    (tmp_path / "data").mkdir()
-    run = tmp_path / "run"
-    config = write_config(tmp_path, run_values(tmp_path / "data", run))
-    monkeypatch.setenv("PYTHONPATH", str(torch.parent))
-    monkeypatch.setattr("launch.slurm.snapshot.save_code", lambda *_: None)
+def test_ranks_that_one_machine_cannot_have_are_one_line(place, options, said, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert said in place.fails("local", place.config, *options)
+    assert not place.run_folder.run.exists()
+
+
+def test_gpus_that_are_there_are_used(place, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(Local, "run", lambda self: 7)
-    options = ["--gpus-per-node", "2", "--env", f"SHOWN={shown}"]
-    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
-    with pytest.raises(SystemExit) as ended:
-        program.main()
-    printed = capsys.readouterr()
-    assert printed.out == "" and run.exists() == (said is None)
-    if said is None:
-        assert ended.value.code == 7 and printed.err == ""
-        return
-    assert ended.value.code == 2
-    (line,) = printed.err.splitlines()
-    assert line.startswith("error: --gpus-per-node 2: this machine ") and said in line
-
-
-@pytest.mark.parametrize(
-    "options", [["--nodes", "2"], ["--gpus-per-node", "1", "--tasks", "2"], ["--tasks", "3"], []]
-)
-def test_ranks_that_one_machine_cannot_have(options, tmp_path, monkeypatch, capsys):
-    """More nodes, ranks both on GPUs and CPUs, a number that does not divide the batch, none."""
-    (tmp_path / "data").mkdir()
-    config = write_config(tmp_path, run_values(tmp_path / "data", tmp_path / "run"))
-    monkeypatch.setattr("sys.argv", ["slurm", "local", str(config), *options])
-    with pytest.raises(SystemExit) as ended:
-        program.main()
-    assert ended.value.code == 2 and not (tmp_path / "run").exists()
-    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+    assert place("local", place.config, "--gpus-per-node", 2) == (7, "", "")
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> str:
@@ -155,17 +130,18 @@ def wait_for(path: Path, process: subprocess.Popen) -> str:
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_closed_terminal_ends_the_loop_unless_nohup_keeps_it_off(folder, before):
+def test_closed_terminal_ends_the_loop_unless_nohup_keeps_it_off(folder, before, monkeypatch):
     local, found = Local(folder, Options(tasks_per_node=1)), signal.signal(signal.SIGHUP, before)
+    monkeypatch.setattr(local, "attempt", lambda: os.kill(os.getpid(), signal.SIGHUP) or 2)
     try:
-        with local.signals_forwarded():
-            os.kill(os.getpid(), signal.SIGHUP)
+        local.run()
         assert local.told_to_end == (before is signal.SIG_DFL)
         assert signal.getsignal(signal.SIGHUP) is before
     finally:
         signal.signal(signal.SIGHUP, found)
 
 
+@pytest.mark.long
 def test_signals_and_killed_ranks_under_torchrun(tmp_path):
     """A killed rank, USR1 and a killed torchrun start the ranks again, TERM ends it.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.doctor import __main__ as doctor
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 ROOT = Path(__file__).parents[2]
 MEDIUM = str(ROOT / "configs/pretrain/cat_rope_1b4.yaml")
