@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import zlib
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cat_lm.config import RunConfig
-from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
-from cat_lm.training.checkpoint import is_complete, optimizer_state
+from cat_lm.core.errors import REQUEUE_EXIT_CODE
+from cat_lm.training.checkpoint import optimizer_state
 from cat_lm.training.checkpoint.optimizer_state import seed_of
 from tests.checkpoints import seal
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.trainers import opened
+from tests.distributed.trainers import TERM, error_of
+from tests.distributed.trainers import train as run_trainer
 from tests.runs import losses, run_values
 
 SAVED_AT, STEPS = 4, 24  # the next 20 losses are compared
@@ -29,16 +28,24 @@ STAGES = (0, 1, 2, 3)
 CHANGES = ((1, 1), (1, 2), (2, 1), (2, 2))  # of the number of ranks
 # Which change goes with stages s -> t: every change with every s, every t, and once with s = t.
 SQUARE = ((0, 2, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0), (2, 0, 1, 3))
-# (variant, ranks and stage that saved, ranks and stage that went on)
+
+
+def load_of(variant: str, s: int, t: int) -> tuple:
+    """(variant, ranks and stage that saved, ranks and stage that went on)."""
+    before, after = CHANGES[SQUARE[s][t]]
+    return (variant, before, s, after, t)
+
+
+# The short tier has every change of ranks, and every stage that saves and that loads, once.
+SHORT = [load_of("fp32", s, t) for s, t in ((0, 1), (1, 0), (2, 3), (3, 2))]
+LONG = [load_of("bf16", s, t) for s, t in ((0, 2), (2, 0), (3, 1), (1, 3))]
+LONG += [("one", 1, 0, 2, 3), ("one", 2, 3, 1, 2)]
+NIGHTLY = [load_of("fp32", s, t) for s in STAGES for t in STAGES]
 LOADS = [
-    ("fp32", CHANGES[SQUARE[s][t]][0], s, CHANGES[SQUARE[s][t]][1], t)
-    for s in STAGES
-    for t in STAGES
+    *SHORT,
+    *(pytest.param(load, marks=pytest.mark.long) for load in LONG),
+    *(pytest.param(load, marks=pytest.mark.nightly) for load in NIGHTLY if load not in SHORT),
 ]
-LOADS += [("bf16", *load) for load in ((1, 0, 2, 1), (2, 1, 1, 3), (2, 3, 1, 2), (1, 2, 2, 0))]
-LOADS += [("one", *load) for load in ((1, 0, 2, 3), (2, 3, 1, 2))]
-# The short tier: every change of ranks, and every stage that saves and that loads, once in fp32.
-SHORT = {("fp32", s, t) for s, t in ((0, 1), (1, 0), (2, 3), (3, 2))}
 # What other tests here go on from.
 STARTS = {("fp32", 1, 0), ("fp32", 2, 1), ("fp32", 2, 3)}
 # What rounding may do in 20 steps: the figures of the checkpoint's docstring. Seen: 5e-7 and 1e-3.
@@ -59,26 +66,27 @@ def values_of(data: str, run: Path, variant: str, stage: int, **train) -> dict:
 
 
 def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_load=None):
-    """Runs train.py's Trainer; returns (exit code, what identifies the samples of each step).
+    """Run train.py's Trainer; return (exit code, what identifies the samples of each step).
 
     `after_load` is called with the trainer before its first step.
     """
-    from train import Trainer
-
     samples = []
 
-    class Watched(Trainer):
-        def train_step(self, batch, waited):
-            super().train_step(batch, waited)
+    def prepare(trainer) -> None:
+        step, save = trainer.train_step, trainer.save
+
+        def train_step(batch, waited):
+            step(batch, waited)
             rows = (zlib.crc32(row.tobytes()) for row in batch["input_ids"])
             samples.append(ranks.sum(sum(rows))[0])
-            if self.step == signal_at and ranks.rank == ranks.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
 
-        def save(self):
-            alone = ranks.world_size == 1
-            if self.step in save_at or self.stop.agreed_exit_code(self.votes, alone):
-                super().save()
+        def chosen_save():
+            if trainer.step in save_at or trainer.agreed_exit_code():
+                save()
+
+        trainer.train_step, trainer.save = train_step, chosen_save
+        if after_load:
+            after_load(trainer)
 
     # Some parameters are above the threshold under which ZeRO-3 keeps them whole, others below.
     original = RunConfig.deepspeed
@@ -88,13 +96,8 @@ def train(ranks, values: dict, save_at: tuple = (), signal_at: int = 0, after_lo
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 20
         return settings
 
-    with (
-        mock.patch.object(RunConfig, "deepspeed", deepspeed),
-        opened(Watched, ranks, values) as trainer,
-    ):
-        if after_load:
-            after_load(trainer)
-        return trainer.run(), samples
+    with mock.patch.object(RunConfig, "deepspeed", deepspeed):
+        return run_trainer(ranks, values, {signal_at: TERM}, prepare), samples
 
 
 def straight_runs(ranks, data: str, folder: str, loads: list[tuple]):
@@ -125,10 +128,26 @@ def resumed_runs(ranks, data: str, folder: str, loads: list[tuple]):
         forgetful_runs(ranks, data, folder)
     else:
         found["damaged"] = damaged_starts(ranks, data, folder)
-        found["undivided"] = undivided_start(ranks, data, folder)
-        found["seeds"] = seeds_after_load(ranks, data, folder)
-        found["zeros"] = negative_zeros(ranks, data, folder)
+        start = str(Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}")
+        run = Path(folder) / "undivided"
+        values = values_of(data, run, "fp32", 1, resume=start, micro_batch_size=8)
+        found["undivided"] = error_of(ranks, values)
+        found["zeros"] = {}
+        for stage in STAGES:
+            values = values_of(data, Path(folder) / "zeros", "fp32", stage, resume=start)
+            values["train"]["max_steps"] = SAVED_AT  # nothing to do
+            train(ranks, values, after_load=partial(look_after_load, found))
     return found
+
+
+def look_after_load(found: dict, trainer) -> None:
+    """Note the generator's seed, and whether weights that are all -0.0 are gathered as such."""
+    found["seed"] = torch.initial_seed()
+    for fragment in optimizer_state.fragments(trainer.engine):
+        fragment.of(fragment.stepped).fill_(-0.0)
+    weights = optimizer_state.full_precision_weights(trainer.engine).values()
+    stage = trainer.config.train.zero_stage
+    found["zeros"][stage] = all(w.signbit().all() and not w.any() for w in weights)
 
 
 def save_again(trainer) -> None:
@@ -179,15 +198,7 @@ def optimizer_steps(checkpoint: Path) -> set[str]:
     return {safe_open(path, framework="pt").metadata()["step"] for path in paths}
 
 
-def in_tiers() -> list:
-    """LOADS; those beyond SHORT are long."""
-    return [
-        pytest.param(load, marks=[] if (load[0], load[2], load[4]) in SHORT else pytest.mark.long)
-        for load in LOADS
-    ]
-
-
-@pytest.mark.parametrize("load", in_tiers(), ids=lambda load: "-".join(map(str, load)))
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: "-".join(map(str, load)))
 def test_every_change_of_ranks_and_stage_goes_on(runs, load):
     """The same moments, weights and step bit for bit; the same samples; the same 20 losses."""
     folder, found = runs
@@ -256,7 +267,7 @@ def test_a_part_of_the_optimizer_that_were_lost_would_show(runs):
 
 
 def rewrite(path: Path, change) -> None:
-    """Stores what `change(tensors, metadata)` leaves of a safetensors file."""
+    """Store what `change(tensors, metadata)` leaves of a safetensors file."""
     with safe_open(path, framework="pt") as stored:
         metadata = stored.metadata()
     tensors = load_file(path)
@@ -268,16 +279,8 @@ def cut(tensors, metadata) -> None:
     tensors.pop(next(iter(tensors)))
 
 
-def renamed(tensors, metadata) -> None:
-    tensors["exp_avg/other[0:3]"] = torch.zeros(3)
-
-
-def other_step(tensors, metadata) -> None:
-    metadata["step"] = "9"
-
-
 def doubled(path: Path) -> None:
-    """The second rank's file holds the first one's fragments under its own name."""
+    """Give the second rank's file the first one's fragments, too."""
     tensors = load_file(path.with_name("rank-00000.safetensors"))
     rewrite(path, lambda own, _: own.update(tensors))
 
@@ -285,27 +288,23 @@ def doubled(path: Path) -> None:
 # What is done to the second rank's state file, and what the error then says.
 DAMAGES = {
     "missing": (Path.unlink, "rank-00001.safetensors is missing"),
-    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-4]), "is damaged"),
     "header": (lambda p: p.write_bytes(b"\xff" * 64 + p.read_bytes()[64:]), "is damaged"),
     "extra": (lambda p: shutil.copy(p, p.with_name("rank-00002.safetensors")), "not of this save"),
     "doubled": (doubled, "are stored twice"),
     "gap": (lambda p: rewrite(p, cut), "are in no file"),
-    "other name": (lambda p: rewrite(p, renamed), "the model has no parameter other"),
-    "other step": (lambda p: rewrite(p, other_step), "files are of different steps: [4, 9]"),
+    "name": (
+        lambda p: rewrite(p, lambda t, _: t.update({"exp_avg/other[0:3]": torch.zeros(3)})),
+        "the model has no parameter other",
+    ),
+    "step": (
+        lambda p: rewrite(p, lambda _, metadata: metadata.update(step="9")),
+        "files are of different steps: [4, 9]",
+    ),
     "weights": (
         lambda p: rewrite(p.parents[1] / "model/model.safetensors", cut),
         "the file has none, the model [",
     ),
 }
-
-
-def answer(ranks, values: dict) -> str:
-    """What a run that must not start says."""
-    try:
-        train(ranks, values)
-    except UserError as error:
-        return str(error)
-    return "trained"
 
 
 def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
@@ -317,69 +316,27 @@ def damaged_starts(ranks, data: str, folder: str) -> dict[str, str]:
         def prepare(source=source, checkpoint=checkpoint, damage=damage, name=name):
             shutil.copytree(source, checkpoint)
             damage(checkpoint / "state/rank-00001.safetensors")
-            if name in ("missing", "truncated"):
-                # In a run's folder it would be passed over for an older one.
-                assert not is_complete(checkpoint)
             seal(checkpoint)
 
         ranks.on_rank_zero(prepare)
         run = Path(folder) / f"from-damaged-{name}"
-        found[name] = answer(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
+        found[name] = error_of(ranks, values_of(data, run, "fp32", 1, resume=str(checkpoint)))
     return found
 
 
-def test_damaged_states_are_errors_on_every_rank(runs):
+def test_starts_that_cannot_be_are_errors_on_every_rank(runs):
     for found in runs[1][2]:
+        assert "train.global_batch_size=8" in found["undivided"], found["undivided"]
         assert found["damaged"].keys() == DAMAGES.keys()
         for name, message in found["damaged"].items():
             assert DAMAGES[name][1] in message and len(message.splitlines()) == 1, (name, message)
 
 
-def undivided_start(ranks, data: str, folder: str) -> str:
-    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
-    run = Path(folder) / "undivided"
-    return answer(ranks, values_of(data, run, "fp32", 1, resume=str(start), micro_batch_size=8))
-
-
-def test_ranks_that_do_not_divide_the_batch_are_refused_before_anything(runs):
-    for found in runs[1][2]:
-        assert "train.global_batch_size=8" in found["undivided"], found["undivided"]
-    assert not (runs[0] / "undivided/checkpoints").exists()
-
-
-def seeds_after_load(ranks, data: str, folder: str) -> int:
-    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
-    values = values_of(data, Path(folder) / "seeds", "fp32", 0, resume=str(start))
-    values["train"]["max_steps"] = SAVED_AT  # nothing to do
-    found = []
-    train(ranks, values, after_load=lambda trainer: found.append(torch.initial_seed()))
-    return found[0]
-
-
 def test_other_ranks_are_seeded_by_a_function_of_their_numbers(runs):
-    assert [found["seeds"] for found in runs[1][2]] == [seed_of(0, SAVED_AT, r, 2) for r in (0, 1)]
+    assert [found["seed"] for found in runs[1][2]] == [seed_of(0, SAVED_AT, r, 2) for r in (0, 1)]
     numbers = [(0, 4, 0, 2), (0, 4, 1, 2), (0, 5, 0, 2), (0, 4, 0, 3), (1, 4, 0, 2)]
     assert len({seed_of(*of_rank) for of_rank in numbers}) == len(numbers)
     assert seed_of(0, 4, 0, 2) == 6814219399319092787  # the formula must stay
-
-
-def negative_zeros(ranks, data: str, folder: str) -> dict[int, bool]:
-    """Whether weights that are all -0.0 are gathered as -0.0, at each stage."""
-    start = Path(folder) / f"fp32-1-0/checkpoints/step-{SAVED_AT:08d}"
-    found = {}
-
-    def gather(trainer):
-        for fragment in optimizer_state.fragments(trainer.engine):
-            fragment.of(fragment.stepped).fill_(-0.0)
-        weights = optimizer_state.full_precision_weights(trainer.engine).values()
-        stage = trainer.config.train.zero_stage
-        found[stage] = all(w.signbit().all() and not w.any() for w in weights)
-
-    for stage in STAGES:
-        values = values_of(data, Path(folder) / "zeros", "fp32", stage, resume=str(start))
-        values["train"]["max_steps"] = SAVED_AT  # nothing to do
-        train(ranks, values, after_load=gather)
-    return found
 
 
 def test_weights_are_gathered_bit_for_bit(runs):

@@ -108,11 +108,11 @@ def engine_loops(ranks, cases, model=MODEL):
     return results
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_engine_equals_plain_pytorch(world_size):
     """1 x 8, 8 x 1 and ranks between: the same losses, gradient norms and weights."""
     per_rank = ROWS // world_size
-    cases = [(stage, size) for stage in (0, 1, 2, 3) for size in (1, per_rank)]
+    cases = [(0, 1), (1, per_rank), (2, 1), (3, 1), (3, per_rank)]
     expected_history, expected_weights = plain_loop()
     results = run_on_ranks(engine_loops, world_size, cases)[0]
     for case, (history, weights) in zip(cases, results, strict=True):
@@ -218,9 +218,9 @@ def bad_steps(ranks, precision):
 @pytest.mark.parametrize(
     ("world_size", "precision"),
     [
-        pytest.param(1, "fp32", marks=pytest.mark.long),
         (2, "fp32"),
         pytest.param(2, "bf16", marks=pytest.mark.long),
+        pytest.param(1, "fp32", marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size, precision):
@@ -229,11 +229,33 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world_size, precision
             assert all(outcome.values()), (stage, outcome)
 
 
+# What changes of model, data and train; the first group changes what is sharded or drawn.
+SHARDED = {
+    "checkpointed": ({}, {}, {"activation_checkpointing": True}),
+    "tied": ({"tie_word_embeddings": True}, {}, {}),
+    "las": (LAS, {"mask_documents": True}, {}),
+    "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
+}
+OTHERS = {
+    "masked": ({}, {"mask_documents": True}, {}),
+    "multihead": ({"conv_type": "multihead", "conv_init": "uniform"}, {}, {}),
+    "parts": (
+        {"canon": "ACD", "conv_rank": 2, "qk_norm": "l2", "qk_norm_place": "before"},
+        *({}, {}),
+    ),
+    "long filters": (
+        {"conv_filter": "ssm", "conv_state": 4, "conv_window": 21, "conv_init": "uniform"},
+        *({}, {}),
+    ),
+}
+COMPILED = {"compiled": ({}, {}, {"compile": True})}
+
+
 def option_losses(ranks, options, stages):
     """Losses of three steps with each set of options at each stage; and what dropout draws."""
     losses, draws = {}, []
     for name, (model, data, train) in options.items():
-        for stage in (0, 1) if name == "compiled" else (0, *stages):
+        for stage in stages:
             values = make_config(stage, 2).model_dump()
             values["model"] |= model
             values["data"] |= data
@@ -254,42 +276,24 @@ def option_losses(ranks, options, stages):
     return losses, draws
 
 
-# Options that change what is sharded or drawn; the others, and the compiler, take long.
-QUICK = ("plain", "checkpointed", "tied", "las", "dropout")
-
-
 @pytest.mark.parametrize(
-    ("stages", "quick"), [((3,), True), pytest.param((1, 2, 3), False, marks=pytest.mark.long)]
+    ("options", "stage"),
+    [
+        (SHARDED, 3),
+        pytest.param(OTHERS, 2, marks=pytest.mark.long),
+        pytest.param(COMPILED, 1, marks=pytest.mark.long),
+        pytest.param(OTHERS, 3, marks=pytest.mark.nightly),
+        pytest.param(SHARDED | OTHERS, 1, marks=pytest.mark.nightly),
+    ],
+    ids=["sharded", "others", "compiled", "others in 3", "all in 1"],
 )
-def test_options_act_the_same_under_every_stage(stages, quick):
-    options = {
-        "plain": ({}, {}, {}),
-        "checkpointed": ({}, {}, {"activation_checkpointing": True}),
-        "tied": ({"tie_word_embeddings": True}, {}, {}),
-        "masked": ({}, {"mask_documents": True}, {}),
-        "las": (LAS, {"mask_documents": True}, {}),
-        "multihead": ({"conv_type": "multihead", "conv_init": "uniform"}, {}, {}),
-        "parts": (
-            {"canon": "ACD", "conv_rank": 2, "qk_norm": "l2", "qk_norm_place": "before"},
-            *({}, {}),
-        ),
-        "long filters": (
-            {"conv_filter": "ssm", "conv_state": 4, "conv_window": 21, "conv_init": "uniform"},
-            *({}, {}),
-        ),
-        "compiled": ({}, {}, {"compile": True}),
-        "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
-    }
-    options = {name: options[name] for name in options if name in QUICK or not quick}
-    (losses, draws), (_, other_draws) = run_on_ranks(option_losses, 2, options, stages)
+def test_options_act_the_same_under_every_stage(options, stage):
+    options = {"plain": ({}, {}, {}), **options}
+    (losses, draws), (_, other_draws) = run_on_ranks(option_losses, 2, options, (0, stage))
     for name in options:
-        for stage in (1,) if name == "compiled" else stages:
-            assert losses[name, stage] == pytest.approx(losses[name, 0], rel=1e-4), (name, stage)
-        if name not in ("plain", "checkpointed", "compiled"):
-            assert losses[name, 0][1] != pytest.approx(losses["plain", 0][1], rel=1e-4), name
-    if not quick:
-        assert losses["compiled", 0] == pytest.approx(losses["plain", 0], rel=1e-4)
-    assert losses["checkpointed", 0] == pytest.approx(losses["plain", 0], rel=1e-6)
+        assert losses[name, stage] == pytest.approx(losses[name, 0], rel=1e-4), name
+        is_same = name in ("plain", "checkpointed", "compiled")
+        assert (losses[name, 0] == pytest.approx(losses["plain", 0], rel=1e-4)) == is_same, name
     assert not set(draws) & set(other_draws), "ranks must not draw the same dropout"
 
 

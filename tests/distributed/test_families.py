@@ -6,8 +6,6 @@ and stages are tested with one family, in test_resume.py and test_elastic.py.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ import pytest
 from cat_lm import architectures
 from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.trainers import opened
+from tests.distributed.trainers import TERM, opened, train
 from tests.runs import losses, run_values
 from tests.unit.test_families import CASES, SHARED
 
@@ -51,37 +49,20 @@ def runs_of(number: int, case: str) -> list[Run]:
 
 
 RUNS = [run for number, case in enumerate(CASES) for run in runs_of(number, case)]
-# Of two families, which begin with and without partitioned parameters.
+# Of two families, which begin with and without partitioned parameters; then one run of each case.
 SHORT = [run for run in RUNS if (run.case, run.stage == 3) in (("mamba2", True), ("gla", False))]
+ONE = [RUNS[2 * number + number % 2] for number in range(len(CASES))]
 
 
-def values_of(data: str, folder: Path, run: Run, stage: int, **train: Any) -> dict:
+def values_of(data: str, folder: Path, run: Run, stage: int, **train_keys: Any) -> dict:
     how = {"zero_stage": stage, "precision": run.precision, "max_steps": STEPS}
-    values = run_values(data, folder, **how, **train)
+    values = run_values(data, folder, **how, **train_keys)
     family = run.case.partition(":")[0]
     values["model"] = {"architecture": family, **SHARED, **CASES[run.case]}
     values["data"]["mask_documents"] = True
     values["validation"] = {"every_steps": STEPS, "max_tokens": 256}
     values["checkpoint"] = {"every_steps": STEPS}
     return values
-
-
-def train(ranks, values: dict, stop_at: int | None = None) -> int:
-    """Run train.py's Trainer, which gets a signal at the step `stop_at`."""
-    from train import Trainer
-
-    class Stopped(Trainer):
-        def train_step(self, batch, waited):
-            super().train_step(batch, waited)
-            if self.step == stop_at and ranks.rank == ranks.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with opened(Stopped, ranks, values) as trainer:
-        return trainer.run()
-
-
-def first_checkpoint(run: Path) -> str:
-    return str(min((run / "checkpoints").glob("step-*[0-9]")))
 
 
 def on_two_ranks(ranks, data: str, folder: str, runs: list[Run]) -> list[list[int]]:
@@ -91,45 +72,37 @@ def on_two_ranks(ranks, data: str, folder: str, runs: list[Run]) -> list[list[in
         own = Path(folder) / run.name
         found = [train(ranks, values_of(data, own / "straight", run, run.stage))]
         values = values_of(data, own / "stopped", run, run.stage, resume="auto")
-        codes.append([*found, train(ranks, values, STOPPED_AT), train(ranks, values)])
+        codes.append([*found, train(ranks, values, {STOPPED_AT: TERM}), train(ranks, values)])
     return codes
 
 
 def on_other_ranks(
-    ranks, data: str, folder: str, runs: list[Run], start: str, to: str, stop_at: int | None
+    ranks, data: str, folder: str, runs: list[Run], start: str, to: str, signals: dict
 ) -> list[int]:
     """Go on in the folder `to`, with its stage, from where the run in `start` was stopped."""
     codes = []
     for run in runs:
         own = Path(folder) / run.name
-        first = first_checkpoint(own / start)
-        values = values_of(data, own / to, run, getattr(run, to), resume=first)
-        codes.append(train(ranks, values, stop_at))
+        first = min((own / start / "checkpoints").glob("step-*[0-9]"))
+        values = values_of(data, own / to, run, getattr(run, to), resume=str(first))
+        codes.append(train(ranks, values, signals))
     return codes
-
-
-def test_every_case_has_all_stages_on_two_ranks():
-    for case in CASES:
-        own = [run for run in RUNS if run.case == case]
-        assert {stage for run in own for stage in (run.stage, run.back)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param(SHORT, id="every stage"),
-        # All families: minutes.
-        pytest.param([r for r in RUNS if r not in SHORT], id="others", marks=pytest.mark.long),
+        pytest.param(SHORT, id="two families"),
+        pytest.param([r for r in ONE if r not in SHORT], id="all", marks=pytest.mark.long),
+        pytest.param([r for r in RUNS if r not in ONE], id="both", marks=pytest.mark.nightly),
     ],
 )
-def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
-    given = (str(tiny_corpus), str(tmp_path), runs)
-    for codes_of_rank in run_on_ranks(on_two_ranks, 2, *given):
-        assert codes_of_rank == [[0, REQUEUE_EXIT_CODE, 0]] * len(runs)
-    assert run_on_ranks(on_other_ranks, 1, *given, "stopped", "alone", ALONE_UNTIL) == [
-        [REQUEUE_EXIT_CODE] * len(runs)
-    ]
-    assert run_on_ranks(on_other_ranks, 2, *given, "alone", "back", None) == [[0] * len(runs)] * 2
+def test_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
+    given, stopped = (str(tiny_corpus), str(tmp_path), runs), REQUEUE_EXIT_CODE
+    assert run_on_ranks(on_two_ranks, 2, *given) == [[[0, stopped, 0]] * len(runs)] * 2
+    alone = run_on_ranks(on_other_ranks, 1, *given, "stopped", "alone", {ALONE_UNTIL: TERM})
+    assert alone == [[stopped] * len(runs)]
+    assert run_on_ranks(on_other_ranks, 2, *given, "alone", "back", {}) == [[0] * len(runs)] * 2
     for run in runs:
         own = tmp_path / run.name
         family = architectures.get(run.case.partition(":")[0])
@@ -149,7 +122,7 @@ def test_every_family_is_stopped_and_goes_on(runs, tiny_corpus, tmp_path):
             assert abs(loss - steps[step]) < TOLERANCE[run.precision] * loss, (run, step)
 
 
-def refused(ranks, values: dict) -> str:
+def begun(ranks, values: dict) -> str:
     from train import Trainer
 
     try:
@@ -159,14 +132,15 @@ def refused(ranks, values: dict) -> str:
         return str(error)
 
 
-def test_a_recurrence_that_cannot_be_computed_so_ends_the_run_at_its_start(tiny_corpus, tmp_path):
-    for backend, said in (
-        ("fla", "train.mixer_backend=fla: backend='fla' cannot serve"),
-        ("torch", "begun"),
-    ):
-        run = Run("gla", 0, 0, 0, "fp32")
-        values = values_of(str(tiny_corpus), tmp_path / backend, run, 0, mixer_backend=backend)
-        (found,) = run_on_ranks(refused, 1, values)
-        assert found.startswith(said)
-    log = (tmp_path / "torch/train.log").read_text(encoding="utf-8")
-    assert "recurrence: gated linear attention: torch, asked for by name" in log
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [("fla", "train.mixer_backend=fla: backend='fla' cannot serve"), ("torch", "begun")],
+)
+def test_backend_that_cannot_serve_ends_the_run_at_its_start(backend, said, tiny_corpus, tmp_path):
+    run = Run("gla", 0, 0, 0, "fp32")
+    values = values_of(str(tiny_corpus), tmp_path / "run", run, 0, mixer_backend=backend)
+    (found,) = run_on_ranks(begun, 1, values)
+    assert found.startswith(said)
+    if backend == "torch":
+        log = (tmp_path / "run/train.log").read_text(encoding="utf-8")
+        assert "recurrence: gated linear attention: torch, asked for by name" in log

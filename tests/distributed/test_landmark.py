@@ -17,7 +17,7 @@ from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import MODEL, VOCAB, global_batch, make_config, rows_of
-from tests.distributed.test_resume import error_of, train
+from tests.distributed.trainers import error_of, train
 from tests.runs import losses, records, run_values
 
 LANDMARK = {

@@ -17,7 +17,7 @@ from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.training.checkpoint import find_checkpoint, step_of
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_resume import train
+from tests.distributed.trainers import train
 from tests.runs import losses, run_values, write_config
 from tests.slurm.cluster import environments, wait_for
 

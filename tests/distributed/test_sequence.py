@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from cat_lm.ops.runtime.documents import document_runs
 from cat_lm.training.building import build_model
 from cat_lm.training.engine import Engine, sequence_group
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.trainers import opened
+from tests.distributed.trainers import train
 from tests.runs import losses, run_values
 
 VOCAB, LENGTH, ROWS = 61, 24, 3
@@ -103,7 +103,8 @@ def summed(model: torch.nn.Module, group: Any) -> tuple[torch.Tensor, list[torch
 def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
     """The largest difference to one rank's loss and gradients, over each one's size."""
     found = {}
-    groups = {parts: sequence_group(make_config(NEOX, parts), ranks) for parts in (2, 4)}
+    sizes = [parts for parts in (2, 4) if parts <= ranks.world_size]
+    groups = {parts: sequence_group(make_config(NEOX, parts), ranks) for parts in sizes}
     for name, fields in cases.items():
         model = make_model(fields).train()
         loss, gradients = summed(model, None)
@@ -120,24 +121,23 @@ def differences(ranks, cases: dict[str, dict]) -> dict[tuple[str, int], float]:
 # A convolution by heads, one that mixes them, filters as long as the text, shared keys with Canon
 # layers, Canon layers that read one token, and a recurrence.
 USUAL = ("cat", "mh_cat", "ssm, canon", "llama, canon", "canon of one tap", "gla")
+OTHERS = tuple(name for name in CASES if name not in USUAL)
 
 
-def check_differences(cases: dict[str, dict]) -> None:
-    for found in run_on_ranks(differences, 4, cases):
-        assert len(found) == 2 * len(cases)
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        pytest.param(2, USUAL, id="usual"),
+        pytest.param(2, OTHERS, id="others", marks=pytest.mark.long),
+        pytest.param(4, tuple(CASES), id="four ranks", marks=pytest.mark.nightly),
+    ],
+)
+def test_parts_compute_what_whole_sequences_do(world_size, names):
+    """Convolutions, halos, positions and documents, with all gradients."""
+    for found in run_on_ranks(differences, world_size, {name: CASES[name] for name in names}):
+        assert len(found) == world_size // 2 * len(names)
         wrong = {case: difference for case, difference in found.items() if not difference < 1e-12}
         assert not wrong
-
-
-def test_parts_compute_what_whole_sequences_do():
-    """Convolutions, halos, positions and documents, with all gradients, among 2 and 4 ranks."""
-    check_differences({name: CASES[name] for name in USUAL})
-
-
-@pytest.mark.long
-def test_parts_of_every_kind_of_layer():
-    """Scores, landmarks, biases and the other recurrences; long: ten models on four ranks."""
-    check_differences({name: CASES[name] for name in CASES if name not in USUAL})
 
 
 # Training
@@ -215,7 +215,17 @@ def packed_rows(step: int) -> dict[str, np.ndarray]:
     return batch | {"document_ids": starts.cumsum(axis=1)}
 
 
-def compare(world_size: int, parts: int, steps: int, names: Iterable[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "parts", "steps", "names"),
+    [
+        pytest.param(2, 2, 4, ("mh_cat, canon", "llama, canon", "ssm"), id="stages"),
+        pytest.param(2, 2, 3, ("guided", "calibrate", "guided, bf16"), id="landmarks"),
+        pytest.param(4, 2, 20, tuple(RUNS), id="two groups", marks=pytest.mark.nightly),
+        pytest.param(4, 4, 20, tuple(RUNS), id="four parts", marks=pytest.mark.nightly),
+    ],
+)
+def test_training_with_parts_equals_training_without(world_size, parts, steps, names):
+    """With replicated and partitioned parameters, and where landmarks alone learn."""
     cases = [(name, p) for name in names for p in (1, parts)]
     for found in run_on_ranks(history, world_size, steps, cases):
         for (name, _), whole, divided in zip(cases[::2], found[::2], found[1::2], strict=True):
@@ -223,30 +233,8 @@ def compare(world_size: int, parts: int, steps: int, names: Iterable[str]) -> No
                 np.testing.assert_allclose(row, expected, rtol=RUNS[name].rtol, err_msg=name)
 
 
-def test_training_with_parts_equals_training_without():
-    """A few steps, with replicated and with partitioned parameters."""
-    compare(2, 2, 4, ("mh_cat, canon", "llama, canon", "ssm"))
-
-
-def test_landmarks_are_taught_alike():
-    """Their loss, and where they alone learn the norm of their gradients; also in bf16."""
-    compare(2, 2, 3, ("guided", "calibrate", "guided, bf16"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("parts", [2, 4])
-def test_training_of_four_ranks(parts):
-    """Every ZeRO stage for 20 steps, with more groups, and more parts.
-
-    Long: four processes on few cores take minutes.
-    """
-    compare(4, parts, 20, RUNS)
-
-
-def train(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:
-    """Run train.py's Trainer for each (folder, P, changes of `train`)."""
-    from train import Trainer
-
+def trained(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:
+    """Train for each (folder, P, changes of `train`)."""
     codes = []
     for run, parts, changes in asked:
         changes = {"max_steps": 6, "sequence_parallel": parts, **changes}
@@ -256,8 +244,7 @@ def train(ranks, data: str, folder: str, asked: list[tuple]) -> list[int]:
         values["optimizer"] |= OPTIMIZER
         values["validation"] = {"every_steps": 3, "max_tokens": 512}
         values["checkpoint"] = {"every_steps": 3, "keep_last": 9}
-        with opened(Trainer, ranks, values) as trainer:
-            codes.append(trainer.run())
+        codes.append(train(ranks, values))
     return codes
 
 
@@ -266,9 +253,9 @@ def test_a_run_goes_on_with_other_parts(tiny_corpus, tmp_path):
     resumed = {"resume": str(tmp_path / "parts/checkpoints/step-00000003")}
     asked = [("parts", 2, {}), ("resumed", 1, resumed)]
     given = str(tiny_corpus), str(tmp_path)
-    for codes in run_on_ranks(train, 2, *given, asked):
+    for codes in run_on_ranks(trained, 2, *given, asked):
         assert not any(codes)
-    assert run_on_ranks(train, 1, *given, [("whole", 1, {})]) == [[0]]
+    assert run_on_ranks(trained, 1, *given, [("whole", 1, {})]) == [[0]]
     wanted = {(row[0], len(row)): row for row in losses(tmp_path / "whole")}
     for run in ("parts", "resumed"):
         rows = losses(tmp_path / run)

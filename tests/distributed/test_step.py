@@ -31,6 +31,7 @@ from tests.distributed.test_engine import (
 
 # Reads by the host: .item(), bool(), float() and the like, each of which waits for a GPU.
 READ = torch.ops.aten._local_scalar_dense.default
+CLIP = 1.25
 # What takes the place of DeepSpeed's own steps.
 STEPS = ("Bf16Step", "PartitionedStep")
 NORMS = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.norm.ScalarOpt_dim)
@@ -162,8 +163,10 @@ def bits(ranks, stage: int, precision: str) -> list[tuple]:
     """Steps and weights with DeepSpeed's own step and gradients, and with ours."""
     found = []
     for ours in (False, True):
-        # Clipped in every step (its norms are above 1), with four passes a step.
+        # With four passes a step; the limit lies between the norms, so that some are clipped.
         config = make_config(stage, ROWS // ranks.world_size // 4, precision)
+        optimizer = config.optimizer.model_copy(update={"grad_clip": CLIP})
+        config = config.model_copy(update={"optimizer": optimizer})
         deepspeed = config.deepspeed(ranks.world_size)
         deepspeed["bf16"]["immediate_grad_update"] = ours
         with (
@@ -189,20 +192,20 @@ def bits(ranks, stage: int, precision: str) -> list[tuple]:
 @pytest.mark.parametrize(
     ("world_size", "stage", "precision"),
     [
-        pytest.param(1, 1, "bf16", marks=pytest.mark.long),
         (2, 1, "bf16"),
-        pytest.param(2, 1, "fp32", marks=pytest.mark.long),
         (2, 2, "bf16"),
         (2, 3, "bf16"),
-        pytest.param(2, 2, "fp32", marks=pytest.mark.long),
-        pytest.param(2, 3, "fp32", marks=pytest.mark.long),
-        pytest.param(1, 2, "bf16", marks=pytest.mark.long),
+        pytest.param(2, 1, "fp32", marks=pytest.mark.long),
+        pytest.param(1, 1, "bf16", marks=pytest.mark.nightly),
+        pytest.param(2, 2, "fp32", marks=pytest.mark.nightly),
+        pytest.param(2, 3, "fp32", marks=pytest.mark.nightly),
     ],
 )
 def test_the_step_has_the_bits_of_deepspeeds(world_size, stage, precision):
     for theirs, ours in run_on_ranks(bits, world_size, stage, precision):
         assert ours[0] == theirs[0] and [skipped for *_, skipped in ours[0]].count(True) == 2
-        assert ours[0][0][1] == math.inf and ours[0][1][1] > 0.5  # above optimizer.grad_clip
+        norms = [norm for _, norm, _ in ours[0]]
+        assert norms[0] == math.inf and min(norms) < CLIP < sorted(norms)[-3], norms
         assert ours[2] == theirs[2] == 4
         assert ours[1].keys() == theirs[1].keys()
         assert all((ours[1][name] == theirs[1][name]).all() for name in ours[1])

@@ -12,7 +12,7 @@ import pytest
 
 from cat_lm.training.checkpoint import is_complete
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_resume import train
+from tests.distributed.trainers import train
 from tests.e2e.test_train_command import ROOT
 from tests.runs import losses, run_values, write_config
 
