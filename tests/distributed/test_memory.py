@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -103,31 +102,39 @@ NARROW = {"hidden_size": 128}
 STAGE_0, STAGE_3, BF16 = {"zero_stage": 0}, {"zero_stage": 3}, {"precision": "bf16"}
 
 
-def of_family(name: str) -> Any:
+def of_family(name: str) -> tuple:
     """A family's plain model, of the keys that it must be given; a CPU may be slow in bf16."""
     fields = architectures.get(name).Section.model_fields
     needed = {key: value for key, value in CASES[name].items() if fields[key].is_required()}
     model = {"architecture": name} | needed
-    return pytest.param(1, model, (512, 2, 8000), {}, id=name)
+    return (1, model, (512, 2, 8000), {})
+
+
+# The cases of CI have each stage of partitioning, both precisions, documents and parts of rows.
+IN_CI = [
+    (1, HEAD, (1024, 1, 8000), {"zero_stage": 1}),
+    (2, ATTENDING | {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
+    (2, TAUGHT | NARROW, PACKED, {"sequence_parallel": 2, "landmark_loss": "guided"}),
+    (1, {"architecture": "mixer", "mixer": "gla"}, (512, 2, 8000), BF16),
+]
+NIGHTLY = [
+    (1, ATTENDING | {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
+    (1, HEAD | {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
+    (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
+    (1, LONG, (1024, 2, 8000), BF16),
+    (1, HEAD | NARROW, PACKED, {}),
+    (2, HEAD | NARROW, PACKED, {"sequence_parallel": 2}),
+    (1, TAUGHT | NARROW, PACKED, BF16 | {"landmark_loss": "guided"}),
+    *map(of_family, architectures.names()),
+]
 
 
 # A model has to be large for its memory to show beside the libraries': minutes.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "model", "shape", "train"),
     [
-        (1, HEAD, (1024, 1, 8000), {"zero_stage": 1}),
-        (1, ATTENDING | {"conv_type": "multihead"}, (256, 4, 16_000), STAGE_0 | BF16),
-        (2, ATTENDING | {"conv_type": "none"}, (256, 3, 8000), STAGE_3 | BF16),
-        (1, HEAD | {"architecture": "llama", "num_key_value_heads": 2}, (512, 4, 8000), {}),
-        (1, {"architecture": "mamba2", "state_size": 64}, (512, 2, 8000), BF16),
-        (1, LONG, (1024, 2, 8000), BF16),
-        (1, HEAD | NARROW, PACKED, {}),
-        (2, HEAD | NARROW, PACKED, {"sequence_parallel": 2}),
-        (1, TAUGHT | NARROW, PACKED, BF16 | {"landmark_loss": "guided"}),
-        (2, TAUGHT | NARROW, PACKED, {"sequence_parallel": 2, "landmark_loss": "guided"}),
-        (1, {"architecture": "mixer", "mixer": "gla"}, (512, 2, 8000), BF16),
-        *map(of_family, architectures.names()),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in IN_CI),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY),
     ],
 )
 def test_the_estimate_is_what_runs_take(world_size, model, shape, train):
