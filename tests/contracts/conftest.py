@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.conftest import plain_flex_attention  # noqa: F401
+from tests.cat_lm.conftest import plain_flex_attention  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

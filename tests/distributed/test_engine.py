@@ -14,10 +14,10 @@ from cat_lm.config import RunConfig
 from cat_lm.training.building import build_model, parameter_groups
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine
+from tests.cat_lm.model.attention_entries import register_entries, registered_entries
 from tests.checkpoints import STATE
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import LAS
-from tests.unit.attention_entries import register_entries, registered_entries
 
 VOCAB, LENGTH, ROWS, STEPS = 61, 24, 8, 5
 RATES = (1e-3, 3e-3, 5e-3, 2e-3, 1e-3)

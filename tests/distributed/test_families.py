@@ -1,7 +1,7 @@
 """Every family trains on several ranks, is interrupted and goes on, exactly and elsewhere.
 
-The models are those of `tests/unit/test_families.py`. Dropout, other saves and all changes of ranks
-and stages are tested with one family, in test_resume.py and test_elastic.py.
+The models are those of `tests/cat_lm/architectures/test_families.py`. Dropout, other saves and
+all changes of ranks and stages are tested with one family, in test_resume.py and test_elastic.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 
 from cat_lm import architectures
 from cat_lm.core.errors import REQUEUE_EXIT_CODE, UserError
+from tests.cat_lm.architectures.test_families import CASES, SHARED
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import TERM, opened, train
 from tests.runs import losses, run_values
-from tests.unit.test_families import CASES, SHARED
 
 # Two ranks are stopped at the first step, and one rank that goes on from there at the second.
 STEPS, STOPPED_AT, ALONE_UNTIL = 7, 3, 6

@@ -16,9 +16,9 @@ from cat_lm.counts import count_parameters
 from cat_lm.training.building import build_model
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import MEMORY_ACCURACY, Memory, memory_per_rank
+from tests.cat_lm.architectures.test_families import CASES
 from tests.distributed.ranks import run_on_ranks
 from tests.runs import run_values
-from tests.unit.test_families import CASES
 
 
 def case(

@@ -1,6 +1,6 @@
 """Every family through what comes after training: tasks, lengths, the report, and a run's plan.
 
-The models are those of `tests/unit/test_families.py`, drawn and not trained.
+The models are those of `tests/cat_lm/architectures/test_families.py`, drawn and not trained.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ import pytest
 from cat_lm import architectures
 from cat_lm.config import load_config
 from cat_lm.training.estimate import flops_per_token, num_parameters
-from tests.conftest import REPOSITORY
-from tests.finished_runs import CONTEXT as TRAINED
-from tests.finished_runs import finished_run
-from tests.runs import run_values, write_config
-from tests.unit.test_families import (
+from tests.cat_lm.architectures.test_families import (
     CASES,
     CONTEXT,
     SHARED,
@@ -29,6 +25,10 @@ from tests.unit.test_families import (
     model_of,
     section_of,
 )
+from tests.conftest import REPOSITORY
+from tests.finished_runs import CONTEXT as TRAINED
+from tests.finished_runs import finished_run
+from tests.runs import run_values, write_config
 from tests.zero_shot_rows import ROWS, write_rows
 
 each_family = pytest.mark.parametrize("case", architectures.names())

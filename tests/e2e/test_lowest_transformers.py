@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LOWERED = ("transformers", "huggingface-hub", "tokenizers")
 # Where the model meets transformers: its classes, files, caches and `generate`.
 TESTS = {
-    "unit/test_model_compile.py": ("test_a_captured_training_step_has_no_mask",),
-    "unit/test_model_save.py": ("test_configuration_survives",),
-    "unit/test_model_decode.py": ("test_crop", "test_generate"),
+    "cat_lm/model/test_compile.py": ("test_a_captured_training_step_has_no_mask",),
+    "cat_lm/model/test_configuration.py": ("test_configuration_survives",),
+    "cat_lm/model/test_decoding.py": ("test_crop", "test_generate"),
     "contracts/test_model_identity.py": ("test_parts_that_change_nothing", "test_recurrent"),
     "contracts/test_model_saving.py": ("test_folder_holds",),
     # But not the reset of caches: at 5.17 that of transformers' own kept its length.

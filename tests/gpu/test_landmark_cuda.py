@@ -14,7 +14,7 @@ from cat_lm.ops.landmark.segments import why_not
 from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.runtime.documents import document_borders
 from cat_lm.ops.runtime.triton_launch import INSTALLED
-from tests.unit.tiny_models import cat_model
+from tests.tiny_models import cat_model
 
 pytestmark = [
     pytest.mark.gpu,

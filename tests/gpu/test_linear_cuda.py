@@ -9,7 +9,7 @@ import torch
 
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.backends import choose_backend
-from tests.unit.test_families import model_of, tokens
+from tests.cat_lm.architectures.test_families import model_of, tokens
 
 FAMILIES = ("gla", "delta_net", "gated_deltanet")
 MAMBAS = ("mamba", "mamba2")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 
 from cat_lm.config import load_config
 from cat_lm.training.devices import (
-    ASSUMED_INTERCONNECT,
     DEVICES,
     device_by_option,
     known_device,
@@ -22,10 +19,8 @@ from cat_lm.training.devices import (
 from launch.doctor import __main__ as doctor
 from launch.doctor import costs as equations
 from launch.doctor.costs import (
-    ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
     OVERLAP,
-    STORAGE,
     Cluster,
     Run,
     communication_bytes,
@@ -194,45 +189,23 @@ def test_marks_of_a_table(command, tmp_path):
         (("--ranks", "8,16"), "--ranks: several numbers are a table of costs: give --device"),
         (("--device", "h100"), "--device: says nothing without --ranks"),
         (("--ranks", "8", "--mfu", "0.5"), "--mfu: says nothing without --device"),
+        (("--ranks", "8;16", "--device", "h100"), "'8;16' must be a whole number"),
+        (("--ranks", "0", "--device", "h100"), "'0' must be from 1 to 1,048,576"),
+        (("--ranks", "8,8", "--device", "h100"), "names a number twice"),
+        (("--ranks", "8", "--device", "h100", "--mfu=nan"), "--mfu: 'nan' must be"),
+        (("--ranks", "8", "--device", "h100", "--interconnect=0"), "--interconnect: '0' must be"),
     ],
 )
 def test_wrong_input_is_one_line(command, arguments, named):
     code, out, err = command(SMALL, *arguments)
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+    assert err.splitlines()[-1].startswith("error: ") and named in err, err
 
 
-def test_all_wrong_numbers_at_once(command):
-    code, out, err = command(SMALL, "--ranks", "7,8,12,512", "--device", "h100")
-    assert (code, out) == (2, "")
-    assert [line.split(":")[0] for line in err.splitlines()[1:]] == [
-        "  --ranks 7",
-        "  --ranks 12",
-        "  --ranks 512",
-    ]
-
-
-@pytest.mark.parametrize("flag", ["--mfu", "--interconnect"])
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "x", "inf"])
-def test_wrong_flags(command, flag, value):
-    code, _, err = command(SMALL, "--ranks", "8", "--device", "h100", f"{flag}={value}")
-    assert code == 2 and f"error: {flag}: '{value}' must be" in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("", "'' must be a whole number"),
-        ("8,,16", "'' must be a whole number"),
-        ("8;16", "'8;16' must be a whole number"),
-        ("0", "'0' must be from 1 to 1,048,576"),
-        ("1000000000", "must be from 1 to 1,048,576"),
-        ("8,8", "names a number twice"),
-    ],
-)
-def test_wrong_numbers_of_ranks(command, value, said):
-    code, _, err = command(SMALL, "--device", "h100", "--ranks", value)
-    assert code == 2 and said in err.splitlines()[-1]
+def test_all_wrong_numbers_are_named_at_once(command):
+    code, _, err = command(SMALL, "--ranks", "7,8,12", "--device", "h100")
+    named = [line.split(":")[0] for line in err.splitlines()[1:]]
+    assert (code, named) == (2, ["  --ranks 7", "  --ranks 12"])
 
 
 def test_devices():
@@ -245,10 +218,7 @@ def test_devices():
         assert device_by_option(device.name.lower().replace(" ", "-")) == device
 
 
-# The page
-
-
-def test_the_page_shows_what_the_command_prints(command, monkeypatch):
+def test_readme_shows_what_the_command_prints(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "launch/doctor/README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ python -m launch\.doctor (.*)\n([^`]*)```", page)
@@ -256,18 +226,3 @@ def test_the_page_shows_what_the_command_prints(command, monkeypatch):
     for arguments, shown in blocks:
         code, out, _ = command(*shlex.split(arguments))
         assert code == 0 and shown == out, f"launch/doctor/README.md: {arguments} now prints\n{out}"
-
-
-def test_the_page_states_the_assumptions():
-    page = (ROOT / "launch/doctor/README.md").read_text(encoding="utf-8")
-    assert f"| MFU | {ASSUMED_MFU:.2f} |" in page
-    assert f"| {ASSUMED_INTERCONNECT:g} GB/s a GPU |" in page
-    assert f"| {HOST_SECONDS_A_LAYER * 1e3:.2g} ms a layer and micro-batch |" in page
-    assert f"| file system | {STORAGE:g} GB/s |" in page
-
-
-def test_help_needs_no_torch():
-    code = "import sys; sys.argv = ['doctor', '--help']\nfrom launch.doctor.__main__ import main\n"
-    code += "try: main()\n"
-    code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -16,7 +16,7 @@ from cat_lm.core import folders
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import causes_told, os_error
 from cat_lm.pretrained.loading import load_model
-from tests.unit.tiny_models import cat_model
+from tests.tiny_models import cat_model
 
 STALE = "Error while serializing: I/O error: Stale file handle (os error 116)"
 # As safetensors 0.8, torch 2.13 and Python 3.11 say it; the number, or None where there is none.

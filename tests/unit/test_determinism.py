@@ -15,7 +15,7 @@ from cat_lm.training import building
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight import dry_run
 from tests.runs import run_values
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.tiny_models import cat_model, random_ids
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cat_lm.model.attention import core, masks
 from cat_lm.model.attention.masks import DocumentAttention
 from cat_lm.training.engine import Engine
 from tests.conftest import REPOSITORY
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.tiny_models import cat_model, random_ids
 
 
 def graphs(rows: list[list[int]], borders: bool = True, scored: type = torch.tensor) -> int:

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from cat_lm import architectures
 from cat_lm.model.blocks.transformer import CatAttention
+from tests.tiny_models import LLAMA_VARIANTS, VARIANTS
 from tests.unit.fake_gpu import Counts, FakeGpu, fake_gpu, on_fake_gpu
-from tests.unit.tiny_models import LLAMA_VARIANTS, VARIANTS
 
 BATCH, TIME, WIDTH, HEADS = 8, 2048, 1024, 16  # 370M's
 UNIT = BATCH * TIME * WIDTH * 2

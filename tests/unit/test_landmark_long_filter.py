@@ -17,9 +17,9 @@ from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
 from cat_lm.sparsify import Calibration, sparsify
 from cat_lm.training.estimate import saved_bytes
+from tests.cat_lm.model.test_landmark import CLOSE, chunks, each_family, landmark_model
 from tests.runs import run_values, write_config
-from tests.unit.test_model_landmark import CLOSE, chunks, each_family, landmark_model
-from tests.unit.tiny_models import SIZES, cat_model, random_ids
+from tests.tiny_models import SIZES, cat_model, random_ids
 
 KINDS = {"exponential": 3, "ssm": 4}
 each_kind = pytest.mark.parametrize("kind", KINDS)

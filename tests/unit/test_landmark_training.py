@@ -9,9 +9,9 @@ from cat_lm.counts import meta_model, saved_bytes
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops.landmark import segments
 from cat_lm.training.building import build_model
+from tests.cat_lm.model.test_landmark import each_family, landmark_model
 from tests.runs import run_values, write_config
-from tests.unit.test_model_landmark import each_family, landmark_model
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.tiny_models import cat_model, random_ids
 
 
 def naive_guided_loss(model, ids, documents):

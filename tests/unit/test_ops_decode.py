@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from tests.tiny_models import LLAMA_VARIANTS, VARIANTS
 from tests.unit.fake_gpu import Counts, fake_gpu, on_fake_gpu
 from tests.unit.test_gpu_counts import WIDTH, model
 from tests.unit.test_ops_triton_compile import HOPPER, compiled
-from tests.unit.tiny_models import LLAMA_VARIANTS, VARIANTS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

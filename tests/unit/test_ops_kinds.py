@@ -12,7 +12,7 @@ from cat_lm import ops
 from cat_lm.model.hf.inspection import describe_backend
 from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained.loading import load_model
-from tests.unit.tiny_models import cat_model, random_ids
+from tests.tiny_models import cat_model, random_ids
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from eval.long_range.training import Trial as LongRangeTrial
 from eval.recall.cell import Cell as RecallCell
 from eval.recall.training import Trial as RecallTrial
 from eval.studies import STUDIES
+from tests.cat_lm.test_own_ideas import registries  # noqa: F401
 from tests.conftest import REPOSITORY
+from tests.tiny_models import cat_model, random_ids
 from tests.unit.calls import call_main
-from tests.unit.test_own_ideas import registries  # noqa: F401
-from tests.unit.tiny_models import cat_model, random_ids
 
 LONG_RANGE = "listops:min_length=3,max_length=14,train=8,validation=2,test=2"
 RECALL = "mqar:vocab_size=16,keys=2"

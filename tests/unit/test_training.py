@@ -36,8 +36,8 @@ from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.metrics import Metrics, keep_records
 from cat_lm.training.schedule import learning_rate
 from cat_lm.training.watchdog import StopSignal
+from tests.cat_lm.model.attention_entries import entries  # noqa: F401
 from tests.runs import run_values
-from tests.unit.attention_entries import entries  # noqa: F401
 
 
 def config(**optimizer) -> RunConfig:

@@ -19,7 +19,7 @@ from eval.landmark import diagnose as diagnosing
 from eval.landmark import sweep as sweeping
 from eval.landmark.options import LEARNED, SELECTORS, Grid, Questions, Selection
 from eval.length_sweep.perplexity import score_tokens
-from tests.unit.tiny_models import GROUPED, cat_model, random_ids
+from tests.tiny_models import GROUPED, cat_model, random_ids
 
 FIELDS = {"vocab_size": 257, "max_position_embeddings": 64}
 FAMILIES = {"cat": {"conv_window": 3}, "llama": GROUPED}
