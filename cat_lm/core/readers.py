@@ -236,7 +236,8 @@ def parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{name}: {error}") from None
     # The others are of the loader's conversions, such as of a date.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+        said = clipped(" ".join(str(error).split()), 300)
+        raise UserError(f"{name}: not valid YAML: {said}") from None
 
 
 def read_yaml(path: Path | str, what: str = "") -> Any:

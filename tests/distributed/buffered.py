@@ -8,18 +8,13 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from cat_lm.mixers import MixerKind, Setting, register
+from cat_lm.mixers import MixerKind, Setting
 from cat_lm.model.context import Context
 
 
 @dataclass(frozen=True)
 class Options:
-    """What buffers the module has beside those that never change.
-
-    `learns`: "" (none), "alone" or "together" (running statistics), "lost" (not
-    saved), "turned" (put in its place with other strides), "own" (what a rank keeps from batch to
-    batch, and never saves).
-    """
+    """Which buffers change: "" (none), "together" (statistics of all ranks); "lost": not saved."""
 
     learns: str = ""
 
@@ -46,12 +41,10 @@ class RandomFeatures(nn.Module):
         self.register_buffer("order", torch.randperm(8))
         self.register_buffer("one", torch.ones(()).expand(2, 3))
         self.register_buffer("used", torch.randn(8) > 0)
-        if learns in ("alone", "together"):
+        if learns == "together":
             self.register_buffer("mean", torch.zeros(width))
         if learns == "lost":
             self.register_buffer("table", torch.arange(8.0), persistent=False)
-        if learns == "own":
-            self.register_buffer("last", None, persistent=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.training and self.learns:
@@ -65,16 +58,7 @@ class RandomFeatures(nn.Module):
 
     @torch.no_grad()
     def _learn(self, mean: Tensor) -> None:
-        if self.learns == "turned":
-            self.omega = self.omega.t().contiguous().t()
-            return
-        if self.learns == "own":
-            self.last = mean
-            return
-        if self.learns == "together" and torch.distributed.get_world_size() > 1:
+        if torch.distributed.get_world_size() > 1:
             torch.distributed.all_reduce(mean)
         self.mean.lerp_(mean.to(self.mean), 0.5)
         self.start.add_(0.01 * self.mean)
-
-
-register(Features())

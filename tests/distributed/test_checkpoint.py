@@ -15,6 +15,7 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from cat_lm.training.checkpoint.run import Checkpoints
+from cat_lm.training.estimate import checkpoint_bytes, num_parameters
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import error_of, train
 from tests.runs import losses, run_values
@@ -158,6 +159,9 @@ def test_folder_of_a_run_has_usual_modes_and_one_writer(tiny_corpus, tmp_path):
     assert "another process trains in it" in line
     assert (tmp_path / "run/metrics.1.jsonl").exists(), "records without checkpoints are kept"
     (folder,) = complete_checkpoints(tmp_path / "kept")
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    config = RunConfig.model_validate(run_values(data, tmp_path))
+    assert size == pytest.approx(checkpoint_bytes(num_parameters(config, 257)), rel=0.1)
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
     assert {path.suffix for path in found} >= {".safetensors", ".pt", ".json", ".yaml", ""}
     wrong = {str(p): oct(m) for p, m in found.items() if m != (0o750 if p.is_dir() else 0o640)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,8 +13,7 @@ from cat_lm.config import RunConfig
 from cat_lm.training.building import build_model, parameter_groups
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights
 from cat_lm.training.engine import Engine
-from tests.cat_lm.model.attention_entries import register_entries, registered_entries
-from tests.checkpoints import STATE
+from tests.cat_lm.model.attention_entries import register_entries
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import LAS
 
@@ -30,6 +28,7 @@ MODEL = {
     "conv_type": "head",
     "conv_window": 5,
 }
+DEEPSPEED = RunConfig.deepspeed
 # Parameters of attention's own, and biases that the convolution holds.
 LLAMA = MODEL | {"architecture": "llama", "num_key_value_heads": 2, "attention_bias": True}
 LLAMA |= {"score_transform": "decay", "value_transform": "box"}
@@ -71,9 +70,9 @@ def rows_of(batch: dict[str, np.ndarray], ranks) -> dict[str, np.ndarray]:
     return {k: v[ranks.rank * share : (ranks.rank + 1) * share] for k, v in batch.items()}
 
 
-def plain_loop(model: dict = MODEL) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def plain_loop() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Mean loss over all scored tokens, clipping, AdamW: nothing of DeepSpeed, no accumulation."""
-    config = make_config(0, ROWS, model=model)
+    config = make_config(0, ROWS)
     model = build_model(config, VOCAB).train()
     optimizer = torch.optim.AdamW(
         parameter_groups(model, 0.1), betas=config.optimizer.betas, eps=config.optimizer.eps
@@ -93,11 +92,11 @@ def plain_loop(model: dict = MODEL) -> tuple[list[tuple[float, float]], dict[str
     return history, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def engine_loops(ranks, cases, model=MODEL):
+def engine_loops(ranks, cases):
     """(history, fp32 weights) of the engine for each (stage, micro-batch size)."""
     results = []
     for stage, micro_batch_size in cases:
-        config = make_config(stage, micro_batch_size, model=model)
+        config = make_config(stage, micro_batch_size)
         engine = Engine(build_model(config, VOCAB), config, ranks)
         history = []
         for step, lr in enumerate(RATES):
@@ -118,33 +117,6 @@ def test_engine_equals_plain_pytorch(world_size):
     for case, (history, weights) in zip(cases, results, strict=True):
         np.testing.assert_allclose(history, expected_history, rtol=2e-5, err_msg=str(case))
         assert weights.keys() == expected_weights.keys()
-        for name, weight in weights.items():
-            difference = (weight - expected_weights[name]).abs().max().item()
-            assert difference < 2e-5, (case, name, difference)
-
-
-def llama_loops(ranks, cases):
-    register_entries()  # which a process that has other tests behind it may have
-    original = RunConfig.deepspeed
-
-    def deepspeed(config, world_size):
-        # Else ZeRO-3 keeps parameters as small as these whole.
-        settings = original(config, world_size)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return settings
-
-    with mock.patch.object(RunConfig, "deepspeed", deepspeed):
-        return engine_loops(ranks, cases, LLAMA)
-
-
-def test_llama_with_parameters_in_its_attention_equals_plain_pytorch():
-    """Sharded parameters are gathered where attention reads them."""
-    with registered_entries():
-        expected_history, expected_weights = plain_loop(LLAMA)
-    cases = [(stage, 2) for stage in (0, 3)]
-    for case, (history, weights) in zip(cases, run_on_ranks(llama_loops, 2, cases)[0], strict=True):
-        np.testing.assert_allclose(history, expected_history, rtol=2e-5, err_msg=str(case))
-        assert any(name.endswith("slopes") for name in weights)
         for name, weight in weights.items():
             difference = (weight - expected_weights[name]).abs().max().item()
             assert difference < 2e-5, (case, name, difference)
@@ -234,6 +206,7 @@ SHARDED = {
     "checkpointed": ({}, {}, {"activation_checkpointing": True}),
     "tied": ({"tie_word_embeddings": True}, {}, {}),
     "las": (LAS, {"mask_documents": True}, {}),
+    "parameters of attention": (LLAMA, {}, {}),
     "dropout": ({"attention_dropout": 0.5, "hidden_dropout": 0.2}, {}, {}),
 }
 OTHERS = {
@@ -251,8 +224,16 @@ OTHERS = {
 COMPILED = {"compiled": ({}, {}, {"compile": True})}
 
 
+def partitioned(config: RunConfig, world_size: int) -> dict:
+    """Have ZeRO-3 partition parameters as small as these, too."""
+    settings = DEEPSPEED(config, world_size)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return settings
+
+
 def option_losses(ranks, options, stages):
     """Losses of three steps with each set of options at each stage; and what dropout draws."""
+    register_entries()  # which a process that has other tests behind it may have
     losses, draws = {}, []
     for name, (model, data, train) in options.items():
         for stage in stages:
@@ -263,7 +244,8 @@ def option_losses(ranks, options, stages):
             config = RunConfig.model_validate(values)
             built = build_model(config, VOCAB)
             names = {n for n, _ in built.named_parameters()}
-            engine = Engine(built, config, ranks)
+            with mock.patch.object(RunConfig, "deepspeed", partitioned):
+                engine = Engine(built, config, ranks)
             draws.append(torch.rand(1).item())
             assert set(full_precision_weights(engine)) <= names
             steps = []
@@ -295,40 +277,6 @@ def test_options_act_the_same_under_every_stage(options, stage):
         is_same = name in ("plain", "checkpointed", "compiled")
         assert (losses[name, 0] == pytest.approx(losses["plain", 0], rel=1e-4)) == is_same, name
     assert not set(draws) & set(other_draws), "ranks must not draw the same dropout"
-
-
-def settings_after_load(ranks, folder):
-    """Optimizer settings and generator of a run that resumes with other settings."""
-    from cat_lm.training.checkpoint.run import Checkpoints
-
-    tokenizer = f"{folder}/tokenizer"
-    found = []
-    for resumed in (False, True):
-        values = make_config(1, 2).model_dump()
-        values["train"]["output_dir"] = f"{folder}/run"
-        values["train"]["resume"] = "auto"
-        if resumed:
-            values["optimizer"] |= {"weight_decay": 0.5, "betas": (0.5, 0.6)}
-        config = RunConfig.model_validate(values)
-        engine = Engine(build_model(config, VOCAB), config, ranks)
-        checkpoints = Checkpoints(Path(folder) / "run", config, ranks)
-        if resumed:
-            restored = checkpoints.load(checkpoints.to_resume(), engine, "f")
-            groups = engine.optimizer.param_groups
-            found = [(g["weight_decay"], tuple(g["betas"])) for g in groups]
-            found.append(sorted(line.split(":")[0] for line in restored.changed))
-        else:
-            engine.train_step(rows_of(global_batch(0), ranks), 1e-3)
-            checkpoints.save(engine, STATE, Path(tokenizer))
-        checkpoints.close()
-    return found
-
-
-def test_settings_changed_on_resume_are_applied_and_named(tmp_path):
-    (tmp_path / "tokenizer").mkdir()
-    found = run_on_ranks(settings_after_load, 1, str(tmp_path))[0]
-    assert found[:2] == [(0.5, (0.5, 0.6)), (0.0, (0.5, 0.6))]
-    assert found[2] == ["optimizer.betas", "optimizer.weight_decay"]
 
 
 def test_decay_groups_exempt_biases_norms_and_filters():

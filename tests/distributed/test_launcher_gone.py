@@ -93,6 +93,7 @@ def wait_for_a_step(folder: Path, launcher: subprocess.Popen) -> None:
     wait_for(trains, "step", seconds=180)
 
 
+@pytest.mark.long
 def test_ranks_of_a_killed_torchrun_save_and_end(adopting, tiny_corpus, tmp_path):
     """And the run goes on to the losses of one that was never interrupted."""
     config = endless(tiny_corpus, tmp_path)
@@ -117,7 +118,7 @@ def test_ranks_of_a_killed_torchrun_save_and_end(adopting, tiny_corpus, tmp_path
     assert losses(tmp_path / "run") == losses(straight / "run")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_of_a_killed_deepspeed_save_and_end(adopting, tiny_corpus, tmp_path):
     """The command itself, which is not the ranks' own parent, and lets that one live."""
     port = 20_000 + os.getpid() % 20_000
@@ -132,21 +133,10 @@ def test_ranks_of_a_killed_deepspeed_save_and_end(adopting, tiny_corpus, tmp_pat
     assert find_checkpoint(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "store", ["the launcher's", pytest.param("its own", marks=pytest.mark.long)]
-)
-def test_a_rank_in_the_rendezvous_ends_with_its_launcher(adopting, tiny_corpus, tmp_path, store):
-    """The second rank never comes, so the first waits for it until its launcher is killed.
-
-    Where they meet at the launcher, the connection breaks; where at the first rank, nothing does.
-    """
+def test_a_rank_in_the_rendezvous_ends_with_its_launcher(adopting, tiny_corpus, tmp_path):
+    """The second rank never comes, so the first waits for it until its launcher is killed."""
     config = endless(tiny_corpus, tmp_path)
     only_the_first = 'if [ "$RANK" = 1 ]; then exec sleep 1000; fi; exec "$@"'
-    if store == "its own":
-        port = 20_000 + os.getpid() % 20_000
-        only_the_first = f"export TORCHELASTIC_USE_AGENT_STORE=False MASTER_PORT={port}; " + (
-            only_the_first
-        )
     torchrun = start(
         *(tmp_path, BIN / "torchrun", "--standalone", "--nproc-per-node=2", "--no-python"),
         *("sh", "-c", only_the_first, "sh", sys.executable, "train.py", config),

@@ -16,7 +16,7 @@ ERRORS = {"input": UserError("seed: no number"), "code": RuntimeError("NCCL erro
 
 
 def fail(ranks, kind: str, marker: str) -> None:
-    """Fails as a command does; the marker is made by a thread that outlives the main one."""
+    """Fail as a command does; a thread that outlives the main one makes the marker."""
     sys.argv = ["train.py"]
     # Its own file: the process that ranks are forked from may be older than this test's capture.
     sys.stderr = open(f"{marker}-{ranks.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
@@ -32,23 +32,21 @@ def fail(ranks, kind: str, marker: str) -> None:
     command(main)()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("input", 2), ("code", 1)])
-def test_a_failing_rank_does_not_go_through_the_interpreters_end(kind, code, tmp_path):
+@pytest.mark.parametrize(
+    ("world_size", "kind", "code"), [(2, "input", 2), (2, "code", 1), (1, "input", 2)]
+)
+def test_failing_rank_of_several_leaves_without_the_interpreters_end(
+    world_size, kind, code, tmp_path
+):
+    """One rank alone is the control: there the thread is waited for."""
     marker = tmp_path / "marker"
-    with pytest.raises(ProcessExitedException) as raised:
-        run_on_ranks(fail, 2, kind, str(marker))
-    assert raised.value.exit_code == code
-    assert not marker.exists()
-    said = Path(f"{marker}-{raised.value.error_index}.txt").read_text()
-    if kind == "code":
-        assert said.startswith("Traceback") and "RuntimeError: NCCL error" in said
-    else:
-        assert said == "error: seed: no number\n"
-
-
-def test_one_rank_ends_as_any_program(tmp_path):
-    """The control: there the thread is waited for."""
-    marker = tmp_path / "marker"
-    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
-        run_on_ranks(fail, 1, "input", str(marker))
-    assert marker.exists()
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as raised:
+        run_on_ranks(fail, world_size, kind, str(marker))
+    assert marker.exists() == (world_size == 1)
+    if world_size == 2:
+        assert raised.value.exit_code == code
+        said = Path(f"{marker}-{raised.value.error_index}.txt").read_text()
+        if kind == "code":
+            assert said.startswith("Traceback") and "RuntimeError: NCCL error" in said
+        else:
+            assert said == "error: seed: no number\n"

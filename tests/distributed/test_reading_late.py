@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
-from cat_lm.core.errors import SharedError
 from cat_lm.training.checkpoint import complete_checkpoints
 from cat_lm.training.engine import LaunchedStep, Moment, StepResult
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.trainers import opened
+from tests.distributed.trainers import TERM, error_of, train
 from tests.runs import losses, records, run_values
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RESTS = (5, 6, 10, 12)  # a checkpoint or a validation follows these
 
 
-def test_the_host_waits_for_the_step_alone():
+def test_host_waits_for_the_step_only():
     """The numbers leave behind it; their reading waits for them and nothing launched later."""
     calls = mock.Mock()
     calls.host.tolist.return_value = [4.0, 0.5, 8.0, 1.0, 0.0]
@@ -43,7 +39,7 @@ def test_the_host_waits_for_the_step_alone():
     assert LaunchedStep(ready.nan_to_num(), applied=False, started=now).result().skipped
 
 
-def test_a_step_takes_what_the_device_took(monkeypatch):
+def test_step_takes_what_the_device_took(monkeypatch):
     """Of two steps launched at once each has its own time, and not the one both and one none."""
 
     class Event:
@@ -65,82 +61,62 @@ def test_a_step_takes_what_the_device_took(monkeypatch):
     assert (first.seconds(), second.seconds(after=first)) == (0.2, 0.25)
 
 
-class At:
+class At(Moment):
     """A moment of a device that takes four seconds for a step, and begins one every ten."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def wait(self) -> None:
-        pass
-
-    def seconds_since(self, earlier: At) -> float:
-        return self.seconds - earlier.seconds
+        self._event, self._seconds = None, seconds
 
 
-def train(ranks, values: dict, late: bool, signal_at: int = 0, skip_from: int = 99) -> list:
-    """(step, newest step launched) at each reading; after `signal_at` the last rank gets TERM."""
-    from train import Trainer
+def reading(late: bool, readings: list, skip_from: int = 99):
+    """Have a trainer note (step, newest step launched) at each reading."""
 
-    readings = []
+    def prepare(trainer) -> None:
+        trainer.reads_late, launch = late, trainer.engine.launch_step
 
-    class Reading(Trainer):
-        def run(self):
-            self.reads_late, launch = late, self.engine.launch_step
+        def launch_step(*given):
+            launched, step = launch(*given), trainer.step
+            launched._started, launched._ended = At(10 * step), At(10 * step + 4)
+            result = launched.result
 
-            def launch_step(*given):
-                launched, step = launch(*given), self.step
-                launched._started, launched._ended = At(10 * step), At(10 * step + 4)
-                result = launched.result
+            def read():
+                readings.append((step, trainer.step))
+                if step >= skip_from:
+                    return StepResult(float("nan"), float("nan"), True, (0.0, 0.0))
+                return result()
 
-                def read():
-                    readings.append((step, self.step))
-                    if step >= skip_from:
-                        return StepResult(float("nan"), float("nan"), True, (0.0, 0.0))
-                    return result()
+            launched.result = read
+            return launched
 
-                launched.result = read
-                return launched
+        trainer.engine.launch_step = launch_step
 
-            self.engine.launch_step = launch_step
-            return super().run()
-
-        def train_step(self, batch, waited):
-            super().train_step(batch, waited)
-            if self.step == signal_at and ranks.rank == ranks.world_size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with opened(Reading, ranks, values) as trainer:
-        code = trainer.run()
-    return [code, readings]
+    return prepare
 
 
 def all_cases(ranks, data: str, folder: str) -> dict[str, list]:
     found = {}
+
+    def note(name: str, values: dict, late: bool, signals: dict) -> None:
+        readings = []
+        code = train(ranks, values, signals, prepare=reading(late, readings))
+        found[name] = [code, readings]
+
     for late in (False, True):
-        values = run_values(data, Path(folder) / f"whole-{late}")
-        found[f"whole-{late}"] = train(ranks, values, late)
+        note(f"whole-{late}", run_values(data, Path(folder) / f"whole-{late}"), late, {})
         values = run_values(data, Path(folder) / f"stopped-{late}")
-        found[f"stopped-{late}"] = train(ranks, values, late, signal_at=7)
+        note(f"stopped-{late}", values, late, {7: TERM})
     values["train"]["resume"] = "auto"
-    found["continued"] = train(ranks, values, True)
+    note("continued", values, True, {})
     values = run_values(data, Path(folder) / "skipped", max_skipped_steps=2)
-    try:
-        train(ranks, values, True, skip_from=7)
-    except SharedError as error:
-        found["skipped"] = [str(error)]
+    found["skipped"] = error_of(ranks, values, prepare=reading(True, [], skip_from=7))
     return found
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_records_and_checkpoints_are_those_of_reading_at_once(tiny_corpus, tmp_path, world_size):
-    every = run_on_ranks(all_cases, world_size, str(tiny_corpus), str(tmp_path))
-    assert every[0] == every[1]
-    found = every[0]
-    at_once = [(step, step) for step in range(1, 13)]
-    one_late = [(step, step + (step not in RESTS)) for step in range(1, 13)]
-    assert found["whole-False"] == [0, at_once]
-    assert found["whole-True"] == [0, one_late]
+def test_late_reading_keeps_records_and_checkpoints(tiny_corpus, tmp_path):
+    found, other = run_on_ranks(all_cases, 2, str(tiny_corpus), str(tmp_path))
+    assert found == other
+    assert found["whole-False"] == [0, [(step, step) for step in range(1, 13)]]
+    assert found["whole-True"] == [0, [(s, s + (s not in RESTS)) for s in range(1, 13)]]
     assert losses(tmp_path / "whole-True") == losses(tmp_path / "whole-False")
     for late in (False, True):
         for record in (r for r in records(tmp_path / f"whole-{late}") if "loss" in r):
@@ -158,8 +134,7 @@ def test_records_and_checkpoints_are_those_of_reading_at_once(tiny_corpus, tmp_p
     assert found["continued"][1][0] == (10, 10)
     assert losses(tmp_path / "stopped-True") == losses(tmp_path / "whole-False")
     # The eighth is known to have been bad when the ninth is on its way.
-    (error,) = found["skipped"]
-    assert error.startswith("2 steps in a row were not finite")
+    assert found["skipped"].startswith("2 steps in a row were not finite")
     log = (tmp_path / "skipped" / "train.log").read_text()
     assert "step 7: loss nan" in log and "step 8: loss nan" in log and "step 9:" not in log
     assert [r["step"] for r in records(tmp_path / "skipped")] == [1, 2, 3, 4, 5, 6, 6, 7, 8]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -96,69 +95,6 @@ def test_the_host_reads_once_a_step():
                 assert norms == 0, "a norm for each parameter is a kernel for each"
 
 
-class Stream:
-    """A stream of a device that is not there, in whose place the host is asked to wait."""
-
-    waits: ClassVar[list[str]] = []
-
-    def synchronize(self) -> None:
-        """Note who waits, by the name of its function."""
-        self.waits.append(sys._getframe(1).f_code.co_name)
-
-    def wait_stream(self, _: Any) -> None:
-        """Wait on the device alone."""
-
-
-def deepspeeds_waits(ranks, cases: list[tuple[int, int, int]]) -> list[tuple]:
-    """(who made the host wait in the third step, all-reduces in it, norms) of each case.
-
-    Its stage, rows of a micro-batch and numbers in a bucket.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    device, stream, found = type(get_accelerator()), Stream(), []
-    answers = {
-        "resolves_data_dependency": lambda _: False,  # as of a GPU
-        "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
-        "synchronize": lambda *_: stream.waits.append("synchronize"),
-    }
-    for stage, size, bucket in cases:
-        config = make_config(stage, size, "bf16")
-        with mock.patch("cat_lm.config.run.GRADIENT_BUCKET", bucket):
-            engine = Engine(build_model(config, VOCAB), config, ranks)
-        for name in ("reduction_stream", "reduce_and_partition_stream"):
-            setattr(engine.deepspeed.optimizer, name, stream)
-        norms = []
-        with (
-            mock.patch.multiple(device, **answers),
-            mock.patch.object(torch.Tensor, "record_stream", lambda *_: None),
-        ):
-            for step in range(3):
-                Stream.waits.clear()
-                with counted(torch.distributed, "all_reduce") as reductions:
-                    norms.append(engine.train_step(rows_of(global_batch(step), ranks), 1e-3))
-        found.append((list(Stream.waits), len(reductions), [n.grad_norm for n in norms]))
-    return found
-
-
-def test_what_is_left_of_deepspeeds_own_waits():
-    """As `cat_lm/README.md` has them; buckets are reduced on the way, and are no further ones.
-
-    In DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py:1028, stage3.py:1414, and
-    partition_parameters.py:2128 from stage3.py:2841. What bounds memory (stage3.py:1667,
-    partitioned_param_coordinator.py:404) waits where a device lags, which none does here.
-    """
-    cases = [(2, 2, 10**8), (2, 2, 3000), (3, 2, 3000)]
-    first, second = run_on_ranks(deepspeeds_waits, 2, cases)
-    for rank in (first, second):
-        (whole, once, norms), (waits, often, same), (partitioned, *_) = rank
-        assert whole == waits == ["synchronize"] * 2  # micro-batches
-        assert often > once + 2 * 2 and norms == same
-        last = ["synchronize"]  # for the small weights, which every rank has whole
-        assert partitioned == ["independent_gradient_partition_epilogue"] * 2 + last
-
-
 def bits(ranks, stage: int, precision: str) -> list[tuple]:
     """Steps and weights with DeepSpeed's own step and gradients, and with ours."""
     found = []
@@ -221,30 +157,6 @@ def meeting_point(_) -> str:
 def test_one_rank_listens_on_no_port():
     """Between the choice of a free one and its use, another process could take it."""
     assert run_on_ranks(meeting_point, 1) == ["HashStore"]
-
-
-def communicated(ranks, stages: list[int]) -> dict[tuple, list[float]]:
-    losses = {}
-    for stage in stages:
-        for dtype in ("fp32", "bf16"):
-            values = make_config(stage, 2, "bf16").model_dump()
-            values["train"]["gradient_communication"] = dtype
-            config = RunConfig.model_validate(values)
-            engine = Engine(build_model(config, VOCAB), config, ranks)
-            steps = [engine.train_step(rows_of(global_batch(s), ranks), 3e-3) for s in range(2)]
-            losses[stage, dtype] = [step.grad_norm for step in steps]
-    return losses
-
-
-@pytest.mark.long
-def test_gradients_summed_in_bf16_are_rounded():
-    stages = [1, 3]
-    first, second = run_on_ranks(communicated, 2, stages)
-    assert first == second
-    for stage in stages:
-        fine, coarse = first[stage, "fp32"], first[stage, "bf16"]
-        assert coarse == pytest.approx(fine, rel=2e-2), stage
-        assert coarse != fine, "nothing was rounded"
 
 
 def test_one_rank_sends_nothing_and_rounds_nothing():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ from cat_lm.pretrained.loading import load_tokenizer
 from eval.zero_shot.run import Settings, run
 from tests.commands import Command
 from tests.finished_runs import tiny_model
-from tests.served import served_python
 from tests.zero_shot_rows import ROWS, write_rows
 
-REPOSITORY = Path(__file__).parents[2]
 TASKS = ("lambada_openai", "hellaswag", "winogrande", "wikitext")
 
 
@@ -83,22 +80,6 @@ def test_two_ranks_answer_as_one(model, tmp_path):
     (_, again, said), (_, silence, _) = on_two_ranks(*arguments)
     assert said.count("finished before") == len(TASKS)
     assert again == table and silence == ""
-
-
-@pytest.mark.long
-def test_errors_are_said_once(model, tmp_path):
-    rows = write_rows(tmp_path / "rows")
-    given = (model, "--tasks", "piqa", "--data-dir", rows, "--device", "cpu", "--limit", 1)
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node=2", "-m", "eval.zero_shot"]
-    with served_python() as python:
-        command = [python, *launcher, *map(str, given), "--out", tmp_path / "out"]
-        result = subprocess.run(
-            command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300, check=False
-        )
-    assert result.returncode != 0
-    assert result.stderr.count("error: task piqa: 1 rows cannot be shared among 2 ranks") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_error_of_one_rank_is_said_by_the_first(model, tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cat_lm.training.checkpoint import is_complete
+from tests.conftest import REPOSITORY
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.trainers import train
-from tests.e2e.test_train_command import ROOT
 from tests.runs import losses, run_values, write_config
 
 # Fills the file system after a step, from inside of the run: at no other moment.
@@ -57,16 +57,21 @@ def values(data: Path, run: Path, every: int, steps: int) -> dict:
 
 
 # Of two ranks, tests/distributed/test_full_disk.py does it in the short tier.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("every", "full_after", "steps", "reason"),
     [
-        (5, 7, 12, "step-00000010: the checkpoint could not be written"),
+        pytest.param(
+            *(5, 7, 12, "step-00000010: the checkpoint could not be written"),
+            marks=pytest.mark.long,
+        ),
         # So far from a checkpoint that records need more room than the disk's last block has.
-        (30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
+        pytest.param(
+            *(30, 31, 60, ": the disk is full; the run ends, its checkpoints are as they were"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
-def test_a_run_that_fills_its_disk(
+def test_run_that_fills_its_disk_goes_on_when_there_is_room(
     every, full_after, steps, reason, small_disk, tiny_corpus, tmp_path
 ):
     """Whether a checkpoint or a record is the first to find no room."""
@@ -74,7 +79,7 @@ def test_a_run_that_fills_its_disk(
     config = write_config(tmp_path, values(tiny_corpus, run, every, steps))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, config],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         env={**os.environ, "FULL_AFTER": str(full_after), "FILLER": str(filler)},
         capture_output=True,
         text=True,

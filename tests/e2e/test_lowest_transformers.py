@@ -40,7 +40,7 @@ NOT_EQUAL = (
 )
 
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 
 def lowest(name: str) -> str:

@@ -18,19 +18,19 @@ from safetensors.torch import load_file
 from cat_lm.core.errors import REQUEUE_EXIT_CODE
 from cat_lm.training.checkpoint import complete_checkpoints, find_checkpoint
 from tests.commands import Command, finish, python
+from tests.conftest import REPOSITORY
 from tests.runs import losses, records, run_values, write_config
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
 def start(*command: str | Path, **environment: str) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_"))}
-    env |= {"OMP_NUM_THREADS": "1", **environment}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.Popen(
         [str(part) for part in command],
-        cwd=ROOT,
-        env=env,
+        cwd=REPOSITORY,
+        env=env | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,133 +44,122 @@ def end(process: subprocess.Popen) -> str:
     return output
 
 
-def test_sigkill_at_random_moments(tiny_corpus, tmp_path):
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.nightly)])
+def test_sigkill_at_random_moments_costs_nothing(times, tiny_corpus, tmp_path):
     """SIGKILL between and during saves; each restart goes on to equal losses."""
-    values = run_values(tiny_corpus, tmp_path / "straight", max_steps=30)
+    values = run_values(tiny_corpus, tmp_path / "straight", max_steps=40)
     values["checkpoint"] = {"every_steps": 2, "keep_last": 2}
-    finish(Command("train.py", write_config(tmp_path, values)))
+    straight = Command("train.py", write_config(tmp_path, values))
     values["train"] |= {"output_dir": str(tmp_path / "killed"), "resume": "auto"}
-    config = write_config(tmp_path, values)
-    moments = random.Random(20)
-    killed_at = []
-    for _ in range(40):
+    (tmp_path / "killed").mkdir()
+    config = write_config(tmp_path / "killed", values)
+    moments, folder, killed = random.Random(20), tmp_path / "killed/checkpoints", 0
+    while killed < times:
         process = Command("train.py", config)
-        folder = tmp_path / "killed/checkpoints"
         before = {path.name for path in complete_checkpoints(folder)}
         while process.poll() is None and before >= {p.name for p in complete_checkpoints(folder)}:
             time.sleep(0.01)  # kill only after progress, or the run would never end
-        time.sleep(moments.uniform(0, 0.6))
+        time.sleep(moments.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         if process.wait() == 0:
             break
-        killed_at.append(find_checkpoint(tmp_path / "killed").name)
-        if len(killed_at) == 2:
-            finish(Command("train.py", config))
-            break
-    assert killed_at, "the run ended before it could be killed once"
+        killed += 1
+    finish(straight)
+    finish(Command("train.py", config))
+    assert killed, "the run ended before it could be killed once"
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
 
 
-def test_a_signal_saves_and_exits_with_the_requeue_code(tiny_corpus, tmp_path):
-    values = run_values(tiny_corpus, tmp_path / "run", max_steps=100_000)
+def endless(data: Path, folder: Path) -> Path:
+    values = run_values(data, folder / "run", max_steps=100_000, log_every_steps=1)
     values["checkpoint"] = {"every_steps": 100_000}
     values["validation"] = {"every_steps": 100_000, "max_tokens": 512}
-    process = Command("train.py", write_config(tmp_path, values))
+    return write_config(folder, values)
+
+
+def check_stopped(folder: Path, said: str) -> None:
+    step = records(folder / "run")[-1]["step"]
+    assert find_checkpoint(folder / "run").name == f"step-{step:08d}"
+    assert f"stopped by a signal after step {step}" in said
+
+
+def test_signal_saves_and_exits_with_the_requeue_code(tiny_corpus, tmp_path):
+    process = Command("train.py", endless(tiny_corpus, tmp_path))
     metrics = tmp_path / "run/metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output = finish(process, REQUEUE_EXIT_CODE)
-    step = records(tmp_path / "run")[-1]["step"]
-    assert find_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
-    assert f"stopped by a signal after step {step}" in output
+    check_stopped(tmp_path, finish(process, REQUEUE_EXIT_CODE))
 
 
 @pytest.mark.long
-def test_a_closed_terminal_stops_a_run_after_a_checkpoint(tiny_corpus, tmp_path):
+def test_closed_terminal_stops_a_run_after_a_checkpoint(tiny_corpus, tmp_path):
     """As an ended ssh does: a signal, and a terminal that takes no more lines nor the bar."""
-    values = run_values(tiny_corpus, tmp_path / "run", max_steps=100_000, log_every_steps=1)
-    values["checkpoint"] = {"every_steps": 100_000}
-    values["validation"] = {"every_steps": 100_000, "max_tokens": 512}
-    config = write_config(tmp_path, values)
+    config = endless(tiny_corpus, tmp_path)
     process, terminal = pty.fork()
     if process == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup before the tests had ignored
-        os.chdir(ROOT)
+        os.chdir(REPOSITORY)
         os.execv(sys.executable, [sys.executable, "train.py", str(config)])
     log, shown = tmp_path / "run/train.log", b""
     while not (log.exists() and "step 3/" in log.read_text()):
         shown += os.read(terminal, 2**16)  # ends where the run does
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == REQUEUE_EXIT_CODE, shown
-    step = records(tmp_path / "run")[-1]["step"]
-    assert find_checkpoint(tmp_path / "run").name == f"step-{step:08d}"
-    assert f"stopped by a signal after step {step}" in log.read_text()
+    check_stopped(tmp_path, log.read_text())
 
 
-@pytest.mark.long
-def test_every_launcher_trains_the_same(tiny_corpus, tmp_path):
-    """torchrun, deepspeed and srun's variables: two ranks each, equal losses; so does one rank,
-    by itself and under torchrun."""
+# What is started, and the variables of each of its tasks.
+PORT = 20_000 + os.getpid() % 20_000
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(PORT + 2)}
+SRUN |= {"SLURM_STEP_NODELIST": "127.0.0.1"}
+LAUNCHERS = {
+    "torchrun": ([BIN / "torchrun", "--nproc-per-node=2", f"--master-port={PORT}"], {}),
+    "deepspeed": (
+        [BIN / "deepspeed", "--num_gpus=2", f"--master_port={PORT + 1}"],
+        {"DS_ACCELERATOR": "cpu"},
+    ),
+    "torchrun, one": ([BIN / "torchrun", "--standalone", "--nproc-per-node=1"], {}),
+}
+
+
+@pytest.mark.parametrize(
+    "launchers",
+    [
+        pytest.param(["torchrun"], marks=pytest.mark.long),
+        pytest.param(["deepspeed", "torchrun, one"], marks=pytest.mark.nightly),
+    ],
+)
+def test_every_launcher_trains_the_same(launchers, tiny_corpus, tmp_path):
+    """Two ranks each have equal losses, and one rank has nearly theirs."""
     configs = {}
-    for launcher in ("torchrun", "deepspeed", "srun", "alone", "torchrun-one"):
-        (tmp_path / launcher).mkdir()
-        values = run_values(tiny_corpus, tmp_path / launcher / "run", max_steps=4)
+    for name in ("alone", "srun", *launchers):
+        (tmp_path / name).mkdir()
+        values = run_values(tiny_corpus, tmp_path / name / "run", max_steps=4)
         values["model"]["hidden_dropout"] = 0.0  # or one rank would draw another mask than two
-        configs[launcher] = write_config(tmp_path / launcher, values)
-    port = 20_000 + os.getpid() % 20_000
-    end(
-        start(
-            *(BIN / "torchrun", "--nproc-per-node=2", f"--master-port={port}"),
-            *("train.py", configs["torchrun"]),
-        )
-    )
-    end(
-        start(
-            *(BIN / "deepspeed", "--num_gpus=2", f"--master_port={port + 1}"),
-            *("train.py", configs["deepspeed"]),
-            PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            DS_ACCELERATOR="cpu",
-        )
-    )
-    tasks = [
-        Command(
-            *("train.py", configs["srun"]),
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_STEP_NUM_TASKS="2",
-            SLURM_JOB_ID=str(port + 2),
-            SLURM_STEP_NODELIST="127.0.0.1",
-        )
-        for rank in range(2)
-    ]
-    for task in tasks:
+        configs[name] = write_config(tmp_path / name, values)
+    ranks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2))
+    tasks = [Command("train.py", configs["srun"], **SRUN, **rank) for rank in ranks]
+    for task in [*tasks, Command("train.py", configs["alone"])]:
         finish(task)
-    finish(Command("train.py", configs["alone"]))
-    one = (BIN / "torchrun", "--standalone", "--nproc-per-node=1", "train.py")
-    end(start(*one, configs["torchrun-one"]))
-    assert losses(tmp_path / "torchrun-one/run") == losses(tmp_path / "alone/run")
-    expected = losses(tmp_path / "torchrun/run")
+    for name in launchers:
+        words, variables = LAUNCHERS[name]
+        end(start(*words, "train.py", configs[name], **variables))
+    alone, expected = losses(tmp_path / "alone/run"), losses(tmp_path / "srun/run")
     assert len(expected) == 5
-    for launcher in ("deepspeed", "srun"):
-        assert losses(tmp_path / launcher / "run") == expected, launcher
-    for one, two in zip(losses(tmp_path / "alone/run"), expected, strict=True):
+    for one, two in zip(alone, expected, strict=True):
         assert one == pytest.approx(two, rel=1e-4)
+    for name in launchers:
+        assert losses(tmp_path / name / "run") == (alone if "one" in name else expected), name
 
 
 @pytest.mark.long
-def test_starts_without_a_compiler(tiny_corpus, tmp_path):
+def test_run_starts_without_a_compiler(tiny_corpus, tmp_path):
     """DeepSpeed must not try to build an operator: no compiler on PATH, an empty build cache."""
-    values = run_values(tiny_corpus, tmp_path / "run", max_steps=3)
-    output = end(
-        start(
-            *(sys.executable, "train.py", write_config(tmp_path, values)),
-            PATH=str(tmp_path),
-            CXX="/nonexistent/c++",
-            TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
-        )
-    )
-    assert "finished: 3 steps" in output
+    config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run", max_steps=3))
+    given = {"PATH": str(tmp_path), "CXX": "/nonexistent/c++"}
+    given["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "extensions")
+    assert "finished: 3 steps" in end(start(sys.executable, "train.py", config, **given))
     assert not (tmp_path / "extensions").exists()
 
 
@@ -184,7 +173,7 @@ def test_starts_without_a_compiler(tiny_corpus, tmp_path):
         (["train.resume=tests"], "tests: holds no complete checkpoint"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(tiny_corpus, tmp_path, overrides, part):
+def test_wrong_input_ends_with_code_2(tiny_corpus, tmp_path, overrides, part):
     config = write_config(tmp_path, run_values(tiny_corpus, tmp_path / "run"))
     done = python("train.py", config, *overrides)
     output = done.stdout + done.stderr
@@ -201,7 +190,7 @@ def test_help_is_quick_and_true():
     assert "section.key=value" in output and output.splitlines()[-1] == "False"
 
 
-def test_too_many_bad_steps_stop_the_run(tiny_corpus, tmp_path):
+def test_too_many_bad_steps_stop_a_run(tiny_corpus, tmp_path):
     """An absurd rate and decay: a message, exit code 2, and the checkpoint from before intact."""
     values = run_values(tiny_corpus, tmp_path / "run", max_steps=200, max_skipped_steps=3)
     values["optimizer"] |= {"lr": 1e3, "warmup_steps": 0, "grad_clip": 0, "schedule": "constant"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cat_lm.core import plugins as module
+from cat_lm.core import plugins
 
 
 def checkout_at(folder: Path) -> Path:
@@ -24,18 +23,18 @@ def checkout_at(folder: Path) -> Path:
 
 @pytest.fixture
 def runs_in(monkeypatch, tmp_path):
-    """The call that lets the code run in a folder; no repository is looked for above the test's."""
+    """Return the call that lets the code run in a folder."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
 
     def there(folder: Path) -> str | None:
         (folder / "cat_lm/core").mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(module, "__file__", str(folder / "cat_lm/core/plugins.py"))
-        return module.commit()
+        monkeypatch.setattr(plugins, "__file__", str(folder / "cat_lm/core/plugins.py"))
+        return plugins.commit()
 
     return there
 
 
-def test_a_checkout_has_its_commit_and_says_what_is_changed(runs_in, tmp_path):
+def test_checkout_has_its_commit_and_says_what_is_changed(runs_in, tmp_path):
     checkout = checkout_at(tmp_path / "checkout")
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=checkout, check=True, capture_output=True, text=True
@@ -46,9 +45,10 @@ def test_a_checkout_has_its_commit_and_says_what_is_changed(runs_in, tmp_path):
     (checkout / "cat_lm/core/plugins.py").write_text("two")
     assert runs_in(checkout) == f"{head}+"
     assert runs_in(tmp_path / "unpacked") is None
+    assert runs_in(checkout / ".venv/lib/python3/site-packages") is None, "it only lies there"
 
 
-def test_a_copy_has_the_commit_that_was_copied(runs_in, tmp_path):
+def test_copy_has_the_commit_that_was_copied(runs_in, tmp_path):
     """It may lie in a checkout, whose own commit is another one by now."""
     copy = checkout_at(tmp_path / "checkout") / "runs/mine/slurm/code"
     assert runs_in(copy) is None
@@ -58,20 +58,3 @@ def test_a_copy_has_the_commit_that_was_copied(runs_in, tmp_path):
         assert runs_in(copy) == said
     (copy.parent / "code.json").write_text("no JSON")
     assert runs_in(copy) is None
-
-
-def test_what_is_installed_below_another_repository_has_none_of_its_commits(runs_in, tmp_path):
-    other = checkout_at(tmp_path / "other")
-    assert runs_in(other / ".venv/lib/python3/site-packages") is None
-    assert runs_in(other) is not None
-
-
-def test_what_another_repository_tracks_is_of_its_commits(runs_in, tmp_path):
-    """A laboratory's own, with this code in a folder of it; what else has changed is no matter."""
-    checkout_at(tmp_path / "theirs/cat")
-    shutil.rmtree(tmp_path / "theirs/cat/.git")
-    theirs = checkout_at(tmp_path / "theirs")
-    found = runs_in(theirs / "cat")
-    assert found is not None and found == runs_in(theirs)
-    (theirs / "cat_lm/core/plugins.py").write_text("two")
-    assert runs_in(theirs / "cat") == found and runs_in(theirs) == f"{found}+"

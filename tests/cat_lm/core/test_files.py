@@ -1,22 +1,87 @@
-"""What libraries say of a failing file is the system's error again, and damage is none."""
+"""Files that are whole or absent, checksums, and what libraries say of a failing file."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 from unittest import mock
 
 import pytest
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cat_lm.core import folders
 from cat_lm.core.errors import UserError, is_temporary
-from cat_lm.core.files import causes_told, os_error
+from cat_lm.core.files import (
+    SEAL,
+    atomic_write,
+    causes_told,
+    checksums,
+    opened,
+    os_error,
+    write_sealed,
+    write_text,
+)
 from cat_lm.pretrained.loading import load_model
 from tests.tiny_models import cat_model
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_replacement_that_fails_leaves_the_file(error, tmp_path):
+    path = tmp_path / "a"
+    write_text(path, "one")
+    with pytest.raises(type(error)) as caught, atomic_write(path) as stream:
+        stream.write("two")
+        raise error
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["a"]
+    assert not isinstance(error, OSError) or caught.value.filename == str(path)
+
+
+def test_file_is_on_the_disk_before_it_has_its_name(tmp_path):
+    path, order = tmp_path / "a", []
+    write_text(path, "one")
+    real = os.fsync, os.replace
+
+    def note(action: int, *given: object) -> None:
+        order.append((action, path.read_text()))
+        real[action](*given)
+
+    with (
+        mock.patch("os.fsync", lambda handle: note(0, handle)),
+        mock.patch("os.replace", lambda *names: note(1, *names)),
+    ):
+        write_text(path, "two")
+    # The file's own numbers, its name, and the folder's entries; until then the old one is there.
+    assert order == [(0, "one"), (1, "one"), (0, "two")]
+
+
+def test_checksums_are_those_of_whole_files(tmp_path):
+    files = [tmp_path / str(size) for size in (0, 1, 5 << 20)]
+    for file in files:
+        file.write_bytes(os.urandom(int(file.name)))
+    for algorithm, make in (("sha256", hashlib.sha256), ("xxh3_128", xxhash.xxh3_128)):
+        seen = []
+        found = checksums(files, algorithm, seen.append)
+        assert found == {file: make(file.read_bytes()).hexdigest() for file in files}
+        # Told of each piece, so that a huge file is no silence.
+        assert seen.count(files[1]) == 1 and seen.count(files[2]) > 1
+    assert checksums([], "sha256") == {}
+
+
+def test_sealed_record_is_whole_until_a_value_changes(tmp_path):
+    given = {"loss": 1.5, "lengths": (32, 64), "by_step": {10: 1.0, 9: 2.0}, "none": None}
+    write_sealed(tmp_path / "cell.json", given)
+    stored = json.loads((tmp_path / "cell.json").read_text())
+    record, whole = opened(stored)
+    assert whole is True and SEAL not in record and record == json.loads(json.dumps(given))
+    for changed in ({"loss": 1.25}, {"more": 1}, {SEAL: "0" * 64}):
+        assert opened(stored | changed)[1] is False
+    assert opened(record) == (record, False)
+
 
 STALE = "Error while serializing: I/O error: Stale file handle (os error 116)"
 # As safetensors 0.8, torch 2.13 and Python 3.11 say it; the number, or None where there is none.
@@ -30,10 +95,7 @@ SAID = {
         RuntimeError("unable to open file <a> in read-only mode: Stale file handle (116)"),
         errno.ESTALE,
     ),
-    "a copy": (
-        shutil.Error([("a", "b", "[Errno 5] Input/output error: 'a'")]),
-        errno.EIO,
-    ),
+    "a copy": (shutil.Error([("a", "b", "[Errno 5] Input/output error: 'a'")]), errno.EIO),
     "Python": (OSError(errno.EIO, "Input/output error"), errno.EIO),
     "a header": (SafetensorError("Error while deserializing header: invalid header length"), None),
     "a shape": (RuntimeError("shape '[116]' is invalid for input of size (5) (99999999999)"), None),
@@ -42,7 +104,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_an_error_is_the_one_that_it_stands_for(case, tmp_path):
+def test_error_of_a_library_is_the_systems(case, tmp_path):
     error, number = SAID[case]
     path = tmp_path / "a"
     path.touch()
@@ -50,29 +112,24 @@ def test_an_error_is_the_one_that_it_stands_for(case, tmp_path):
     assert (cause and cause.errno) == number
     if cause is not None:
         assert cause.filename == str(path)
-        assert is_temporary(cause) == (number not in (errno.ENOSPC, errno.EACCES))
+        assert is_temporary(cause) == (number != errno.ENOSPC)
     with pytest.raises(type(error) if cause is None else OSError) as caught, causes_told(path):
         raise error
     assert caught.value is error or caught.value.errno == number
 
 
-def test_what_safetensors_takes_for_an_absent_file_is_looked_at(tmp_path):
+def test_file_that_safetensors_takes_for_absent_is_looked_at(tmp_path):
     """It says so of every file that it cannot open."""
     path, error = tmp_path / "a", FileNotFoundError("No such file or directory: a")
-    cause = os_error(error, path)
-    assert cause.errno == errno.ENOENT and not is_temporary(cause)
+    assert os_error(error, path).errno == errno.ENOENT
     path.touch()
     assert is_temporary(os_error(error, path)), "it was there, and is there again"
-    for number, passes in ((errno.ESTALE, True), (errno.EIO, True), (errno.EACCES, False)):
-        failing = mock.Mock(side_effect=OSError(number, os.strerror(number), str(path)))
-        with mock.patch("builtins.open", failing):
-            cause = os_error(error, path)
-        assert cause.errno == number and is_temporary(cause) == passes
-    absent = os_error(SafetensorError("header too small"), tmp_path / "absent")
-    assert absent is None, "a file that was to be written"
+    failing = mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO), str(path)))
+    with mock.patch("builtins.open", failing):
+        assert os_error(error, path).errno == errno.EIO
 
 
-def test_the_libraries_still_say_it_so(tmp_path):
+def test_libraries_still_say_it_so(tmp_path):
     """The cases above are made up where no file system fails; this is what they are made from."""
     tensors = {"x": torch.zeros(3)}
     with pytest.raises(SafetensorError) as caught:
@@ -89,7 +146,7 @@ def test_the_libraries_still_say_it_so(tmp_path):
     assert os_error(caught.value, tmp_path / "to").errno == errno.ESTALE
 
 
-def test_weights_that_cannot_be_opened_for_a_while_are_no_damage(tmp_path):
+def test_weights_that_cannot_be_opened_now_are_no_damage(tmp_path):
     folder = tmp_path / "model"
     cat_model().save_pretrained(folder)
     wrong = FileNotFoundError(f"No such file or directory: {folder / 'model.safetensors'}")
@@ -103,13 +160,3 @@ def test_weights_that_cannot_be_opened_for_a_while_are_no_damage(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         load_model(folder)
     assert not is_temporary(caught.value)
-
-
-@pytest.mark.parametrize(("number", "passes"), [(errno.ESTALE, True), (errno.EACCES, False)])
-def test_a_folder_of_ours_that_cannot_be_removed_for_a_while(number, passes, tmp_path):
-    folders.make_temporary(tmp_path / "a")
-    failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
-    (tmp_path / "a/part").mkdir()
-    with mock.patch("shutil.rmtree", failing), pytest.raises(UserError) as caught:
-        folders.remove_temporary(tmp_path / "a")
-    assert is_temporary(caught.value) == passes

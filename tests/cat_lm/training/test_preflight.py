@@ -62,7 +62,7 @@ def problems(found: list[Facts], **train) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def test_nothing_wrong():
+def test_ranks_that_agree_have_no_problems():
     verdict = judged(config(), sound())
     assert not verdict.problems and not verdict.warnings
     lines = verdict.lines()
@@ -73,36 +73,10 @@ def test_nothing_wrong():
     assert "80.00 GiB free" in line
 
 
-def test_ranks_are_named_by_host():
+def test_everything_wrong_is_told_with_its_ranks():
     found = sound()
     for rank in (3, *range(24, 32)):
         found[rank] = replace(found[rank], versions=found[0].versions | {"torch": "2.12.0"})
-    assert problems(found) == [
-        "n000 rank 3, n003 ranks 24–31: torch is 2.12.0, but 2.13.0 on n000; "
-        "install the same torch on every host"
-    ]
-
-
-def test_many_hosts_are_counted():
-    found = [
-        replace(fact, problems=[Problem("data: no such folder", False)]) for fact in sound(128)
-    ]
-    found[0] = replace(found[0], problems=[])
-    (line,) = problems(found, micro_batch_size=1)
-    assert line.startswith("n000 ranks 1–7, n001 ranks 8–15,") and "and 8 more hosts: data" in line
-    assert problems(sound(32, problems=[Problem("data: gone", False)])) == ["all ranks: data: gone"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "rank 3"), ([1, 0], "ranks 0–1"), ([0, 2, 3, 4, 9], "ranks 0, 2–4, 9")],
-)
-def test_ranges(ranks, text):
-    assert preflight.ranges(ranks) == text
-
-
-def test_everything_is_told_at_once():
-    found = sound()
     found[8] = replace(found[8], data=DataFacts("e" * 64, 257))
     found[24] = replace(found[24], problems=[Problem("train.output_dir=run: is not", False)])
     found[9] = replace(found[9], free_memory=2**20)
@@ -110,9 +84,13 @@ def test_everything_is_told_at_once():
     lines = problems(found, micro_batch_size=8)
     for line, who, said in zip(
         lines,
-        ("all ranks", "n000 rank 5", "n001 rank 8", "n001 rank 9", "n003 rank 24"),
+        (
+            *("all ranks", "n000 rank 3, n003 ranks 24–31", "n000 rank 5"),
+            *("n001 rank 8", "n001 rank 9", "n003 rank 24"),
+        ),
         (
             "= 8 x 32 = 256; right would be train.micro_batch_size=4 or 16 ranks",
+            "torch is 2.12.0, but 2.13.0 on n000; install the same torch on every host",
             "train.seed=7, but 0 on rank 0",
             "fingerprint is eeeeeeeeeeee, but on n000 ffffffffffff",
             "of GPU memory are free for each; lower train.micro_batch_size=8",
@@ -121,24 +99,22 @@ def test_everything_is_told_at_once():
         strict=True,
     ):
         assert line.startswith(f"{who}: ") and said in line
+    many = sound(128, problems=[Problem("data: no such folder", False)])
+    many[0] = replace(many[0], problems=[])
+    (line,) = problems(many, micro_batch_size=1)
+    assert line.startswith("n000 ranks 1–7, n001 ranks 8–15,") and "and 8 more hosts: data" in line
 
 
 @pytest.mark.parametrize(
     ("keep_last", "steps", "saved", "needed"),
     [
         (1, 8, 0, 2),  # the next one is there before the old one goes
-        (2, 8, 0, 3),
         (2, 8, 1, 2),
-        (2, 8, 2, 1),
         (5, 8, 0, 4),  # no more than a run of 8 steps makes
-        (5, 8, 1, 3),
-        (9, 8, 3, 1),
         (9, 8, 4, 1),
-        (2, 3, 0, 2),
-        (2, 1, 0, 1),
     ],
 )
-def test_disk_for_all_checkpoints_that_are_there_at_once(keep_last, steps, saved, needed):
+def test_disk_holds_all_checkpoints_that_are_there_at_once(keep_last, steps, saved, needed):
     one = checkpoint_bytes(num_parameters(config(), 257))
     rule = {"checkpoint": {"every_steps": 2, "keep_last": keep_last}}
     run = RunConfig.model_validate(run_values("data", "run", max_steps=steps) | rule)
@@ -169,30 +145,13 @@ def test_ranks_of_a_host_share_its_memory():
     assert problems(sound(4, 4, on_gpu=True, free_memory=2 * 10**9)) == []
 
 
-def test_the_first_rank_builds_the_model_on_its_host():
+def test_first_rank_builds_the_model_on_its_host():
     """Also where a GPU or ZeRO-3 holds only a part of it; the other ranks have no copy."""
     need = 4 * num_parameters(config(), 257)
     first, *others = sound(4, 4, host_memory=0)
     assert problems([replace(first, host_memory=need), *others], zero_stage=3) == []
     (line,) = problems([replace(first, host_memory=need - 1), *others], zero_stage=3)
     assert line.startswith("n000 rank 0: the model of ") and "--mem=0" in line
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "copies"), [(0, "bf16", 1), (1, "fp32", 1), (1, "bf16", 2)]
-)
-def test_calibration_in_bf16_has_a_copy_of_the_weights(stage, precision, copies):
-    """Of which the master weights are made; elsewhere they are the model's own."""
-    values = run_values("data", "run", global_batch_size=128, zero_stage=stage, init_from="m")
-    values["train"] |= {"landmark_loss": "calibrate", "precision": precision}
-    options = {"block": 4, "filter": "learned"}
-    values["model"] |= {"attention": "landmark", "attention_options": options}
-    values["optimizer"]["weight_decay"] = 0.0
-    calibrated = RunConfig.model_validate(values)
-    need = copies * 4 * num_parameters(calibrated, 257)
-    for room, wrong in ((need, 0), (need - 1, 1)):
-        found = judged(calibrated, sound(4, 4, host_memory=room)).problems
-        assert sum("is built on this host" in line for line in found) == wrong
 
 
 @pytest.mark.parametrize(
@@ -222,7 +181,7 @@ def test_batch_advice(batch, micro, ranks, advice):
         ({"conv_backend": "reference", "compile": True}, "cuda", True),
     ],
 )
-def test_a_kernel_is_launched_where_the_run_needs_some(train, device, launched, monkeypatch):
+def test_kernel_is_launched_where_the_run_needs_some(train, device, launched, monkeypatch):
     monkeypatch.setattr(facts, "INSTALLED", True)
     monkeypatch.setattr(facts, "why_no_kernel", lambda where: f"tried on {where}")
     said = facts.kernel_problem(config(**train), torch.device(device))
@@ -241,6 +200,10 @@ def temporary(tmp_path, monkeypatch):
 
 def test_triton_s_cache_of_a_slurm_job_is_on_the_node(temporary, monkeypatch):
     usual = temporary / f"cat_lm-triton-{os.getuid()}"
+    with monkeypatch.context() as patch:
+        patch.delenv("SLURM_JOB_ID")
+        facts.keep_triton_cache_here()
+    assert "TRITON_CACHE_DIR" not in os.environ and not list(temporary.iterdir())
     facts.keep_triton_cache_here()
     assert os.environ["TRITON_CACHE_DIR"] == str(usual)
     assert usual.stat().st_mode & 0o777 == 0o700
@@ -258,20 +221,10 @@ def test_triton_s_cache_of_a_slurm_job_is_on_the_node(temporary, monkeypatch):
         )
 
 
-@pytest.mark.parametrize(("job", "own", "expected"), [(None, None, None), ("7", "/mine", "/mine")])
-def test_triton_s_cache_stays_where_it_is(temporary, job, own, expected, monkeypatch):
-    for name, value in (("SLURM_JOB_ID", job), ("TRITON_CACHE_DIR", own)):
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
-    facts.keep_triton_cache_here()
-    assert os.environ.get("TRITON_CACHE_DIR") == expected and not list(temporary.iterdir())
-
-
 # The facts of this machine
 
 
-def test_one_rank_alone(tiny_corpus, tmp_path):
+def test_one_rank_checks_itself(tiny_corpus, tmp_path):
     values = run_values(tiny_corpus, tmp_path / "run")
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     lines = check(RunConfig.model_validate(values), alone)
@@ -299,7 +252,7 @@ def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_pat
     assert "\n" not in str(e.value) and not (tmp_path / "run").exists()
 
 
-def test_a_folder_without_write_permission_or_for_a_moment(tmp_path, monkeypatch):
+def test_folder_without_write_permission_or_for_a_moment(tmp_path, monkeypatch):
     probe = Probe(tmp_path, "t", "n000")
     probe.write()
     assert probe.look(0) > 0
@@ -312,7 +265,7 @@ def test_a_folder_without_write_permission_or_for_a_moment(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_a_node_sees_late_is_waited_for(tmp_path, monkeypatch):
+def test_folder_that_a_node_sees_late_is_waited_for(tmp_path, monkeypatch):
     probe, waited = Probe(tmp_path / "run", "t", "n000"), []
 
     def made(seconds: float) -> None:
@@ -339,10 +292,6 @@ def test_what_may_pass_is_told_from_what_must_be_mended():
     held = {"free_memory": 2**20}  # by processes of an earlier start
     assert is_temporary_with(**held) and not is_temporary_with(**held, gpu_memory=2**20)
     assert not is_temporary_with(**held, versions={"python": "3.10"})
-
-
-def test_the_code_of_a_node_is_its_sources():
-    assert facts.code_hash() == facts.code_hash() and len(facts.code_hash()) == 12
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "workshop").mkdir()
     (tmp_path / "workshop/__init__.py").write_text("")
     for file, code in (
-        ("long_saw", "from tests.unit.test_registry import Tool\nENTRY = Tool('long-saw')\n"),
-        ("hammer", "from tests.unit.test_registry import Tool\nENTRY = Tool('nail')\n"),
+        (
+            "long_saw",
+            "from tests.cat_lm.core.test_registry import Tool\nENTRY = Tool('long-saw')\n",
+        ),
+        ("hammer", "from tests.cat_lm.core.test_registry import Tool\nENTRY = Tool('nail')\n"),
         ("drill", "raise RuntimeError('imported')\n"),
     ):
         (tmp_path / f"workshop/{file}.py").write_text(code)
@@ -42,7 +45,7 @@ def test_files_are_names_and_are_imported_when_asked_for(folder):
         folder.get("hammer")
 
 
-def test_an_unknown_name_is_one_line_with_the_nearest(folder):
+def test_unknown_name_raises_user_error_with_the_nearest(folder):
     said = r"^tool='lonsaw': must be one of none, drill, hammer, long-saw; did you mean long-saw\?$"
     for error in (UserError, ValueError):
         with pytest.raises(error, match=said):
@@ -53,14 +56,14 @@ def test_an_unknown_name_is_one_line_with_the_nearest(folder):
 
 
 @pytest.mark.parametrize("name", ["long-saw", "none", "spoon"])
-def test_names_that_are_taken(folder, name):
+def test_taken_name_is_refused(folder, name):
     folder.register(Tool("spoon"))
     assert "spoon" in folder.names() and "spoon" not in folder.own_names()
     with pytest.raises(ValueError, match=f"tool '{name}': there is one of this name already"):
         folder.register(Tool(name))
 
 
-def test_a_kernel_of_an_unknown_kind_is_not_registered():
+def test_kernel_of_an_unknown_kind_is_not_registered():
     reference = BACKENDS.get("reference")
     half = Backend(
         "half", reference.convolve, reference.why_not, reference.describe, ("head", "circular")
