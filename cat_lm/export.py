@@ -20,27 +20,8 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import SCALING_FACTOR
+from cat_lm.pretrained import loading, record
 from cat_lm.pretrained.conversion import library_model, scaled_config, scaled_fields
-from cat_lm.pretrained.loading import (
-    DTYPES,
-    check_vocabulary,
-    load_model,
-    load_tokenizer,
-    model_config,
-    model_label,
-    quiet_transformers,
-    refuse_non_finite,
-)
-from cat_lm.pretrained.record import (
-    CARD,
-    PROGRAM,
-    RECORD,
-    WEIGHTS,
-    changed_files,
-    describe_file,
-    listing,
-    read_record,
-)
 from cat_lm.training.checkpoint import find_checkpoint, read_run_config, read_run_state
 from cat_lm.training.metrics import read_records
 
@@ -73,7 +54,7 @@ def export_checkpoint(
     facts = training_facts(step_folder)
     config = None
     if method != "none":
-        config = model_config(step_folder / "model")
+        config = loading.model_config(step_folder / "model")
         try:
             trained = facts["context_length"]
             fields = scaled_fields(config, method, factor, trained, temperature_scope)
@@ -81,10 +62,10 @@ def export_checkpoint(
         except ValueError as error:
             raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
         facts |= {"context_method": method, "context_factor": factor}
-    model = load_model(step_folder / "model", device="cpu", config=config)
+    model = loading.load_model(step_folder / "model", device="cpu", config=config)
     if library:
         model = library_model(model)
-    tokenizer = load_tokenizer(step_folder / "tokenizer")
+    tokenizer = loading.load_tokenizer(step_folder / "tokenizer")
     return export_model(model, tokenizer, out, dtype=dtype, facts=facts)
 
 
@@ -111,12 +92,12 @@ def export_model(
     from transformers import GenerationConfig
 
     out = _check_replaceable(out)
-    check_vocabulary(tokenizer, model.config)
+    loading.check_vocabulary(tokenizer, model.config)
     # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # A narrow dtype may have no room for a large weight.
-    refuse_non_finite(f"weights in {dtype}", dict(model.state_dict()))
+    loading.refuse_non_finite(f"weights in {dtype}", dict(model.state_dict()))
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
@@ -126,23 +107,25 @@ def export_model(
         bos_token_id=end, eos_token_id=end, pad_token_id=end if pad is None else pad
     )
     model.config.bos_token_id = model.config.eos_token_id = end
-    with atomic_folder(out, listing) as folder:
+    with atomic_folder(out, record.listing) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
         _verify(folder, model, dtype)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        files = {str(path.relative_to(folder)): describe_file(path) for path in paths}
-        record = {
+        files = {str(path.relative_to(folder)): record.describe_file(path) for path in paths}
+        written = {
             "format": 1,
-            "program": PROGRAM,
+            "program": record.PROGRAM,
             **(facts or {}),
             "dtype": dtype,
             "parameters": model.num_parameters(),
-            "sha256": files[WEIGHTS]["sha256"],
+            "sha256": files[record.WEIGHTS]["sha256"],
         }
-        write_text(folder / CARD, model_card(model.config, record, model_label(out)))
-        files[CARD] = describe_file(folder / CARD)
-        write_json(folder / RECORD, record | {"files": files})
+        write_text(
+            folder / record.CARD, model_card(model.config, written, loading.model_label(out))
+        )
+        files[record.CARD] = record.describe_file(folder / record.CARD)
+        write_json(folder / record.RECORD, written | {"files": files})
     return out
 
 
@@ -169,7 +152,7 @@ def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
     import torch
 
     # load_model raises for missing and unexpected keys.
-    read = load_model(folder, dtype=dtype, device="cpu").state_dict()
+    read = loading.load_model(folder, dtype=dtype, device="cpu").state_dict()
     for name, tensor in model.state_dict().items():
         # A buffer is stored as it is, and cast by whoever loads it.
         if not torch.equal(tensor.cpu().to(read[name].dtype), read[name]):
@@ -190,9 +173,9 @@ def _check_replaceable(out: Path | str) -> Path:
     out = Path(out)
     # Of a link, the folder that it points to is made.
     check_output(os.path.realpath(out) if out.is_symlink() else out, "OUT")
-    if out.is_dir() and any(out.iterdir()) and read_record(out) is None:
-        raise UserError(f"OUT {out}: is not empty and no earlier export (by its {RECORD})")
-    for path, problem in changed_files(out, lambda name: (out / name).is_file()):
+    if out.is_dir() and any(out.iterdir()) and record.read_record(out) is None:
+        raise UserError(f"OUT {out}: is not empty and no earlier export (by its {record.RECORD})")
+    for path, problem in record.changed_files(out, lambda name: (out / name).is_file()):
         raise UserError(
             f"OUT {out}: {path.name} was changed since it was exported ({problem}) and would be "
             "lost; move the folder away or give another one"
@@ -211,21 +194,21 @@ _LABELS = {
 }
 
 
-def model_card(config: PreTrainedConfig, record: Mapping[str, Any], name: str) -> str:
+def model_card(config: PreTrainedConfig, facts: Mapping[str, Any], name: str) -> str:
     """Write the README.md of an export: what it is, how it was trained, how to load it."""
     family = architectures.of_config(config)
     sizes = family.summary(architectures.section_of(config)).sizes | {
         "vocabulary": config.vocab_size
     }
     rows = {
-        "parameters": f"{record['parameters']:,}",
+        "parameters": f"{facts['parameters']:,}",
         "shape": ", ".join(f"{name} {size:,}" for name, size in sizes.items()),
-        "weights": f"{record['dtype']}, sha256 `{record['sha256'][:16]}…`",
+        "weights": f"{facts['dtype']}, sha256 `{facts['sha256'][:16]}…`",
     }
-    held_out = {k: f"held-out {k[4:].replace('_', ' ')}" for k in record if k[:4] == "val_"}
+    held_out = {k: f"held-out {k[4:].replace('_', ' ')}" for k in facts if k[:4] == "val_"}
     for key, label in (_LABELS | held_out).items():
-        if key in record:
-            value = record[key]
+        if key in facts:
+            value = facts[key]
             form = {int: ",", float: ".4f"}.get(type(value), "")
             rows[label] = f"{value:{form}}"
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
@@ -259,7 +242,7 @@ inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
-`config.json` holds the whole configuration, `{RECORD}` where the weights came from.
+`config.json` holds the whole configuration, `{record.RECORD}` where the weights came from.
 """
 
 
@@ -275,33 +258,17 @@ def main() -> None:
         prog="python -m cat_lm.export",
         description="Writes a training checkpoint as a transformers model folder.",
     )
-    parser.add_argument(
-        "checkpoint", type=path_name, help="run folder, checkpoints folder or step folder"
-    )
-    parser.add_argument(
-        "out", type=output_path, help="folder to write; an earlier export there is replaced"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the file's tensors")
-    parser.add_argument(
-        "--method",
-        default="none",
-        help="reads longer contexts than trained on: pi, pi+temperature, yarn; without positions "
-        "temperature (default: none)",
-    )
-    parser.add_argument(
-        "--factor",
-        type=number(SCALING_FACTOR),
-        default=1.0,
-        metavar="S",
-        help="of the method, such as 4",
-    )
-    parser.add_argument("--temperature-scope", choices=("logits", "rotary"), default="logits")
-    parser.add_argument(
-        "--library",
-        action="store_true",
-        help="as transformers' own class of the family, which needs no "
-        "cat_lm; for models without convolutions",
-    )
+    add = parser.add_argument
+    add("checkpoint", type=path_name, help="run folder, checkpoints folder or step folder")
+    add("out", type=output_path, help="folder to write; an earlier export there is replaced")
+    add("--dtype", choices=loading.DTYPES, default="float32", help="of the file's tensors")
+    methods = "pi, pi+temperature, yarn, or without positions temperature (default: none)"
+    add("--method", default="none", help=f"reads longer contexts than trained on: {methods}")
+    number_of = number(SCALING_FACTOR)
+    add("--factor", type=number_of, default=1.0, metavar="S", help="of the method, such as 4")
+    add("--temperature-scope", choices=("logits", "rotary"), default="logits")
+    library = "transformers' own class of the family, for models without convolutions"
+    add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
     options = vars(parser.parse_args())
     method, scope = options["method"], options["temperature_scope"]
     if (method == "none") != (options["factor"] == 1):
@@ -311,10 +278,10 @@ def main() -> None:
             f"--temperature-scope {scope}: does nothing with --method {method}, which has no "
             "temperature"
         )
-    quiet_transformers()
+    loading.quiet_transformers()
     out = export_checkpoint(**options)
-    record = read_record(out)
-    print(f"{out}: {record.parameters:,} parameters in {record.dtype}, read back and equal")
+    written = record.read_record(out)
+    print(f"{out}: {written.parameters:,} parameters in {written.dtype}, read back and equal")
 
 
 if __name__ == "__main__":

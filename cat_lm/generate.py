@@ -16,15 +16,7 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.host import GIB
 from cat_lm.core.numbers import FRACTION, NEW_TOKENS, SAMPLES, SEED, TEMPERATURE
 from cat_lm.core.readers import decode
-from cat_lm.pretrained.loading import (
-    check_vocabulary,
-    load_model,
-    load_tokenizer,
-    model_config,
-    quiet_transformers,
-    reason,
-    refuse_beyond_positions,
-)
+from cat_lm.pretrained import loading
 from cat_lm.pretrained.memory import free_bytes, generation_bytes
 from cat_lm.pretrained.record import comparing_files
 
@@ -32,8 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
-
-_PROMPT_BYTES = 2**24
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
@@ -97,7 +87,7 @@ def continue_text(
         # Whatever else the folder's generation_config.json asks for, transformers looks at it here.
         raise UserError(
             f"model {model.name_or_path}: cannot generate with its generation_config.json: "
-            f"{reason(error)}"
+            f"{loading.reason(error)}"
         ) from error
     # Decoding the new tokens alone would lose a leading space in sentencepiece vocabularies.
     start = len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True))
@@ -106,12 +96,7 @@ def continue_text(
 
 def _read_prompt(text: str) -> str:
     if text == "-":
-        given = sys.stdin.buffer.read(_PROMPT_BYTES + 1) if sys.stdin is not None else b""
-        if len(given) > _PROMPT_BYTES:
-            raise UserError(
-                f"prompt -: standard input holds more than {_PROMPT_BYTES >> 20} MiB, which no "
-                "model reads"
-            )
+        given = sys.stdin.buffer.read() if sys.stdin is not None else b""
         # With the ends of lines that text has on every system.
         text = io.StringIO(decode(given, "prompt -"), newline=None).read()
     text = decode(text.encode("utf-8", "surrogateescape"), "prompt")
@@ -151,19 +136,19 @@ def main() -> None:
     if given.greedy and given.num_samples > 1:
         raise UserError("--num-samples: greedy decoding gives one continuation only")
     prompt, new = _read_prompt(given.prompt), given.max_new_tokens
-    quiet_transformers()
+    loading.quiet_transformers()
     import torch
     from transformers import TextStreamer
 
     with comparing_files(skip=given.skip_checksums):
         # All that is cheap before the weights.
-        config = model_config(given.model)
-        tokenizer = load_tokenizer(given.model)
-        check_vocabulary(tokenizer, config)
+        config = loading.model_config(given.model)
+        tokenizer = loading.load_tokenizer(given.model)
+        loading.check_vocabulary(tokenizer, config)
         tokens = encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
         what = f"prompt: its {tokens:,} tokens and --max-new-tokens {new:,}"
-        refuse_beyond_positions(config, tokens + new - 1, what)  # the last one is not read
-        model = load_model(given.model, device=given.device)
+        loading.refuse_beyond_positions(config, tokens + new - 1, what)  # the last one is not read
+        model = loading.load_model(given.model, device=given.device)
     _check_memory(model, tokens, new)
     trained = getattr(config, "max_position_embeddings", None)
     if trained and tokens + new > trained:

@@ -23,14 +23,8 @@ from cat_lm.model import attention
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
+from cat_lm.pretrained import loading
 from cat_lm.pretrained.conversion import compare_logits, logits_of, model_with, own_config
-from cat_lm.pretrained.loading import (
-    choose_device,
-    load_model,
-    model_config,
-    model_folder,
-    quiet_transformers,
-)
 from cat_lm.pretrained.record import comparing_files
 from cat_lm.upcycle import copy_tokenizer
 
@@ -71,8 +65,8 @@ def sparsify(
             filters that come from nowhere; data that do not serve; or the logits differ.
     """
     out = check_new(out)
-    folder = model_folder(folder)
-    source = model_config(folder)
+    folder = loading.model_folder(folder)
+    source = loading.model_config(folder)
     dense = _with_attention(folder, source, "softmax", None)
     target = _with_attention(folder, source, "landmark", options)
     keeps_filters = ENTRY.keeps_parameters(_options_of(source), options)
@@ -87,7 +81,7 @@ def sparsify(
             f"--filter {name}: model {folder} has no learned filters of {options['block']} "
             "tokens; give --calibrate DATA to learn them"
         )
-    weights = load_model(folder, dtype="auto", device="cpu").state_dict()
+    weights = loading.load_model(folder, dtype="auto", device="cpu").state_dict()
     if not keeps_filters:
         # Numbers of another filter, which may be as many.
         weights = {name: x for name, x in weights.items() if attention.PATTERNS_OWN not in name}
@@ -110,10 +104,10 @@ def dense_model(folder: Path | str) -> PreTrainedModel:
 
     Raises UserError where it is none that could have landmark attention.
     """
-    folder = model_folder(folder)
-    source = model_config(folder)
+    folder = loading.model_folder(folder)
+    source = loading.model_config(folder)
     _with_attention(folder, source, "landmark", None)
-    weights = load_model(folder, device="cpu").state_dict()
+    weights = loading.load_model(folder, device="cpu").state_dict()
     return model_with(_with_attention(folder, source, "softmax", None), weights)
 
 
@@ -124,7 +118,7 @@ def _calibrate(
     from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
 
     dtype = next(iter(weights.values())).dtype
-    model = model_with(target, weights).float().to(choose_device())
+    model = model_with(target, weights).float().to(loading.choose_device())
     train_landmarks(model, "guided", QUERIES)
     cores = [module.train() for module in model.modules() if isinstance(module, LandmarkCore)]
     learned = [parameter for core in cores for parameter in core.parameters()]
@@ -166,6 +160,9 @@ def _with_attention(
         raise UserError(" ".join(str(error).split())) from error
 
 
+_STATE, _TOKENS = whole(CONV_STATE.at_least(1)), whole(TOKENS.at_least(1))
+
+
 @command
 def main() -> None:
     parser = Parser(
@@ -173,45 +170,26 @@ def main() -> None:
         description="Gives a trained model landmark attention: each query reads its own block of "
         "keys, those before it, and those that their landmarks say matter to it.",
     )
-    parser.add_argument("folder", help="transformers folder of the model")
-    parser.add_argument("out", type=output_path, help="folder to write; must be new or empty")
-    parser.add_argument("--block", type=whole(CONTEXT), required=True, help="tokens of a block")
-    parser.add_argument(
-        "--top-k",
-        type=whole(Range(0, CONTEXT.high)),
-        required=True,
-        help="blocks that a query chooses; 0 reads the nearest ones alone",
+    add, positive = parser.add_argument, whole(CONTEXT)
+    long = " and ".join(filters.names())
+    add("folder", help="transformers folder of the model")
+    add("out", type=output_path, help="folder to write; must be new or empty")
+    add("--block", type=positive, required=True, help="tokens of a block")
+    chosen = "blocks that a query chooses; 0 reads the nearest ones alone"
+    add("--top-k", type=whole(Range(0, CONTEXT.high)), required=True, help=chosen)
+    local = "blocks near the query that it always reads, its own being one (default: 2)"
+    add("--local", type=positive, default=2, help=local)
+    add("--sink", action="store_true", help="always read the first block too")
+    sums = "sums a block's keys (default: box)"
+    add("--filter", choices=filter_names(), default="box", help=sums)
+    state = (
+        f"of --filter {long}, as long as the text and learned: numbers of state for each channel"
     )
-    parser.add_argument(
-        "--local",
-        type=whole(CONTEXT),
-        default=2,
-        help="blocks near the query that it always reads, its own being one (default: 2)",
-    )
-    parser.add_argument("--sink", action="store_true", help="always read the first block too")
-    parser.add_argument(
-        "--filter", choices=filter_names(), default="box", help="sums a block's keys (default: box)"
-    )
-    parser.add_argument(
-        "--state",
-        type=whole(CONV_STATE.at_least(1)),
-        dest="filter_state",
-        metavar="N",
-        help=f"of --filter {' and '.join(filters.names())}, as long as the text and learned: "
-        "numbers of state for each channel",
-    )
-    parser.add_argument(
-        "--calibrate", metavar="DATA", help="prepared folder that filters are learned from"
-    )
-    parser.add_argument(
-        "--tokens", type=whole(TOKENS.at_least(1)), help="of DATA to read (default: 1,000,000)"
-    )
-    parser.add_argument(
-        "--share",
-        choices=SHARES,
-        default="head",
-        help="who chooses blocks: each head of keys, or the layer (default: head)",
-    )
+    add("--state", type=_STATE, dest="filter_state", metavar="N", help=state)
+    add("--calibrate", metavar="DATA", help="prepared folder that filters are learned from")
+    add("--tokens", type=_TOKENS, help="of DATA to read (default: 1,000,000)")
+    share = "who chooses blocks: each head of keys, or the layer (default: head)"
+    add("--share", choices=SHARES, default="head", help=share)
     add_skip_checksums(parser)
     options = vars(parser.parse_args())
     folder, out, skip = (options.pop(name) for name in ("folder", "out", "skip_checksums"))
@@ -221,7 +199,7 @@ def main() -> None:
     if tokens is not None and data is None:
         raise UserError(f"--tokens {tokens}: says nothing without --calibrate")
     calibration = None if data is None else Calibration(data, tokens or 1_000_000)
-    quiet_transformers()
+    loading.quiet_transformers()
     with comparing_files(skip=skip):
         out, difference, losses = sparsify(folder, out, options, calibration)
     _print_result(folder, out, options, difference, losses)
@@ -234,11 +212,11 @@ def _print_result(
     difference: float,
     losses: tuple[float, float] | None,
 ) -> None:
-    config = model_config(out)
+    config = loading.model_config(out)
     print(f"{out}: {describe_model(config)}")
     equal = f"equal those of all keys to {difference:.1e} of the largest"
     print(f"with all blocks chosen, logits {equal}")
-    before = _options_of(model_config(folder))
+    before = _options_of(loading.model_config(folder))
     if _learns(before) and not ENTRY.keeps_parameters(before, options):
         name, block = before["filter"], before["block"]
         print(f"the model's own landmarks (filter={name}, block={block}) are left out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cat_lm.architectures import Architecture
 from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import build_options
@@ -22,7 +24,11 @@ from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransfor
 from cat_lm.model.attention.core import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
+from cat_lm.model.hf.causal_lm import CausalLanguageModel
 from cat_lm.model.hf.configuration import CatConfig
+from cat_lm.ops.convolution.kinds import Kind
+from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
+from cat_lm.ops.runtime.documents import document_positions
 from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
 
 __all__ = ["check_entry"]
@@ -36,23 +42,23 @@ class _Wrong(AssertionError):
 
 
 def check_entry(
-    entry: MixerKind | Entry,
+    entry: MixerKind | Entry | Architecture | Kind,
     options: Mapping[str, Any] | None = None,
     *,
     width: int = 64,
     body: nn.Module | None = None,
 ) -> None:
-    """Check that a mixer, a pattern of attention or a transform does what it says of itself.
+    """Check that a mixer, a pattern, a transform, a family or a convolution does what it says.
 
-    In a small layer with rows of 7 tokens: shapes; that no token reads later ones, other rows,
-    documents or padding; that parts with a state or a cache give what the whole row gives; that
-    scores are of their form; that its counts are numbers, and that a checkpoint can hold its
+    In a small layer or model with rows of 7 tokens: shapes; that no token reads later ones, other
+    rows, documents or padding; that parts with a state or a cache give what the whole row gives;
+    that scores are of their form; that its counts are numbers, and that a checkpoint can hold its
     buffers. What is wrong only beyond a chunk or a block of more tokens is not seen.
 
     Args:
         entry: registered, if it is one of attention.
-        options: those that differ from the defaults.
-        width: C of a mixer's inputs.
+        options: those that differ from the defaults; of a family, keys of its section.
+        width: C of the inputs of a mixer or of a family's model.
         body: a transformer without its head whose attention is the entry, which gives family, heads
             and implementation; by default GPT-NeoX with two heads, by all that computes on a CPU.
 
@@ -66,6 +72,13 @@ def check_entry(
             setting = Setting(width, layer, 2)
             mixer.check(setting)
             _run(f"mixer {mixer.label}", partial(_check_mixer, mixer, setting))
+        return
+    if isinstance(entry, Kind):
+        _run(f"conv_type {entry.name!r}", partial(_check_convolution, entry))
+        return
+    if isinstance(entry, Architecture):
+        keys = {"hidden_size": width, "num_hidden_layers": 2, "vocab_size": 8} | dict(options or {})
+        _run(f"architecture {entry.name!r}", partial(_check_family, entry, keys))
         return
     kind = next(
         kind for kind in (Pattern, ScoreTransform, ValueTransform) if isinstance(entry, kind)
@@ -95,6 +108,58 @@ def _run(named: str, check: Callable[[], None]) -> None:
         except Exception as error:  # whatever a plugin's module raises
             problem = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
             raise AssertionError(problem) from error
+
+
+def _check_convolution(kind: Kind) -> None:
+    try:
+        check_kind(kind)
+    except ValueError as error:
+        raise _Wrong(str(error).partition(": ")[2]) from error
+    heads, width, window = 4, 3, 3
+    taps = torch.randn(kind.filter_shape(heads, width, window), requires_grad=True)
+
+    def compute(x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x.unflatten(-1, (heads, width))
+        positions = None if documents is None else document_positions(documents)
+        return sum_of_lags(kind, x, taps, positions=positions)
+
+    _check_reading(compute, heads * width, ("documents",), dict)
+    with torch.enable_grad():
+        compute(torch.randn(ROWS, TIME, heads * width)).square().sum().backward()
+    if not taps.grad.isfinite().all() or not taps.grad.any():
+        raise _Wrong("its sum gives filters no gradient that is a number")
+
+
+def _check_family(family: Architecture, keys: dict[str, Any]) -> None:
+    section = family.Section(**keys)
+    fields = family.fields(section, section.vocab_size, 4 * TIME)
+    model = family.classes().causal_lm(family.config_class()(**fields)).eval()
+    if model.config.model_type != family.model_type:
+        raise _Wrong(f"its configuration's model_type is {model.config.model_type!r}")
+    if not isinstance(model, CausalLanguageModel):
+        home = CausalLanguageModel.__module__
+        raise _Wrong(f"{type(model).__name__} must extend CausalLanguageModel of {home}")
+    last = family.layer_weight.format(layer=section.num_hidden_layers - 1)
+    if last not in dict(model.named_parameters()):
+        raise _Wrong(f"layer_weight names {last}, which its model has not")
+    stir(model)
+    _check_buffers(model)
+
+    def compute(x: Tensor, state: dict[str, Any] | None = None, **layout: Any) -> Tensor:
+        how = {"document_ids": layout.get("documents"), "use_cache": state is not None}
+        if state is not None:
+            how["past_key_values"] = state.get("cache")
+        if (padding := _all_padding(x, layout.get("padding"), state)) is not None:
+            how["attention_mask"] = padding.long()
+        outputs = model(inputs_embeds=x, **how)
+        if state is not None:
+            state["cache"] = outputs.past_key_values
+        return outputs.logits
+
+    supports = {"padding"} | ({"documents"} if section.isolates_documents else set())
+    if "past_key_values" in inspect.signature(type(model.base_model).forward).parameters:
+        supports.add("state")
+    _check_reading(compute, section.hidden_size, supports, dict, _REFUSALS)
 
 
 def _check_mixer(mixer: Mixer, setting: Setting) -> None:
@@ -133,19 +198,27 @@ def _check_attention(entry: Entry, kind: type[Entry], family: type[nn.Module], c
     ) -> Tensor:
         how: dict[str, Any] = {} if documents is None else {"document_ids": documents}
         if state is not None:
-            padding = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else padding
-            padding = state["real"] = torch.cat([state.get("real", padding[:, :0]), padding], dim=1)
             how |= {"use_cache": True, "past_key_values": state.get("cache")}
-        if padding is not None and not padding.all():
-            how["attention_mask"] = padding.long()
+        if (real := _all_padding(x, padding, state)) is not None:
+            how["attention_mask"] = real.long()
         y = attend(x, **how)
         if state is not None:
             state["cache"] = attend.cache
         return y
 
-    # A module may refuse documents, padding or a cache, in an error of its own.
-    refusals = (ValueError, NotImplementedError, UserError)
-    _check_reading(compute, width, CAPABILITIES, dict, refusals)
+    _check_reading(compute, width, CAPABILITIES, dict, _REFUSALS)
+
+
+# A module may refuse documents, padding or a cache, in an error of its own.
+_REFUSALS = (ValueError, NotImplementedError, UserError)
+
+
+def _all_padding(x: Tensor, padding: Tensor | None, state: dict[str, Any] | None) -> Tensor | None:
+    """Return which tokens so far are real, [B, S] bool; None where all are."""
+    if state is not None:
+        padding = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else padding
+        padding = state["real"] = torch.cat([state.get("real", padding[:, :0]), padding], dim=1)
+    return None if padding is None or padding.all() else padding
 
 
 def _check_reading(

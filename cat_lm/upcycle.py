@@ -25,19 +25,7 @@ from cat_lm.model.attention.settings import refuse
 from cat_lm.model.rules import DEFAULT_WINDOW, tap_problems
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
-from cat_lm.pretrained.conversion import (
-    compare_logits,
-    empty_model,
-    logits_of,
-    model_with,
-)
-from cat_lm.pretrained.loading import (
-    load_model,
-    load_tokenizer,
-    model_config,
-    model_folder,
-    quiet_transformers,
-)
+from cat_lm.pretrained import conversion, loading
 from cat_lm.pretrained.record import comparing_files
 
 if TYPE_CHECKING:
@@ -78,22 +66,22 @@ def upcycle(folder: Path | str, out: Path | str, convolution: Convolution) -> tu
             something that the new model cannot; or the new model computes something else.
     """
     out = check_new(out)
-    folder = model_folder(folder)
-    source = model_config(folder)
+    folder = loading.model_folder(folder)
+    source = loading.model_config(folder)
     architecture = architectures.find(source)
     if architecture is None or not architecture.takes_convolutions:
         problem = f"model_type is {source.model_type!r}, whose models cannot be given convolutions"
         raise UserError(f"model {folder}: {problem}")
     target = _target_config(folder, source, convolution, architecture)
-    model = model_with(target, _target_weights(folder, target, architecture))
+    model = conversion.model_with(target, _target_weights(folder, target, architecture))
     with atomic_folder(out) as new:
         model.save_pretrained(new)
         copy_tokenizer(folder, new)
         # One model at a time: the weights of both may not fit into memory.
-        expected = logits_of(load_model(folder, device="cpu"))
-        found = logits_of(load_model(new, device="cpu"))
+        expected = conversion.logits_of(loading.load_model(folder, device="cpu"))
+        found = conversion.logits_of(loading.load_model(new, device="cpu"))
         what = f"model {folder}: its logits and those of the new model"
-        difference = compare_logits(found, expected, what, f"{out} was not written")
+        difference = conversion.compare_logits(found, expected, what, f"{out} was not written")
     return out, difference
 
 
@@ -144,7 +132,7 @@ def _target_weights(
 ) -> dict[str, Tensor]:
     import torch
 
-    source = load_model(folder, dtype="auto", device="cpu")
+    source = loading.load_model(folder, dtype="auto", device="cpu")
     weights = dict(source.state_dict())
     for name, identity in _identity_filters(source.config).items():
         own = weights.pop(name)
@@ -169,7 +157,7 @@ def _identity_filters(config: PreTrainedConfig) -> dict[str, Tensor]:
     from cat_lm.model.streams.pipeline import filter_of
 
     found = {}
-    for name, parameter in empty_model(config).state_dict().items():
+    for name, parameter in conversion.empty_model(config).state_dict().items():
         if name.endswith(".canon_filter"):  # which is added to what it reads
             found[name] = torch.zeros(parameter.shape)
         elif name.endswith("_rank_filter"):
@@ -185,7 +173,7 @@ def copy_tokenizer(folder: Path, new: Path) -> None:
         read_object(generation, finite=True)  # a copy of ours is JSON that any reader takes
         shutil.copyfile(generation, new / generation.name)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        load_tokenizer(folder).save_pretrained(new)
+        loading.load_tokenizer(folder).save_pretrained(new)
 
 
 def model_section(config: PreTrainedConfig) -> dict[str, Any]:
@@ -239,7 +227,7 @@ def main() -> None:
         raise UserError(f"--{idle[0]}: says nothing with --conv none; leave it out")
     if "canon_window" in given and "canon" not in given:
         raise UserError("--canon-window: says nothing without --canon; leave it out")
-    quiet_transformers()
+    loading.quiet_transformers()
     with comparing_files(skip=skip):
         out, difference = upcycle(folder, out, Convolution(conv_type, **given))
     _print_result(out, difference)
@@ -248,7 +236,7 @@ def main() -> None:
 def _print_result(out: Path, difference: float) -> None:
     import yaml
 
-    config = model_config(out)
+    config = loading.model_config(out)
     architecture = architectures.of_config(config)
     print(f"{out}: {describe_model(config)}")
     print(f"logits equal the original's to {difference:.1e} of the largest")

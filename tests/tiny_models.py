@@ -36,33 +36,16 @@ LLAMA_VARIANTS = {
 }
 
 
-def own_name(model, name):
-    """The name in a model of what the library calls `name`."""
-    return architectures.of_config(model.config).own_name(model.config, name)
-
-
-def each_variant(*without):
-    """Parametrises a test over all of VARIANTS but those named."""
-    return _each(VARIANTS, without)
-
-
 def each_model(*without):
-    """Parametrises a test over the variants of every family but those named."""
-    return _each(VARIANTS | LLAMA_VARIANTS, without)
+    """Parametrize a test over the variants of every family but those named."""
+    return each_kind(*VARIANTS, *LLAMA_VARIANTS, without=without)
 
 
 def each_kind(*short, without=()):
-    """As `each_model`, where a name without its family is one of every family's; all but `short`
-    are for `--all`."""
-    return _each(VARIANTS | LLAMA_VARIANTS, without, short)
-
-
-def _each(variants, without, short=None):
+    """Parametrize a test as `each_model`; all models but `short` are for `--all`."""
     chosen = [
-        pytest.param(
-            fields, id=name, marks=() if short is None or name in short else pytest.mark.long
-        )
-        for name, fields in variants.items()
+        pytest.param(fields, id=name, marks=() if name in short else pytest.mark.long)
+        for name, fields in (VARIANTS | LLAMA_VARIANTS).items()
         if not {name, name.rpartition("-")[2]} & set(without)
     ]
     return pytest.mark.parametrize("variant", chosen)
@@ -93,25 +76,6 @@ def stock_model(seed=0, family="gpt_neox", **fields):
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
     return model
-
-
-def with_weights_of(stock, family="gpt_neox", **fields):
-    """A CAT model with the weights of `stock`; its filters stay as initialised."""
-    kinds = architectures.get(family).classes()
-    model = kinds.causal_lm(kinds.config(**SIZES | fields)).eval()
-    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
-    assert not unexpected and all(name.endswith("_filter") for name in missing)
-    return model
-
-
-def projections(model):
-    """The linear layers before the convolution, each with the module that holds it and its name."""
-    return [
-        (parent, name)
-        for parent in model.modules()
-        for name in ("query_key_value", "q_proj", "k_proj", "v_proj")
-        if hasattr(parent, name)
-    ]
 
 
 def random_ids(*shape, seed=0):

@@ -17,10 +17,10 @@ from cat_lm.core.plugins import is_own
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 __all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection", "Summary"]
-__all__ += ["check_model", "classes_of", "find", "get", "has_stock", "library_config"]
+__all__ += ["classes_of", "find", "get", "has_stock", "library_config"]
 __all__ += ["model_types", "names", "of_config", "register", "section_of"]
 
 DEFAULT = "gpt_neox"  # where no architecture is named
@@ -60,7 +60,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture",
     Architecture,
     package=f"{__name__}.families",
-    words=("name", "title", "model_type", "embedding", "layer_weight"),
+    words=("name", "title", "model_type", "layer_weight"),
     check=_check,
     first=(DEFAULT, "llama"),
 )
@@ -118,25 +118,3 @@ def library_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig
     known = kind().to_dict().keys() - NOT_FIELDS
     fields = {key: value for key, value in config.to_dict().items() if key in known}
     return kind(**fields | changes)
-
-
-def check_model(family: Architecture, section: Any, model: PreTrainedModel) -> None:
-    """Check that a new model is what its family says of it: `register` imports no classes.
-
-    Raises:
-        ValueError: naming the family and what differs.
-    """
-    from cat_lm.model.hf.causal_lm import CausalLanguageModel
-
-    named, found = f"architecture {family.name!r}", {name for name, _ in model.named_parameters()}
-    if model.config.model_type != family.model_type:
-        raise ValueError(f"{named}: its configuration's model_type is {model.config.model_type!r}")
-    if not isinstance(model, CausalLanguageModel):
-        raise ValueError(
-            f"{named}: {type(model).__name__} must extend CausalLanguageModel of "
-            "cat_lm.model.hf.causal_lm"
-        )
-    last = family.layer_weight.format(layer=section.num_hidden_layers - 1)
-    for key, name in (("embedding", family.embedding), ("layer_weight", last)):
-        if name not in found:
-            raise ValueError(f"{named}: {key} names {name}, which its model has not")

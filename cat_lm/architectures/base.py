@@ -64,7 +64,6 @@ class Architecture:
         class_prefix, library_prefix: the beginning of the names of this project's classes, which
             are in `cat_lm.model`, and of the library's.
         Section: the keys of `model:`.
-        embedding: the parameter that looks tokens up.
         layer_weight: a matrix that every layer has, `{layer}` standing for its number.
         old_constants: a pattern of what old versions of a library stored with the weights.
         scales_positions: whether longer contexts can be read by `cat_lm.pretrained.conversion`.
@@ -86,7 +85,6 @@ class Architecture:
     class_prefix: ClassVar[str] = ""
     library_prefix: ClassVar[str] = ""
     Section: ClassVar[type[ModelSection]]
-    embedding: ClassVar[str]
     layer_weight: ClassVar[str]
     old_constants: ClassVar[str | None] = None
     scales_positions: ClassVar[bool] = False

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cat_lm import architectures
 from cat_lm.core import numbers
 from cat_lm.core.errors import UserError
+from cat_lm.model import rope_scaling
 from cat_lm.model.attention.settings import refuse
-from cat_lm.model.rope_scaling import (
-    NOPE_METHODS,
-    ROPE_METHODS,
-    has_rope,
-    is_scaled,
-    yarn_magnitude,
-    yarn_temperature,
-)
 from cat_lm.model.rules import scope_problems
 
 if TYPE_CHECKING:
@@ -118,9 +111,9 @@ def methods_for(config: PreTrainedConfig) -> tuple[str, ...]:
     another scaling on top would be neither's method.
     """
     family = architectures.find(config)
-    if family is None or not family.scales_positions or is_scaled(config):
+    if family is None or not family.scales_positions or rope_scaling.is_scaled(config):
         return ("none",)
-    return ROPE_METHODS if has_rope(config) else NOPE_METHODS
+    return rope_scaling.ROPE_METHODS if rope_scaling.has_rope(config) else rope_scaling.NOPE_METHODS
 
 
 def scaled_fields(
@@ -146,7 +139,7 @@ def scaled_fields(
         raise ValueError(f"method {method!r} does not exist for the model; it has {known}")
     if temperature_scope not in ("logits", "rotary"):
         raise ValueError(f"temperature_scope {temperature_scope!r}: must be logits or rotary")
-    refuse(scope_problems(temperature_scope, has_rope(config)))
+    refuse(scope_problems(temperature_scope, rope_scaling.has_rope(config)))
     if problem := numbers.SCALING_FACTOR.problem(factor):
         raise ValueError(f"factor {factor}: {problem}")
     if method == "none" or factor == 1:
@@ -160,7 +153,7 @@ def scaled_fields(
             "rope_type": "yarn",
             "factor": float(factor),
             "original_max_position_embeddings": training_length,
-            "attention_factor": yarn_magnitude(factor) if in_rope else 1.0,
+            "attention_factor": rope_scaling.yarn_magnitude(factor) if in_rope else 1.0,
         }
         if in_rope:
             return fields | {"rope_parameters": rope}
@@ -168,7 +161,7 @@ def scaled_fields(
         rope |= {"rope_type": "linear", "factor": float(factor)}
     fields["rope_parameters"] = rope
     if method != "pi":
-        fields["attention_temperature"] = yarn_temperature(factor)
+        fields["attention_temperature"] = rope_scaling.yarn_temperature(factor)
         fields["temperature_scope"] = temperature_scope
     return fields
 

@@ -60,6 +60,7 @@ def test_every_import_order(order, folder):
     python(f"folder = {str(folder)!r}\n{ORDERS[order]}\n{LOAD}")
 
 
+@pytest.mark.long
 def test_other_processes_know_it_too(folder):
     """A process that only unpickles a configuration, as a spawned one does."""
     pickled = pickle.dumps(AutoConfig.from_pretrained(folder))
@@ -77,6 +78,7 @@ def test_import_is_light():
     assert python(code).strip()
 
 
+@pytest.mark.long
 def test_other_models_are_untouched():
     """Awaiting the Auto modules changes nothing for the models of transformers."""
     python(

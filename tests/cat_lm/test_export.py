@@ -1,4 +1,4 @@
-"""Checkpoint to transformers folder and back: nothing lost, made up, or replaced that is foreign."""
+"""Checkpoint to transformers folder and back: nothing is lost, made up, or replaced unasked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cat_lm import export
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import checksum
 from cat_lm.export import export_checkpoint, export_model, training_facts
-from cat_lm.pretrained import conversion
+from cat_lm.pretrained import conversion, loading
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from cat_lm.pretrained.record import read_record
 from tests.calls import call_main
@@ -110,7 +110,8 @@ def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkey
     out = exported(tiny_model(257, seed=1), tokenizer_folder, tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     other = tiny_model(257, seed=2)
-    monkeypatch.setattr("cat_lm.export.load_model", lambda *_, **__: tiny_model(257, seed=3))
+    other_model = tiny_model(257, seed=3)
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: other_model)
     with pytest.raises(UserError, match="read back is not the one written"):
         exported(other, tokenizer_folder, out)
     assert (out / "model.safetensors").read_bytes() == before
@@ -132,6 +133,7 @@ def test_tokenizer_larger_than_the_model_is_refused(tmp_path, tokenizer_folder):
         exported(tiny_model(200), tokenizer_folder, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, tokenizer_folder):
     """A limit on the size of files stands for the full disk: the weights do not fit, others do."""
     run = tmp_path / "run"

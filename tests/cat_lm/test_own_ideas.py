@@ -112,6 +112,8 @@ def test_the_examples_pass_their_authors_check(ideas):
     check_entry(ideas.mixer.Leaky(), {"memory": 8.0})
     check_entry(attention.REGISTRIES[attention.ScoreTransform].get("log_distance"))
     check_entry(attention.REGISTRIES[attention.Pattern].get("forgetting"))
+    check_entry(kinds.get("neighbour"))
+    check_entry(architectures.get("ngram"), {"expansion": 2})
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.initialization import no_init_weights
 
-from cat_lm import mixers
+from cat_lm import architectures, mixers
 from cat_lm.core import causality
 from cat_lm.core.causality import is_same, stir
 from cat_lm.core.errors import UserError
@@ -22,6 +22,7 @@ from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.modules.call import visible_keys
 from cat_lm.model.attention.modules.scores import ScoreModule
+from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
 from tests.tiny_models import cat_model
 
@@ -265,6 +266,44 @@ def test_buffers_must_fit_into_a_checkpoint(held):
 
     with pytest.raises(AssertionError, match=r"mixer odd: holds a buffer mask .* no checkpoint"):
         check_entry(mixer({"__init__": build}))
+
+
+# Families and convolutions
+
+
+@pytest.mark.parametrize("name", architectures.ARCHITECTURES.own_names())
+def test_families_of_the_project_pass(name):
+    family = architectures.get(name)
+    usual = {"num_attention_heads": 4, "num_heads": 4, "mixer": "gla"}
+    own = family.Section.model_fields
+    keys = {k: v for k, v in usual.items() if k in own and own[k].is_required()}
+    keys |= {"gpt_neox": {"rotary_pct": 1.0}, "mamba2": {"head_dim": 8}}.get(name, {})
+    check_entry(family, keys, width=WIDTH)
+
+
+@pytest.mark.parametrize("name", kinds.names())
+def test_convolutions_of_the_project_pass(name):
+    check_entry(kinds.get(name))
+
+
+def test_wrong_convolution_is_found():
+    wrong = kinds.Kind("odd", ("H", "W"), lambda taps, lag, x: taps[:, lag, None] * x.flip(1), "")
+    with pytest.raises(AssertionError, match=r"conv_type .odd.: .*reads other tokens"):
+        check_entry(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_weight": "model.{layer}.odd"}, "layer_weight names model.1.odd, which its model"),
+        ({"model_type": "odd"}, "its configuration's model_type is 'cat_llama'"),
+    ],
+)
+def test_wrong_family_is_found(changes, said):
+    family = type(architectures.get("llama"))
+    odd = type("Odd", (family,), changes)()
+    with pytest.raises(AssertionError, match=f"architecture 'llama': {said}"):
+        check_entry(odd, {"num_attention_heads": 4}, width=WIDTH)
 
 
 # Before a model

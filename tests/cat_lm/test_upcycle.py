@@ -177,19 +177,6 @@ def test_folders_as_published(dtype, shards, head, pythia, tmp_path):
     assert model.dtype == dtype and f"{FIRST_KEY}.q_filter" in stored
 
 
-def test_sharded_safetensors_tied_embeddings_and_scaled_positions(tmp_path):
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    stock = stock_model(tie_word_embeddings=True, rotary_pct=0.5, rope_parameters=rope)
-    stock.save_pretrained(tmp_path / "stock", max_shard_size="20KB")
-    assert len(list((tmp_path / "stock").glob("*.safetensors"))) > 1
-    out, _ = upcycle(tmp_path / "stock", tmp_path / "cat", Convolution())
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.lm_head.weight is model.gpt_neox.embed_in.weight
-    assert model.config.rotary_pct == 0.5
-    assert model.config.rope_parameters["rope_type"] == "linear"
-    torch.testing.assert_close(logits(out), logits(tmp_path / "stock"), rtol=1e-5, atol=1e-5)
-
-
 def test_changed_filters_are_named(tmp_path):
     model = CatForCausalLM(cat_model(conv_init="identity").config)
     with torch.no_grad():

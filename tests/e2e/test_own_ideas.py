@@ -240,78 +240,6 @@ def test_a_parameter_of_another_shape_since_is_told_by_its_shapes(tiny_corpus, t
     assert line.endswith("score_transform.slopes: the file has [2], the model [1]")
 
 
-def test_a_mistake_in_a_module_is_a_line(tiny_corpus, tmp_path):
-    """Of a language model's mixer and of the recall suite's, which both trained with it."""
-    code = (IDEAS / "mixer.py").read_text(encoding="utf-8")
-    whole = "return self.out_proj(F.silu(self.gate_proj(x)) * m.squeeze(2))"
-    assert whole in code
-    later = whole.replace("m.squeeze(2)", "m.squeeze(2).roll(-1, 1)")
-    environment = install(tmp_path / "site", code.replace(whole, later))
-    config = Idea("mixer", tmp_path, {}).config(tiny_corpus, "run")
-    said = "its module reads later tokens"
-    done = python("train.py", config, **environment)
-    assert done.returncode == 2, done.stderr
-    line = (done.stdout + done.stderr).splitlines()[-1]
-    assert line == f"error: mixer leaky:memory=8.0: {said}"
-    done = python(*RECALL, "--mixer", "leaky", "--out", tmp_path / "cells", **environment)
-    assert refused(done) == f"error: mixer leaky: {said}"
-
-
-def test_a_backend_without_a_kernel_is_refused_by_name(tiny_corpus, tmp_path):
-    idea = Idea("convolution", tmp_path, {})
-    code = (IDEAS / "convolution.py").read_text(encoding="utf-8")
-    config = idea.config(tiny_corpus, "run", conv_backend="cpu")
-    done = python("train.py", config, **install(tmp_path / "site", code))
-    said = (done.stdout + done.stderr).splitlines()[-1]
-    assert done.returncode == 2, said
-    assert said.startswith("error: train.conv_backend=cpu: backend='cpu' cannot serve")
-    assert said.endswith("it has no kernel for neighbour filters")
-
-
-# A thing that one place knows and another does not
-
-HALVES = {
-    "a family without classes": (
-        "family",
-        ("    def classes(self)", "    def class_es(self)"),
-        "architecture 'ngram': its class Ngram must define classes",
-    ),
-    "a pattern whose mask is none": (
-        "scores",
-        (
-            "register(LogDistance())",
-            "from cat_lm.model.attention import Pattern\n"
-            "class Odd(Pattern):\n    name, title, mask = 'odd', 'odd attention', None\n"
-            "    def build(self, config): ...\n"
-            "register(Odd())",
-        ),
-        "attention 'odd': Odd.mask must be a method",
-    ),
-    "a transform without a form": (
-        "scores",
-        ('form = "additive"', 'form = "additiv"'),
-        "score_transform 'log_distance': form='additiv' must be one of additive, elementwise",
-    ),
-    "filters without lags": (
-        "convolution",
-        ('("H", "W")', '("H", "D")'),
-        "conv_type 'neighbour': filter_axes=('H', 'D') must be a tuple of W, H, I and D",
-    ),
-}
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_half_a_registration_is_refused_by_name(half, tmp_path):
-    """In one line, by the first command that asks a registry for anything."""
-    name, (whole, changed), said = HALVES[half]
-    code = (IDEAS / f"{name}.py").read_text(encoding="utf-8")
-    assert whole in code
-    environment = install(tmp_path / "site", code.replace(whole, changed))
-    line = refused(python("train.py", "configs/quickstart.yaml", **environment))
-    assert line.startswith("error: plugin mine of own_idea 1.0: own_idea cannot be imported: ")
-    assert f"ValueError: {said}" in line
-
-
 WRONG = {
     "axes that the sum does not have": (
         "convolution",
@@ -334,21 +262,11 @@ WRONG = {
         ('no_decay = ("rate",)', 'no_decay = ("rates",)'),
         "mixer leaky:memory=8.0: LeakyAverage.no_decay=('rates',): must be a tuple of names",
     ),
-    "a matrix that no layer has": (
-        "family",
-        ('.out_proj.weight"', '.proj.weight"'),
-        "architecture 'ngram': layer_weight names model.layers.1.proj.weight, which its model has",
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(name, marks=() if WRONG[name][0] == "convolution" else pytest.mark.long)
-        for name in WRONG
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", WRONG)
 def test_parts_that_do_not_fit_make_no_model(wrong, tiny_corpus, tmp_path):
     """What a registry that imports no torch cannot see, the first model shows."""
     name, (right, changed), said = WRONG[wrong]

@@ -35,7 +35,6 @@ class Ngram(Architecture):
     title = "n-gram"
     model_type = "ngram"
     Section = NgramSection
-    embedding = "model.embed_tokens.weight"
     layer_weight = "model.layers.{layer}.out_proj.weight"
 
     def classes(self) -> Classes:

@@ -22,7 +22,6 @@ class LinearArchitecture(Architecture):
 
     library = "flash-linear-attention"
     library_import = "fla"
-    embedding = "model.embeddings.weight"
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
     recurrent = True
     free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
@@ -68,7 +67,6 @@ class LinearArchitecture(Architecture):
         return Summary(self.title, words, {"conv_window": section.window or None}, sizes)
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Return the heads, of a family whose other keys are not made for a number of them."""
         return {"num_heads": heads} if self.Section.model_fields["num_heads"].is_required() else {}
 
     def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:

@@ -124,7 +124,6 @@ class Transformer(Architecture):
         return {"none": "no convolution"} | every | long
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Return the kind of convolution or of filters, these of their usual N."""
         if variant not in filters.names():
             return {"conv_type": variant}
         window = {"conv_window": rules.DEFAULT_WINDOW}  # which says nothing
@@ -150,7 +149,6 @@ class GPTNeoX(Transformer):
     library_type = "gpt_neox"
     class_prefix, library_prefix = "Cat", "GPTNeoX"
     Section = GPTNeoXSection
-    embedding = "gpt_neox.embed_in.weight"
     layer_weight = "gpt_neox.layers.{layer}.attention.query_key_value.weight"
     short_names: ClassVar[dict[str, str]] = {
         "none": "pythia",
@@ -164,7 +162,6 @@ class GPTNeoX(Transformer):
     old_constants = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return the section's keys; `rope_parameters` holds the rotated part."""
         part = config.rope_parameters["partial_rotary_factor"]
         return super().section_values(config) | {"rotary_pct": part}
 

@@ -20,14 +20,12 @@ class Llama(Transformer):
     library_type = "llama"
     class_prefix, library_prefix = "CatLlama", "Llama"
     Section = LlamaSection
-    embedding = "model.embed_tokens.weight"
     layer_weight = "model.layers.{layer}.self_attn.q_proj.weight"
     short_names: ClassVar[dict[str, str]] = {"none": "llama"}
     unoffered_keys = ("hidden_act",)
     old_constants = r"\.self_attn\.rotary_emb\.inv_freq$"
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return the section's keys, those of the heads as None where they say nothing."""
         values = super().section_values(config)
         heads = values["num_attention_heads"]
         usual = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}

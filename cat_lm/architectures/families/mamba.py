@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 class StateSpace(Architecture):
     """A family whose section is a `StateSpaceSection`; RMSNorm and a mixer in every layer."""
 
-    embedding = "backbone.embeddings.weight"
     layer_weight = "backbone.layers.{layer}.mixer.in_proj.weight"
     recurrent = True
     unoffered_keys = ("hidden_act",)
@@ -54,7 +53,6 @@ class Mamba(StateSpace):
     short_names: ClassVar[dict[str, str]] = {"": "mamba"}
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return the section's keys, the rank as `auto` where it is the usual one."""
         values = super().section_values(config)
         usual = values["time_step_rank"] == usual_rank(values["hidden_size"])
         return values | ({"time_step_rank": "auto"} if usual else {})

@@ -24,7 +24,6 @@ class Mamba2(StateSpace):
     short_names: ClassVar[dict[str, str]] = {"": "mamba2"}
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return the section's keys, those that say nothing as None."""
         values = super().section_values(config)
         limit = tuple(config.time_step_limit)
         usual = values["expand"] * values["hidden_size"] == values["num_heads"] * values["head_dim"]

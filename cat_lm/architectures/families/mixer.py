@@ -26,7 +26,6 @@ class MixerArchitecture(Architecture):
     model_type = "cat_mixer"
     class_prefix = "CatMixer"
     Section = MixerSection
-    embedding = "model.embed_tokens.weight"
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
     adapter_modules = ("gate_proj", "up_proj", "down_proj")  # the MLP's, whatever the mixer
 
@@ -58,7 +57,6 @@ class MixerArchitecture(Architecture):
         return {name: name for name in mixers.names()}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Return the mixer, with as many heads and as long tables as it takes."""
         known = {field.name for field in dataclasses.fields(mixers.get(variant).Options)}
         sizes = {"heads": heads, "length": context_length}
         options = {key: value for key, value in sizes.items() if key in known}

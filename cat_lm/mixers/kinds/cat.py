@@ -16,17 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.mixers.parts.base import (
-    ALL,
-    ConvolutionOptions,
-    MixerKind,
-    Setting,
-    StreamSettings,
-    check_choice,
-    check_counts,
-    check_heads,
-    stream_settings,
-)
+from cat_lm.mixers.parts import base
 from cat_lm.model import attention
 from cat_lm.model.attention import PATTERNS, Pattern
 from cat_lm.ops.convolution import kinds
@@ -38,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options(ConvolutionOptions):
+class Options(base.ConvolutionOptions):
     """Options of CAT.
 
     Attributes:
@@ -56,8 +46,8 @@ class Options(ConvolutionOptions):
         super().__post_init__()
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
-        check_choice(self, "position", ("none", "learned", "rope"))
-        check_choice(self, "conv_mixing", ("embeddings", "maps"))
+        base.check_choice(self, "position", ("none", "learned", "rope"))
+        base.check_choice(self, "conv_mixing", ("embeddings", "maps"))
         mixes_heads = kinds.mixes_heads(self.conv_type)
         if self.conv_mixing == "maps" and not (mixes_heads and "v" in (self.streams or "")):
             raise ValueError(
@@ -77,18 +67,18 @@ def plain(options: Any) -> Options:
     return Options(**{"streams": None} | own)
 
 
-class ConvolvedLinearAttention(MixerKind):
+class ConvolvedLinearAttention(base.MixerKind):
     """Linear attention over convolved streams."""
 
     name = "lincat"
-    Options = ConvolutionOptions
+    Options = base.ConvolutionOptions
     layers = 1
-    supports = ALL
+    supports = base.ALL
 
-    def check(self, options: Any, setting: Setting) -> None:
-        check_heads(options.heads, f"d_model={setting.d_model}", setting.d_model)
+    def check(self, options: Any, setting: base.Setting) -> None:
+        base.check_heads(options.heads, f"d_model={setting.d_model}", setting.d_model)
 
-    def build(self, options: Any, setting: Setting) -> nn.Module:
+    def build(self, options: Any, setting: base.Setting) -> nn.Module:
         from cat_lm.mixers.parts.linear import LinearAttention
 
         return LinearAttention(plain(options), setting.d_model)
@@ -118,7 +108,7 @@ class LinearAttention(ConvolvedLinearAttention):
     layers = 2
 
 
-class AttentionMixer(MixerKind):
+class AttentionMixer(base.MixerKind):
     """Attention over convolved streams by a pattern of `cat_lm.model.attention`.
 
     Args:
@@ -126,7 +116,7 @@ class AttentionMixer(MixerKind):
         options: a class that `plain` understands.
     """
 
-    supports = ALL
+    supports = base.ALL
 
     def __init__(self, name: str, pattern: Pattern, options: type, layers: int = 1) -> None:
         self.name, self.pattern, self.Options, self.layers = name, pattern, options, layers
@@ -136,9 +126,9 @@ class AttentionMixer(MixerKind):
     def learned_positions(self, options: Any) -> bool:
         return plain(options).position == "learned"
 
-    def check(self, options: Any, setting: Setting) -> None:
+    def check(self, options: Any, setting: base.Setting) -> None:
         width, heads = setting.d_model, options.heads
-        check_heads(heads, f"d_model={width}", width)
+        base.check_heads(heads, f"d_model={width}", width)
         if plain(options).position == "rope" and width % (2 * heads):
             raise ValueError(f"position=rope: d_model={width} gives odd heads")
         settings = self.settings(options, width)
@@ -148,9 +138,9 @@ class AttentionMixer(MixerKind):
     def pattern_options(self, options: Any) -> dict[str, Any]:
         return {name: getattr(options, name) for name in self.pattern.options}
 
-    def settings(self, options: Any, width: int) -> StreamSettings:
+    def settings(self, options: Any, width: int) -> base.StreamSettings:
         known, able = plain(options), self.pattern.implementations
-        return stream_settings(
+        return base.stream_settings(
             known,
             width,
             attention=self.pattern.name,
@@ -161,12 +151,12 @@ class AttentionMixer(MixerKind):
             _attn_implementation="sdpa" if able is None or "sdpa" in able else min(able),
         )
 
-    def build(self, options: Any, setting: Setting) -> nn.Module:
+    def build(self, options: Any, setting: base.Setting) -> nn.Module:
         from cat_lm.mixers.parts.attention import Attention
 
         return Attention(plain(options), self.settings(options, setting.d_model))
 
-    def layout_settings(self, options: Any, width: int) -> StreamSettings:
+    def layout_settings(self, options: Any, width: int) -> base.StreamSettings:
         settings = self.settings(options, width)
         # A language model lays its rows out itself.
         settings.takes_gaps, settings.keeps_padding = False, True
@@ -223,8 +213,8 @@ class LandmarkOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "training", landmark.WAYS)
-        check_counts(self, "block", "top_k", "local")
+        base.check_choice(self, "training", landmark.WAYS)
+        base.check_counts(self, "block", "top_k", "local")
         for problem in landmark.value_problems(self.of_landmarks):
             raise ValueError(problem.replace("filter=", "landmark_filter=", 1))
         if self.conv_mixing == "maps":
@@ -253,7 +243,7 @@ class LandmarkAttention(AttentionMixer):
     def pattern_options(self, options: LandmarkOptions) -> dict[str, Any]:
         return options.of_landmarks
 
-    def build(self, options: LandmarkOptions, setting: Setting) -> nn.Module:
+    def build(self, options: LandmarkOptions, setting: base.Setting) -> nn.Module:
         layer = super().build(options, setting)
         layer.core.training_by, layer.core.rows = options.training, landmark.USUAL_ROWS
         return layer
@@ -295,7 +285,7 @@ OTHERS = (
 )
 
 
-def pattern_mixers(known: Collection[str]) -> list[MixerKind]:
+def pattern_mixers(known: Collection[str]) -> list[base.MixerKind]:
     """Make the mixers that patterns of attention are, but for `known` ones.
 
     A pattern whose options have names of CAT's, or defaults that no text can give, is none.

@@ -15,14 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.mixers.parts.base import (
-    ALL,
-    MixerKind,
-    Setting,
-    check_counts,
-    check_heads,
-    check_positive,
-)
+from cat_lm.mixers.parts import base
 from cat_lm.mixers.parts.linear import GatedNorm, LinearMixer, Operator
 from cat_lm.model.context import Context, at_least_fp32
 from cat_lm.model.sequence import to_heads, to_tokens
@@ -90,25 +83,25 @@ class Options:
     expand_v: float = 1.0
 
     def __post_init__(self) -> None:
-        check_counts(self, "heads")
-        check_positive(self, "expand_k", "expand_v")
+        base.check_counts(self, "heads")
+        base.check_positive(self, "expand_k", "expand_v")
 
     def sizes(self, width: int) -> tuple[int, int]:
         return int(width * self.expand_k), int(width * self.expand_v)
 
 
-class Gla(MixerKind):
+class Gla(base.MixerKind):
     """Linear attention whose keys decay."""
 
     name = "gla"
     Options = Options
-    supports = ALL
+    supports = base.ALL
 
-    def check(self, options: Options, setting: Setting) -> None:
+    def check(self, options: Options, setting: base.Setting) -> None:
         keys, values = options.sizes(setting.d_model)
-        check_heads(options.heads, f"{keys} keys, {values} values", keys, values)
+        base.check_heads(options.heads, f"{keys} keys, {values} values", keys, values)
 
-    def build(self, options: Options, setting: Setting) -> nn.Module:
+    def build(self, options: Options, setting: base.Setting) -> nn.Module:
         sizes = options.sizes(setting.d_model)
         layer = GatedLinearAttention(setting.d_model, options.heads, *sizes, norm_eps=1e-5)
         layer.is_by_name = True

@@ -50,13 +50,6 @@ class AsksForStarts:
     # accelerate would pass copies of these arguments, but layers write into them.
     _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what `from_pretrained` has left over, which no model takes, as unknown keys."""
-        takes = inspect.signature(cls.__init__).parameters
-        if all(taken.kind is not taken.VAR_KEYWORD for taken in takes.values()):
-            cls.config_class.refuse_keys(key for key in kwargs if key not in takes)
-        return super().__new__(cls)
-
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Initialise a module's own parameters, and then those that it names.
 

@@ -19,15 +19,8 @@ from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 
 from cat_lm.mixers import mixer_of
 from cat_lm.model.attention.settings import AttentionSettings, refuse
+from cat_lm.model.hf.sections import recurrent
 from cat_lm.model.hf.sections.base import KnownKeys
-from cat_lm.model.hf.sections.recurrent import (
-    DeltaNetSection,
-    GatedDeltaNetSection,
-    GlaSection,
-    Mamba2Section,
-    MambaSection,
-    MixerSection,
-)
 from cat_lm.model.hf.sections.transformer import GPTNeoXSection, LlamaSection
 from cat_lm.model.rope_scaling import check_rope_numbers, check_rope_parameters
 from cat_lm.model.rules import gated_width, given_once_problems
@@ -53,12 +46,8 @@ class _CatSettings(AttentionSettings, KnownKeys):
 class CatConfig(_CatSettings, GPTNeoXConfig):
     r"""Configuration of a convolution-augmented GPT-NeoX model.
 
-    `conv_type` defaults to `"head"` here. More than `GPTNeoXSection` says of some fields:
+    `conv_type` defaults to `"head"`. `GPTNeoXSection` has all keys; more of some:
 
-    conv_type (`str`): `"none"` is plain GPT-NeoX (Pythia); `"head"` convolves each head with one
-        causal filter, shared by the channels of the head; `"multihead"` mixes heads, with one
-        filter for each pair of them; `"depthwise"` has one filter for each channel, as Primer,
-        Mamba and Canon layers at position B (arXiv:2512.17351).
     conv_mixing (`str`): what a multi-head convolution mixes. `"embeddings"`: the queries, keys and
         values of all heads before attention, as in the paper's definition (section 3.1). `"maps"`:
         the attention maps after the softmax, in place of the convolution of the values; see
@@ -70,9 +59,7 @@ class CatConfig(_CatSettings, GPTNeoXConfig):
     conv_filter (`str`): `"exponential"` or `"ssm"` filters are as long as the text, with O(N)
         numbers for each head, N being `conv_state`; see `cat_lm.ops.long_filter`.
     conv_rank (`int`): R, of the kernel by which filters of queries and keys convolve their scores;
-        queries and keys become R times as wide. For `"head"` with both streams.
-    rotary_pct, rope_theta (`float`): stored in `rope_parameters`, the first as
-        `partial_rotary_factor`.
+        queries and keys become R times as wide.
     attention_temperature (`float`): t of softmax(q·k / (t sqrt(D))); below 1 it sharpens attention.
         YaRN's for a factor s is (0.1 ln s + 1)^-2. See `cat_lm.model.rope_scaling`.
     rope_parameters (`dict`, *optional*): as in transformers, with `rope_type` `"default"`,
@@ -123,13 +110,9 @@ _SHAPE: dict[str, Callable[[Any], int]] = {
 class CatLlamaConfig(_CatSettings, LlamaConfig):
     r"""Configuration of a convolution-augmented Llama model.
 
-    The fields of the convolutions, of positions and of the temperature mean what they mean in
-    `CatConfig`. With `num_key_value_heads` below `num_attention_heads` (grouped queries), keys and
-    values are convolved by their own heads' filters, and a multi-head convolution mixes the heads
-    of its stream; where it mixes attention maps, these are of all heads of queries.
-
-    rope_theta (`float`, defaults to 10,000): stored as `rope_parameters["rope_theta"]`. All
-        channels of a head are rotated.
+    The fields mean what they mean in `CatConfig`. With `num_key_value_heads` below
+    `num_attention_heads`, keys and values are convolved by their own heads' filters; mixed
+    attention maps are of all heads of queries. All channels of a head are rotated.
 
     `initializer_range` of Llama has no effect: see `cat_lm.model.hf.modeling`.
     """
@@ -211,7 +194,7 @@ class CatMixerConfig(OwnConfig):
     """
 
     model_type = "cat_mixer"
-    Section = MixerSection
+    Section = recurrent.MixerSection
 
     hidden_size: int = 1024
     mixer: str = "gla"
@@ -237,20 +220,24 @@ class CatMixerConfig(OwnConfig):
 
 # flash-linear-attention's
 
+
+def _fixed(value: Any, *keys: str) -> dict[str, tuple[Any, ...]]:
+    """Return keys of flash-linear-attention's classes that have this value in our models."""
+    return dict.fromkeys(keys, (value,))
+
+
 # What flash-linear-attention's classes have beside our fields: the values that mean our model, the
 # package's own default first; none where any does.
 _SWISH = ("swish", "silu")
 _PACKAGE: dict[str, tuple[Any, ...]] = {
-    "attn": (None,),
-    "attn_mode": (),
-    "attnres_block_size": (None,),
-    "fuse_cross_entropy": (),
-    "fuse_linear_cross_entropy": (),
-    "fuse_norm": (True,),
-    "fuse_swiglu": (),
     "hidden_act": _SWISH,
     "hidden_ratio": (4, None),
-    "use_l2warp": (False,),
+    **_fixed(None, "attn", "attnres_block_size"),
+    **_fixed(True, "fuse_norm"),
+    **_fixed(False, "use_l2warp"),
+    **dict.fromkeys(
+        ("attn_mode", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_swiglu"), ()
+    ),
 }
 
 
@@ -299,15 +286,11 @@ class CatGlaConfig(LinearConfig):
     r"""Configuration of a language model of gated linear attention (Yang et al., 2023)."""
 
     model_type = "cat_gla"
-    Section = GlaSection
+    Section = recurrent.GlaSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "clamp_min": (None,),
-        "elementwise_affine": (True,),
-        "feature_map": (None,),
-        "num_kv_heads": (None,),
-        "use_gk": (True,),
-        "use_gv": (False,),
-        "use_output_gate": (True,),
+        **_fixed(None, "clamp_min", "feature_map", "num_kv_heads"),
+        **_fixed(True, "elementwise_affine", "use_gk", "use_output_gate"),
+        **_fixed(False, "use_gv"),
     }
 
     expand_k: float = 0.5
@@ -319,15 +302,12 @@ class CatDeltaNetConfig(LinearConfig):
     r"""Configuration of a language model of the delta rule (Yang et al., 2024)."""
 
     model_type = "cat_delta_net"
-    Section = DeltaNetSection
+    Section = recurrent.DeltaNetSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "allow_neg_eigval": (False,),
-        "qk_activation": ("silu",),
-        "qk_norm": ("l2",),
-        "use_beta": (True,),
-        "use_gate": (False,),
-        "use_output_norm": (True,),
-        "use_short_conv": (True,),
+        **_fixed(True, "use_beta", "use_output_norm", "use_short_conv"),
+        **_fixed(False, "allow_neg_eigval", "use_gate"),
+        **_fixed("silu", "qk_activation"),
+        **_fixed("l2", "qk_norm"),
     }
 
     num_heads: int = 16
@@ -339,13 +319,12 @@ class CatGatedDeltaNetConfig(LinearConfig):
     r"""Configuration of a language model of the gated delta rule (Yang et al., 2024)."""
 
     model_type = "cat_gated_deltanet"
-    Section = GatedDeltaNetSection
+    Section = recurrent.GatedDeltaNetSection
     package: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "allow_neg_eigval": (False,),
-        "num_v_heads": (None,),
+        **_fixed(True, "use_gate", "use_short_conv"),
+        **_fixed(False, "allow_neg_eigval"),
+        **_fixed(None, "num_v_heads"),
         "output_gate_activation": _SWISH,
-        "use_gate": (True,),
-        "use_short_conv": (True,),
     }
 
     num_hidden_layers: int = 21
@@ -398,7 +377,7 @@ class CatMambaConfig(_StateSpaceSettings, MambaConfig):
     """
 
     model_type = "cat_mamba"
-    Section = MambaSection
+    Section = recurrent.MambaSection
 
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -418,7 +397,7 @@ class CatMamba2Config(_StateSpaceSettings, Mamba2Config):
     """
 
     model_type = "cat_mamba2"
-    Section = Mamba2Section
+    Section = recurrent.Mamba2Section
 
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02

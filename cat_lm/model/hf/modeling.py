@@ -24,13 +24,10 @@ heads:
 | Canon filters, `canon_init: uniform`         | uniform in ±1 / sqrt(W)     |            |
 | Canon filters, `canon_init: zero`            | 0                           |            |
 
-Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), both as
-GPT-NeoX uses them for Pythia; GPT-NeoX and Llama both start so. Recurrent families start as in
-their libraries: from a standard deviation of 0.02 at any width,
-which small-init is at a width of 1,000. For equal starts at another, `initializer_range` is set to
-sqrt(2 / (5 C)), as in configs/study; what writes to the residual stream starts in their own ways.
-`uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer in the place of
-the convolution would start.
+Small-init is Nguyen and Salazar's (2019), wang-init Wang and Komatsuzaki's (GPT-J), as GPT-NeoX
+uses both for Pythia. Recurrent families start as in their libraries, from a standard deviation of
+0.02 at any width; for equal starts, configs/study sets `initializer_range` to sqrt(2 / (5 C)).
+`uniform` is what `torch.nn.Conv1d` would draw; `residual` is where a Canon layer would start.
 """
 
 from __future__ import annotations
@@ -48,13 +45,7 @@ from transformers.models.llama import modeling_llama as llama
 from cat_lm.model import attention
 from cat_lm.model.attention.masks import check_attention
 from cat_lm.model.attention.settings import AttentionSettings
-from cat_lm.model.blocks.transformer import (
-    CatAttention,
-    CatLayer,
-    CatLlamaAttention,
-    CatLlamaLayer,
-    CatLlamaRMSNorm,
-)
+from cat_lm.model.blocks import transformer as blocks
 from cat_lm.model.context import Context
 from cat_lm.model.hf.causal_lm import AsksForStarts, CausalBody, CausalLanguageModel
 from cat_lm.model.hf.configuration import CatConfig, CatLlamaConfig
@@ -144,7 +135,7 @@ class CatPreTrainedModel(PreTrainedMixin, neox.GPTNeoXPreTrainedModel):
     config_class = CatConfig
     config: CatConfig
     _no_split_modules = ("CatLayer",)
-    _can_record_outputs = {"hidden_states": CatLayer, "attentions": CatAttention}  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": blocks.CatLayer, "attentions": blocks.CatAttention}  # noqa: RUF012
 
 
 class CatModel(CausalBody, CatPreTrainedModel, neox.GPTNeoXModel):
@@ -157,7 +148,7 @@ class CatModel(CausalBody, CatPreTrainedModel, neox.GPTNeoXModel):
         self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)
         self.emb_dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(
-            CatLayer(config, index) for index in range(config.num_hidden_layers)
+            blocks.CatLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         rotates = config.position_embedding == "rope"
@@ -189,8 +180,8 @@ class CatLlamaPreTrainedModel(PreTrainedMixin, llama.LlamaPreTrainedModel):
     config: CatLlamaConfig
     _no_split_modules = ("CatLlamaLayer",)
     _can_record_outputs = {  # noqa: RUF012
-        "hidden_states": CatLlamaLayer,
-        "attentions": CatLlamaAttention,
+        "hidden_states": blocks.CatLlamaLayer,
+        "attentions": blocks.CatLlamaAttention,
     }
 
 
@@ -205,9 +196,9 @@ class CatLlamaModel(CausalBody, CatLlamaPreTrainedModel, llama.LlamaModel):
         # ends documents.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            CatLlamaLayer(config, index) for index in range(config.num_hidden_layers)
+            blocks.CatLlamaLayer(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = blocks.CatLlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         rotates = config.position_embedding == "rope"
         self.rotary_emb = CatLlamaRotaryEmbedding(config) if rotates else None
         self.gradient_checkpointing = False

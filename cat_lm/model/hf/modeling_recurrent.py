@@ -3,12 +3,10 @@
     h ← h + attn(RMSNorm(h)),   h ← h + W_down (SiLU(W_gate n) ⊙ W_up n),  n = RMSNorm(h)
 
 in every layer, a last RMSNorm, and the head. GLA and both DeltaNets have the parameters' names of
-flash-linear-attention's models, of which only `attn` differs from family to family. A layer of
-Mamba (Gu and Dao, 2023) or Mamba-2 (Dao and Gu, 2024) is one norm and the mixer, without an MLP, by
-the names of transformers; its classes, which know neither packed documents nor how to go on from a
-state with several tokens, compute the same logits. A mixer that keeps documents apart, minds
-padding and has a decoding state says so (`MixerKind.supports`); what it cannot do is refused.
-Without a state generation computes the whole text anew for every token.
+flash-linear-attention's models. A layer of Mamba (Gu and Dao, 2023) or Mamba-2 (Dao and Gu, 2024)
+is one norm and the mixer, by the names of transformers, whose classes compute the same logits but
+know no packed documents. What a mixer cannot do (`MixerKind.supports`) is refused; without a state
+generation computes the whole text again for every token.
 """
 
 from __future__ import annotations
@@ -30,19 +28,8 @@ from cat_lm.mixers.kinds.mamba import Mamba2Mixer, MambaMixer, Starts
 from cat_lm.mixers.parts.linear import LinearMixer
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
+from cat_lm.model.hf import configuration
 from cat_lm.model.hf.causal_lm import AsksForStarts, CausalBody, CausalLanguageModel
-from cat_lm.model.hf.configuration import (
-    CatDeltaNetConfig,
-    CatGatedDeltaNetConfig,
-    CatGlaConfig,
-    CatMamba2Config,
-    CatMambaConfig,
-    CatMixerConfig,
-    DeltaNetConfig,
-    GatedDeltaNetConfig,
-    GLAConfig,
-    RecurrentSettings,
-)
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 from cat_lm.ops.runtime.fake import is_fake
 
@@ -79,7 +66,7 @@ class RecurrentModel(CausalBody, RecurrentPreTrainedModel):
 
     norm_name, epsilon_name = "norm", "norm_eps"
 
-    def __init__(self, config: RecurrentSettings) -> None:
+    def __init__(self, config: configuration.RecurrentSettings) -> None:
         super().__init__(config)
         table = nn.Embedding(config.vocab_size, config.hidden_size)
         self.add_module(self._input_embed_layer, table)
@@ -108,7 +95,7 @@ class RecurrentForCausalLM(CausalLanguageModel, RecurrentPreTrainedModel, Genera
     body: ClassVar[type[RecurrentModel]]
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
-    def __init__(self, config: RecurrentSettings) -> None:
+    def __init__(self, config: configuration.RecurrentSettings) -> None:
         super().__init__(config)
         self.add_module(self.base_model_prefix, self.body(config))
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
@@ -143,32 +130,32 @@ class LinearModel(RecurrentModel):
 
 
 class CatGlaModel(LinearModel):
-    config_class = CatGlaConfig
+    config_class = configuration.CatGlaConfig
     mixer = GatedLinearAttention
 
 
 class CatGlaForCausalLM(RecurrentForCausalLM):
-    config_class = CatGlaConfig
+    config_class = configuration.CatGlaConfig
     body = CatGlaModel
 
 
 class CatDeltaNetModel(LinearModel):
-    config_class = CatDeltaNetConfig
+    config_class = configuration.CatDeltaNetConfig
     mixer = DeltaRule
 
 
 class CatDeltaNetForCausalLM(RecurrentForCausalLM):
-    config_class = CatDeltaNetConfig
+    config_class = configuration.CatDeltaNetConfig
     body = CatDeltaNetModel
 
 
 class CatGatedDeltaNetModel(LinearModel):
-    config_class = CatGatedDeltaNetConfig
+    config_class = configuration.CatGatedDeltaNetConfig
     mixer = GatedDeltaRule
 
 
 class CatGatedDeltaNetForCausalLM(RecurrentForCausalLM):
-    config_class = CatGatedDeltaNetConfig
+    config_class = configuration.CatGatedDeltaNetConfig
     body = CatGatedDeltaNetModel
 
 
@@ -176,15 +163,15 @@ class CatGatedDeltaNetForCausalLM(RecurrentForCausalLM):
 
 
 class GLAForCausalLM(CatGlaForCausalLM):
-    config_class = GLAConfig
+    config_class = configuration.GLAConfig
 
 
 class DeltaNetForCausalLM(CatDeltaNetForCausalLM):
-    config_class = DeltaNetConfig
+    config_class = configuration.DeltaNetConfig
 
 
 class GatedDeltaNetForCausalLM(CatGatedDeltaNetForCausalLM):
-    config_class = GatedDeltaNetConfig
+    config_class = configuration.GatedDeltaNetConfig
 
 
 # Mamba's block
@@ -197,7 +184,7 @@ class MambaBlock(Block):
 
 
 class CatMambaModel(RecurrentModel):
-    config_class = CatMambaConfig
+    config_class = configuration.CatMambaConfig
     base_model_prefix = "backbone"
     _no_split_modules = ("MambaBlock",)
     norm_name, epsilon_name = "norm_f", "layer_norm_epsilon"
@@ -232,7 +219,7 @@ class CatMambaModel(RecurrentModel):
 class CatMambaForCausalLM(RecurrentForCausalLM):
     """Mamba. `state_dict()` has the names of transformers' Mamba."""
 
-    config_class = CatMambaConfig
+    config_class = configuration.CatMambaConfig
     base_model_prefix = "backbone"
     _no_split_modules = ("MambaBlock",)
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
@@ -240,7 +227,7 @@ class CatMambaForCausalLM(RecurrentForCausalLM):
 
 
 class CatMamba2Model(CatMambaModel):
-    config_class = CatMamba2Config
+    config_class = configuration.CatMamba2Config
 
     def _make_mixer(self) -> Mamba2Mixer:
         config = self.config
@@ -262,7 +249,7 @@ class CatMamba2Model(CatMambaModel):
 class CatMamba2ForCausalLM(CatMambaForCausalLM):
     """Mamba-2. `state_dict()` has the names of transformers' Mamba-2."""
 
-    config_class = CatMamba2Config
+    config_class = configuration.CatMamba2Config
     body = CatMamba2Model
 
 
@@ -278,7 +265,7 @@ class MixerBlock(Block):
 class MixerPreTrainedModel(RecurrentPreTrainedModel):
     """Share with the classes below how mixers start that keep what they drew."""
 
-    config_class = CatMixerConfig
+    config_class = configuration.CatMixerConfig
     _input_embed_layer = "embed_tokens"
     _no_split_modules = ("MixerBlock",)
 
@@ -365,7 +352,7 @@ class CatMixerForCausalLM(RecurrentForCausalLM, MixerPreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     body = CatMixerModel
 
-    def __init__(self, config: CatMixerConfig) -> None:
+    def __init__(self, config: configuration.CatMixerConfig) -> None:
         super().__init__(config)
         self.collects_losses = any(
             getattr(layer.mixer, "adds_losses", False) for layer in self.model.layers

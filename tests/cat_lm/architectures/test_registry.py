@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from cat_lm import architectures
 from cat_lm.config import known_keys, load_config
-from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
-from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.estimate import meta_model
 from tests.tiny_models import cat_model, random_ids, stock_model
@@ -101,23 +98,6 @@ def test_section_goes_through_the_model_configuration_and_back(shape):
     assert config.architecture.summary(back) == config.architecture.summary(expected)
 
 
-WORDS = {
-    "no convolution; RoPE": {"conv_type": "none"},
-    "head convolution of q, v, W=4; no positions": {"conv_streams": "qv", "conv_window": 4}
-    | ROPE_NEVER,
-    "multihead convolution of q, k, v, W=21, mixing attention maps; RoPE": SHAPES[4],
-    "depthwise convolution of q, W=21, then SiLU; RoPE": SHAPES[5],
-}
-
-
-@pytest.mark.parametrize("said", WORDS)
-def test_summary_names_the_convolution(said):
-    config = loaded(**{"conv_type": "head", "conv_window": 21} | WORDS[said])
-    summary = config.architecture.summary(config.model)
-    assert summary.words == said and said in summary.description
-    assert ("(CAT)" in summary.description) == (config.model.conv_type != "none")
-
-
 def test_unknown_architecture_is_one_line():
     for odd in ("nowhere", "GPT_NeoX", "null", "[1]"):
         message = error_of(f"model.architecture={odd}", "model.key_of_it=1")
@@ -139,7 +119,6 @@ class Toy(architectures.Architecture):
     title = "Toy"
     model_type = "cat_toy"
     Section = ToySection
-    embedding = "toys"
     layer_weight = "toy.{layer}"
 
     def classes(self):
@@ -189,31 +168,21 @@ def test_keys_of_another_architecture_are_unknown(toy, run):
     assert "model.toys: " not in message and "model.conv_type: unknown key" in message
 
 
-def test_what_cannot_be_registered(toy):
+def test_wrong_family_is_not_registered(toy):
     def kind(**attributes):
         return type("Other", (Toy,), {"name": "other", "model_type": "cat_other", **attributes})()
 
-    with pytest.raises(ValueError, match="'toy': there is one of this name already"):
-        architectures.register(Toy())
-    with pytest.raises(ValueError, match="'other': model type 'cat_toy' is taken"):
-        architectures.register(kind(model_type="cat_toy"))
-    with pytest.raises(ValueError, match="'other': model type 'gpt_neox' is taken"):
-        architectures.register(kind(library_type="gpt_neox"))
-    with pytest.raises(ValueError, match=r"'other': its Section's key architecture has .*'toy'"):
-        architectures.register(kind())
-    for changes, said in (
-        ({"title": ""}, "its class Other must give title, a text"),
-        ({"layer_weight": None}, "its class Other must give layer_weight, a text"),
-        ({"classes": architectures.Architecture.classes}, "its class Other must define classes"),
-        ({"summary": "toy"}, "Other.summary must be a method"),
-        ({"Section": dict}, "Section must be a ModelSection"),
+    for family, said in (
+        (Toy(), "'toy': there is one of this name already"),
+        (kind(model_type="cat_toy"), "'other': model type 'cat_toy' is taken"),
+        (kind(), "'other': its Section's key architecture has .*'toy'"),
+        (kind(title=""), "'other': its class Other must give title, a text"),
+        (kind(classes=architectures.Architecture.classes), "class Other must define classes"),
+        (kind(Section=dict), "Section must be a ModelSection"),
+        (Toy, "must be an instance of a subclass"),
     ):
-        with pytest.raises(ValueError, match=f"architecture 'other': {said}"):
-            architectures.register(kind(**changes))
-    with pytest.raises(
-        ValueError, match=r"architecture <class .*must be an instance of a subclass"
-    ):
-        architectures.register(Toy)
+        with pytest.raises(ValueError, match=said):
+            architectures.register(family)
     assert architectures.names() == (*BUILT_IN, "toy")
 
 
@@ -222,23 +191,6 @@ def renamed_in(folder: Path, pattern: str, replacement: str, **more: torch.Tenso
     file = folder / "model.safetensors"
     tensors = {re.sub(pattern, replacement, k): v.clone() for k, v in load_file(file).items()}
     save_file(tensors | more, file, {"format": "pt"})
-
-
-@pytest.mark.parametrize("variant", [{}, {"conv_type": "none"}, {"family": "llama"}])
-def test_family_reads_its_library_names(variant, tmp_path, monkeypatch):
-    model = cat_model(attention_bias=True, **variant)
-    kind = type(model.config)
-    monkeypatch.setattr(kind, "library_names", {r"^old_head\.": "lm_head."})
-    model.save_pretrained(tmp_path)
-    expected = load_model(tmp_path).state_dict()
-    assert expected.keys() == model.state_dict().keys()
-    renamed_in(tmp_path, "^lm_head", "old_head")
-    found = load_model(tmp_path).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    renamed_in(tmp_path, "^old_head", "older.head")
-    with pytest.raises(UserError, match=r"missing keys lm_head\.weight"):
-        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("library", [True, False])
@@ -346,11 +298,8 @@ assert type(AutoModelForCausalLM.from_config(model.config)).__name__ == "ToyForC
     ("code", "said"),
     [
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("(", "SyntaxError: "),
         ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two; mend or uninstall it"),
-        ("from cat_lm.architectures import get\nget('odd')", "architecture='odd': must be one of"),
         ("import sys\nsys.exit(3)", "imported: SystemExit: 3; mend or uninstall it"),
-        ("import sys\nsys.exit()", "imported: SystemExit; mend or uninstall it"),
     ],
 )
 def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
@@ -359,23 +308,3 @@ def test_a_plugin_that_is_broken_is_one_line(code, said, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("error: plugin mine of toy 1.5: toy_plugin cannot be imported: ")
     assert said in done.stderr
-
-
-def test_a_broken_plugin_stays_broken(monkeypatch):
-    """The second question is not answered as if there were no plugin."""
-
-    class Entry(tuple):
-        name, value, dist = "bad", "bad_module", None
-
-        def load(self):
-            raise ImportError("no such thing")
-
-    monkeypatch.setattr(plugins, "_begun", False)
-    monkeypatch.setattr(plugins, "_failed", None)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
-    for ask in (architectures.names, kinds.names, lambda: architectures.find({})):
-        with pytest.raises(UserError, match="plugin bad: bad_module cannot be imported: ImportErr"):
-            ask()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert [a.name for a in architectures.built_in()] == list(BUILT_IN)

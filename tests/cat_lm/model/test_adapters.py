@@ -9,11 +9,16 @@ from torch import nn
 from tests.tiny_models import (
     cat_model,
     each_model,
-    projections,
     random_ids,
 )
 
 IDS = random_ids(2, 24)
+
+
+def projections(model):
+    """Return the linear layers before the convolution, each by its module and its name."""
+    names = ("query_key_value", "q_proj", "k_proj", "v_proj")
+    return [(parent, n) for parent in model.modules() for n in names if hasattr(parent, n)]
 
 
 def trained_adapter(model, **options):

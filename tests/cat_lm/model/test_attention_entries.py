@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from cat_lm import architectures
 from cat_lm.model import attention
 from cat_lm.model.attention import ScoreTransform
 from tests.cat_lm.model.attention_entries import LearnedDecay, SoftCap, entries  # noqa: F401
@@ -16,12 +15,9 @@ from tests.conftest import REPOSITORY
 from tests.readme import blocks
 from tests.tiny_models import (
     GROUPED,
-    SIZES,
     VARIANTS,
     cat_model,
     random_ids,
-    stock_model,
-    with_weights_of,
 )
 
 pytestmark = pytest.mark.usefixtures("entries")
@@ -103,22 +99,6 @@ def test_the_definition(case, plain_flex_attention):
     model.model.layers = model.model.layers[:1]
     model(ids)
     torch.testing.assert_close(seen["output"][0], naive(module, x, case), **CLOSE)
-
-
-@each_family
-def test_missing_parameters_start_as_they_should(family, tmp_path):
-    """A stock model's file has none of them."""
-    stock = stock_model(family=family)
-    stock.save_pretrained(tmp_path)
-    kinds = architectures.get(family).classes()
-    config = kinds.config(**SIZES, conv_type="none", **DECAY)
-    model = kinds.causal_lm.from_pretrained(tmp_path, config=config)
-    slopes = [p for name, p in model.named_parameters() if "slopes" in name]
-    assert len(slopes) == 2
-    for own in slopes:
-        torch.testing.assert_close(own.data, torch.tensor([0.3, 0.6, 0.9, 1.2]))
-    zero = with_weights_of(stock, family=family, conv_type="none", score_transform="none")
-    assert torch.equal(zero(random_ids(1, 9)).logits, stock(random_ids(1, 9)).logits)
 
 
 def test_a_prepared_mask_after_a_cache_needs_all_padding():

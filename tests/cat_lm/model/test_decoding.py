@@ -47,26 +47,9 @@ def test_crop_needs_a_recording_and_keeps_a_window():
     assert {kept.shape[1] for kept in cache.layers[0].inputs.values()} == {4}
 
 
-@torch.no_grad()
-def test_crop_to_the_beginning():
-    model, ids = cat_model(conv_window=5), random_ids(1, 12)
-    cache = CatCache(model.config)
-    decode(model, ids[:, :3], [3], cache)
-    cache.crop(-2)
-    logits, _ = decode(model, ids[:, 1:], [11], cache)
-    torch.testing.assert_close(logits, model(ids).logits[:, 1:], rtol=0, atol=1e-5)
-
-
 def generate(model, ids, **kwargs):
     torch.manual_seed(0)
     return model.generate(ids, max_new_tokens=12, do_sample=False, **kwargs)
-
-
-@each_kind(*SHORT)
-def test_generate_by_prompt_lookup(variant):
-    model, ids = cat_model(**variant, conv_window=6), random_ids(1, 9)
-    found = generate(model, ids, prompt_lookup_num_tokens=3)
-    assert torch.equal(found, generate(model, ids, use_cache=False))
 
 
 @each_kind(*SHORT)

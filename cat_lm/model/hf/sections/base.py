@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from cat_lm.core import numbers
-from cat_lm.core.fields import Section, whole
+from cat_lm.core.fields import Section, number, whole
 from cat_lm.core.readers import clipped
 from cat_lm.model.attention.settings import AttentionSettings, refuse
 from cat_lm.model.rules import gated_width
@@ -25,19 +25,29 @@ from cat_lm.model.rules import gated_width
 # Keys that a configuration takes otherwise, or that transformers has more values of.
 _NOT_CHECKED = {"architecture", "attn_implementation", "rope_parameters"}
 
+Width = Annotated[int, whole(numbers.HIDDEN_SIZE)]
+InnerWidth = Annotated[int, whole(numbers.INTERMEDIATE_SIZE)]
+Heads = Annotated[int, whole(numbers.HEADS)]
+Window = Annotated[int, whole(numbers.WINDOW)]
+_Vocabulary = Annotated[int, whole(numbers.VOCABULARY)]
+Epsilon = Annotated[float, number(numbers.NORM_EPSILON)]
+# The description of the width of a gated MLP.
+GATED_WIDTH = "default: 8/3 x hidden_size, up to a multiple of 256"
+
+
+def field(default: Any, words: str) -> Any:
+    """Return the field of a key, by its default, `...` for none, and its description."""
+    return Field(default, description=words)
+
 
 class ModelSection(Section):
     """The keys that every family has; its own section adds the others."""
 
     architecture: str
-    hidden_size: Annotated[int, whole(numbers.HIDDEN_SIZE)] = Field(
-        description="channels of a token between layers"
-    )
-    num_hidden_layers: Annotated[int, whole(numbers.LAYERS)] = Field(description="layers")
-    vocab_size: Annotated[int, whole(numbers.VOCABULARY)] | None = Field(
-        None, description="default: the tokenizer's"
-    )
-    tie_word_embeddings: bool = Field(False, description="one table for embeddings and logits")
+    hidden_size: Width = field(..., "channels of a token between layers")
+    num_hidden_layers: Annotated[int, whole(numbers.LAYERS)] = field(..., "layers")
+    vocab_size: _Vocabulary | None = field(None, "default: the tokenizer's")
+    tie_word_embeddings: bool = field(False, "one table for embeddings and logits")
 
     @property
     def windows(self) -> dict[str, int]:
@@ -167,10 +177,8 @@ _OF_EVERY_MODEL = frozenset(
 # of ours, and if the nearest is any help to who reads of it.
 _LETTERS, _WORDS, _HELPS = 0.88, 0.8, 0.6
 # Keys of other programs that a letter or two keep apart from a field.
-_OF_OTHERS = (
-    *("architecture", "boi_token_id", "bos_token_ids", "eod_token_id", "eoi_token_id"),
-    "eos_token_ids",
-)
+_OF_OTHERS = ("architecture", "boi_token_id", "bos_token_ids", "eod_token_id", "eoi_token_id")
+_OF_OTHERS += ("eos_token_ids",)
 
 
 class KnownKeys:
@@ -224,11 +232,6 @@ class KnownKeys:
         # What else is unused may be for whoever loads the weights, such as device_map.
         cls.refuse_keys(key for key in cls.unknown_keys(unused) if cls._is_slip(key))
         return config
-
-    @classmethod
-    def from_json_file(cls, json_file: Any) -> Any:
-        """Make a configuration of a file, as `from_dict`."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
     def refuse_keys(cls, keys: Iterable[str]) -> None:

@@ -11,12 +11,27 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from cat_lm.core import numbers
 from cat_lm.core.fields import entry_of, number, whole
 from cat_lm.mixers import MIXERS, mixer_of, mixer_problems
-from cat_lm.model.hf.sections.base import GatedWidth, ModelSection
+from cat_lm.model.hf.sections.base import (
+    GATED_WIDTH,
+    Epsilon,
+    GatedWidth,
+    Heads,
+    InnerWidth,
+    ModelSection,
+    Width,
+    Window,
+    field,
+)
+
+_Expansion = Annotated[float, number(numbers.EXPANSION)]
+_Multiple = Annotated[int, whole(numbers.EXPANSION.at_least(1))]
+_Rows = Annotated[int, whole(numbers.CONTEXT)]
+_StateSize = Annotated[int, whole(numbers.STATE_SIZE)]
 
 # flash-linear-attention's
 
@@ -31,22 +46,13 @@ class LinearSection(GatedWidth, ModelSection):
 
     gated_output: ClassVar[bool] = True
 
-    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(description="heads")
-    conv_size: Annotated[int, whole(numbers.WINDOW)] = Field(
-        4, description="W of the short convolutions of q, k and v"
-    )
-    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
-        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
-    )
-    norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        1e-6, description="added to mean squares in RMS norms"
-    )
-    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        0.02, description="standard deviation of first weights"
-    )
-    conv_init: Literal["normal", "uniform"] = Field(
-        "normal",
-        description="start of the short convolutions: std initializer_range, or within ±1/sqrt(W)",
+    num_heads: Heads = field(..., "heads")
+    conv_size: Window = field(4, "W of the short convolutions of q, k and v")
+    intermediate_size: InnerWidth | None = field(None, GATED_WIDTH)
+    norm_eps: Epsilon = field(1e-6, "added to mean squares in RMS norms")
+    initializer_range: Epsilon = field(0.02, "standard deviation of first weights")
+    conv_init: Literal["normal", "uniform"] = field(
+        "normal", "start of filters: std initializer_range, or ±1/sqrt(W)"
     )
 
     @property
@@ -92,14 +98,10 @@ class GlaSection(LinearSection):
     """Shape of the model, in the names of flash-linear-attention's GLAConfig."""
 
     architecture: Literal["gla"] = "gla"
-    num_heads: Annotated[int, whole(numbers.HEADS)] = Field(4, description="heads")
-    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
-        0.5, description="channels of all keys over hidden_size"
-    )
-    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
-        1.0, description="channels of all values over hidden_size"
-    )
-    use_short_conv: bool = Field(False, description="convolve q, k and v")
+    num_heads: Heads = field(4, "heads")
+    expand_k: _Expansion = field(0.5, "channels of all keys over hidden_size")
+    expand_v: _Expansion = field(1.0, "channels of all values over hidden_size")
+    use_short_conv: bool = field(False, "convolve q, k and v")
 
     @property
     def window(self) -> int:
@@ -118,24 +120,16 @@ class DeltaNetSection(LinearSection):
 
     gated_output: ClassVar[bool] = False
     architecture: Literal["delta_net"] = "delta_net"
-    expand_k: Annotated[float, number(numbers.EXPANSION)] = Field(
-        1.0, description="channels of all keys over hidden_size"
-    )
-    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
-        1.0, description="channels of all values over hidden_size"
-    )
+    expand_k: _Expansion = field(1.0, "channels of all keys over hidden_size")
+    expand_v: _Expansion = field(1.0, "channels of all values over hidden_size")
 
 
 class GatedDeltaNetSection(LinearSection):
     """Shape of the model, in the names of flash-linear-attention's GatedDeltaNetConfig."""
 
     architecture: Literal["gated_deltanet"] = "gated_deltanet"
-    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] | None = Field(
-        None, description="of keys; default: 3/4 x hidden_size / num_heads"
-    )
-    expand_v: Annotated[float, number(numbers.EXPANSION)] = Field(
-        2.0, description="channels of a head's values over head_dim"
-    )
+    head_dim: Width | None = field(None, "of keys; default: 3/4 x hidden_size / num_heads")
+    expand_v: _Expansion = field(2.0, "channels of a head's values over head_dim")
 
     @property
     def head_channels(self) -> int:
@@ -177,30 +171,18 @@ _Start = Annotated[float, number(numbers.TIME_STEP)]
 class StateSpaceSection(ModelSection):
     """The keys of both Mambas, in the names of `transformers`' configurations."""
 
-    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
-        16, description="numbers of the state a channel"
-    )
-    conv_kernel: Annotated[int, whole(numbers.WINDOW)] = Field(
-        4, description="taps of the short convolution"
-    )
-    expand: Annotated[int, whole(numbers.EXPANSION.at_least(1))] = Field(
-        2, description="channels inside a layer over hidden_size"
-    )
-    use_bias: bool = Field(False, description="of the first and the last projection of a layer")
-    use_conv_bias: bool = Field(True, description="a bias in the short convolution")
-    layer_norm_epsilon: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        1e-5, description="added to mean squares in RMS norms"
-    )
-    residual_in_fp32: bool = Field(True, description="the residual stream in bf16 training")
-    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        0.02, description="standard deviation of first weights"
-    )
-    rescale_prenorm_residual: bool = Field(
-        False, description="start the last projection of a layer with 1/sqrt(layers) of its size"
-    )
-    time_step_min: _Start = Field(0.001, description="least step size that a layer starts from")
-    time_step_max: _Start = Field(0.1, description="largest step size that a layer starts from")
-    time_step_floor: _Start = Field(1e-4, description="smaller first step sizes are raised to it")
+    state_size: _StateSize = field(16, "numbers of the state a channel")
+    conv_kernel: Window = field(4, "taps of the short convolution")
+    expand: _Multiple = field(2, "channels inside a layer over hidden_size")
+    use_bias: bool = field(False, "of the first and the last projection of a layer")
+    use_conv_bias: bool = field(True, "a bias in the short convolution")
+    layer_norm_epsilon: Epsilon = field(1e-5, "added to mean squares in RMS norms")
+    residual_in_fp32: bool = field(True, "the residual stream in bf16 training")
+    initializer_range: Epsilon = field(0.02, "standard deviation of first weights")
+    rescale_prenorm_residual: bool = field(False, "divide output projections by sqrt(layers)")
+    time_step_min: _Start = field(0.001, "least step size that a layer starts from")
+    time_step_max: _Start = field(0.1, "largest step size that a layer starts from")
+    time_step_floor: _Start = field(1e-4, "smaller first step sizes are raised to it")
 
     @property
     def inner_size(self) -> int:
@@ -240,13 +222,14 @@ def _auto_or_rank(value: Any) -> Any:
     raise ValueError(f"must be auto, or a whole number from 1 to {numbers.HIDDEN_SIZE.high:,}")
 
 
+_Rank = Annotated[int | Literal["auto"], BeforeValidator(_auto_or_rank)]
+
+
 class MambaSection(StateSpaceSection):
     """Shape of the model, in the names of `transformers`' Mamba and CatMambaConfig."""
 
     architecture: Literal["mamba"] = "mamba"
-    time_step_rank: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_rank)] = Field(
-        "auto", description="auto: hidden_size / 16, rounded up"
-    )
+    time_step_rank: _Rank = field("auto", "auto: hidden_size / 16, rounded up")
 
 
 NO_LIMIT = (0.0, math.inf)
@@ -265,25 +248,18 @@ def _pair(value: Any) -> Any:
     return pair
 
 
+_Limits = Annotated[tuple[_Bound, _Bound] | None, BeforeValidator(_pair)]
+
+
 class Mamba2Section(StateSpaceSection):
     """Shape of the model, in the names of `transformers`' Mamba-2 and CatMamba2Config."""
 
     architecture: Literal["mamba2"] = "mamba2"
-    state_size: Annotated[int, whole(numbers.STATE_SIZE)] = Field(
-        128, description="numbers of the state a channel"
-    )
-    head_dim: Annotated[int, whole(numbers.HIDDEN_SIZE)] = Field(
-        64, description="channels of a head"
-    )
-    num_heads: Annotated[int, whole(numbers.HEADS)] | None = Field(
-        None, description="default: expand x hidden_size / head_dim"
-    )
-    n_groups: Annotated[int, whole(numbers.HEADS)] = Field(
-        1, description="each with its own keys and queries, for all heads in it"
-    )
-    time_step_limit: Annotated[tuple[_Bound, _Bound] | None, BeforeValidator(_pair)] = Field(
-        None, description="bounds of every step size; default: none"
-    )
+    state_size: _StateSize = field(128, "numbers of the state a channel")
+    head_dim: Width = field(64, "channels of a head")
+    num_heads: Heads | None = field(None, "default: expand x hidden_size / head_dim")
+    n_groups: Heads = field(1, "groups of heads that share keys and queries")
+    time_step_limit: _Limits = field(None, "bounds of every step size; default: none")
 
     @property
     def heads(self) -> int:
@@ -319,24 +295,12 @@ class MixerSection(GatedWidth, ModelSection):
     """Shape of the model and its mixer, in the names of CatMixerConfig."""
 
     architecture: Literal["mixer"] = "mixer"
-    mixer: Annotated[str, entry_of(MIXERS)] = Field(
-        description="what mixes tokens, by its name in cat_lm/mixers"
-    )
-    mixer_options: dict[str, Any] = Field(
-        default_factory=dict, description="as {heads: 4, window: 3}; see cat_lm/mixers"
-    )
-    intermediate_size: Annotated[int, whole(numbers.INTERMEDIATE_SIZE)] | None = Field(
-        None, description="default: 8/3 x hidden_size, up to a multiple of 256"
-    )
-    learned_positions: Annotated[int, whole(numbers.CONTEXT)] | None = Field(
-        None, description="rows of the table of positions, of a mixer that has one"
-    )
-    rms_norm_eps: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        1e-6, description="added to mean squares in RMS norms"
-    )
-    initializer_range: Annotated[float, number(numbers.NORM_EPSILON)] = Field(
-        0.02, description="standard deviation of first weights"
-    )
+    mixer: Annotated[str, entry_of(MIXERS)] = field(..., "by its name in cat_lm/mixers")
+    mixer_options: dict[str, Any] = field({}, "as {heads: 4, window: 3}; see cat_lm/mixers")
+    intermediate_size: InnerWidth | None = field(None, GATED_WIDTH)
+    learned_positions: _Rows | None = field(None, "rows of the mixer's table of positions, if any")
+    rms_norm_eps: Epsilon = field(1e-6, "added to mean squares in RMS norms")
+    initializer_range: Epsilon = field(0.02, "standard deviation of first weights")
 
     @property
     def isolates_documents(self) -> bool:
