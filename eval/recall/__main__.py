@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
+from cat_lm import mixers
 from cat_lm.core.cli import Parser, output_path
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
 from eval.common.options import add_options, options_of
 from eval.recall.cell import Cell
+from eval.recall.tasks import TASKS
 from eval.recall.theory.claims import Simulations
+
+_TRIALS = {"smoke": 30, "cpu": 400, "paper": 4000}  # scale -> those of the landmark figure
 
 
 @command
@@ -21,19 +25,7 @@ def main() -> None:
         description="Associative recall, selective copying and the theory behind them.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_run(commands)
-    _add_tradeoff(commands)
-    _add_theory(commands)
-    arguments = parser.parse_args()
-    check_output(arguments.out)
-    arguments.run(arguments)
-
-
-def _add_run(commands: argparse._SubParsersAction) -> None:
-    from cat_lm import mixers
-    from eval.recall.tasks import TASKS
-
-    parser = commands.add_parser(
+    run = commands.add_parser(
         "run",
         help="train and test one model",
         description="Trains a small model on a task and tests it. OUT/cells gets one JSON with "
@@ -41,14 +33,31 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "filters; a finished one is kept.",
     )
     tasks, known = ", ".join(TASKS.names()), ", ".join(mixers.names())
-    parser.add_argument(
-        "--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros"
+    run.add_argument("--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros")
+    run.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
+    add_options(run, Cell)
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    tradeoff = commands.add_parser(
+        "tradeoff",
+        help="simulate how landmarks trade blocks that are read for recall",
+        description="Simulates retrieval by landmarks of noisy keys with and without convolution, "
+        "and draws what is found against the blocks that are read.",
     )
-    parser.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
-    parser.add_argument("--out", type=output_path, required=True, metavar="DIR", help="results")
-    add_options(parser, Cell)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.set_defaults(run=_run)
+    tradeoff.add_argument("--scale", choices=tuple(_TRIALS), default="cpu")
+    theory = commands.add_parser(
+        "theory",
+        help="compute the theorems and propositions",
+        description="Computes each claim of the paper and puts something wrong to the same check, "
+        "prints both, and writes theory.json, theory.md and the pictures. Exit status 1 if a claim "
+        "does not hold or a wrong one passes.",
+    )
+    add_options(theory, Simulations)
+    for each, call in ((run, _run), (tradeoff, _tradeoff), (theory, _theory)):
+        each.add_argument("--out", type=output_path, required=True, metavar="DIR", help="results")
+        each.set_defaults(run=call)
+    arguments = parser.parse_args()
+    check_output(arguments.out)
+    arguments.run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -69,43 +78,17 @@ def _run(arguments: argparse.Namespace) -> None:
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in test.items() if k != "seq_len")
         print(f"{name} ({test['seq_len']}): {numbers}")
     for i, streams in enumerate(record["delays"]):
-        said = ", ".join(f"{s} {' '.join(map(str, lags))}" for s, lags in streams.items())
-        print(f"layer {i}: lag of the largest tap: {said}")
-    seconds = record["seconds"]["training"]
+        lags = ", ".join(f"{s} {' '.join(map(str, lags))}" for s, lags in streams.items())
+        print(f"layer {i}: lag of the largest tap: {lags}")
     if picture := save_portrait(record, path):
         print(f"filters: {picture}")
-    print(f"{record['steps']} steps in {seconds:.0f} s; {path}")
-
-
-def _add_tradeoff(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "tradeoff",
-        help="simulate how landmarks trade blocks that are read for recall",
-        description="Simulates retrieval by landmarks of noisy keys with and without convolution, "
-        "and draws what is found against the blocks that are read.",
-    )
-    parser.add_argument("--scale", choices=("smoke", "cpu", "paper"), default="cpu")
-    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
-    parser.set_defaults(run=_tradeoff)
+    print(f"{record['steps']} steps in {record['seconds']['training']:.0f} s; {path}")
 
 
 def _tradeoff(arguments: argparse.Namespace) -> None:
     from eval.recall.theory.report import landmark_tradeoff
 
-    landmark_tradeoff(arguments.out, {"smoke": 30, "cpu": 400, "paper": 4000}[arguments.scale])
-
-
-def _add_theory(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "theory",
-        help="compute the theorems and propositions",
-        description="Computes each claim of the paper and puts something wrong to the same check, "
-        "prints both, and writes theory.json, theory.md and the pictures. Exit status 1 if a claim "
-        "does not hold or a wrong one passes.",
-    )
-    parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
-    add_options(parser, Simulations)
-    parser.set_defaults(run=_theory)
+    landmark_tradeoff(arguments.out, _TRIALS[arguments.scale])
 
 
 def _theory(arguments: argparse.Namespace) -> None:

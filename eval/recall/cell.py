@@ -6,7 +6,7 @@ Imports no torch, so that `--help` and wrong options answer at once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -48,10 +48,21 @@ class TaskRecord(FilterRecord):
 
 
 class FilterCell(cell.Cell):
-    """A cell whose model may have filters, of which the record tells the delays."""
+    """A cell whose model may have filters, of which the record tells the delays.
+
+    A delay is the lag of the largest tap: stream -> one lag a head, for each layer. A layer that
+    recalls by single taps has delay(k) = delay(q) + delay(v) + 1.
+    """
 
     def derived(self, record: dict[str, Any]) -> dict[str, Any]:
-        return {"delays": delays(record["filters"])}
+        delays = [
+            {
+                stream: [max(range(len(f)), key=lambda i, f=f: abs(f[i])) for f in heads]
+                for stream, heads in layer.items()
+            }
+            for layer in record["filters"]
+        ]
+        return {"delays": delays}
 
     def summary(self, record: dict[str, Any]) -> str:
         return f"accuracy {record['accuracy']:.3f}"
@@ -217,17 +228,3 @@ class Cell(FilterCell):
 def dropout_of(mixer: Mixer, chosen: float | None = None) -> float:
     """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
     return DROPOUT[mixer.kind.block] if chosen is None else chosen
-
-
-def delays(filters: Sequence[dict[str, list[list[float]]]]) -> list[dict[str, list[int]]]:
-    """The lag of the largest tap of each learned filter: stream -> one lag a head, for each layer.
-
-    A layer that recalls by single taps has delay(k) = delay(q) + delay(v) + 1.
-    """
-    return [
-        {
-            stream: [max(range(len(f)), key=lambda i, f=f: abs(f[i])) for f in heads]
-            for stream, heads in layer.items()
-        }
-        for layer in filters
-    ]

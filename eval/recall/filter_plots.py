@@ -13,7 +13,7 @@ shifted, nor for heads that read others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,43 +133,35 @@ def _name(entry: dict[str, Any], head: dict[str, Any]) -> str:
 def _heads_of(
     filters: Sequence[dict[str, list[list[float]]]], task: str, mixer: str
 ) -> list[dict[str, Any]]:
-    """The heads of a run's filters; the rule is of one layer that recalls by filters of heads."""
-    conv_type = getattr(make_mixer(mixer).options, "conv_type", "")
-    mixes = kinds.mixes_heads(conv_type)
-    recalls = TASKS.get(task.partition(":")[0]).options.recalls
-    return list(heads(filters, ruled=recalls and len(filters) == 1 and not mixes, pairs=mixes))
-
-
-def heads(
-    filters: Sequence[dict[str, list[list[float]]]], *, ruled: bool, pairs: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Each head of each layer with its filters.
+    """Describe each head of each layer, for the JSON of a figure.
 
     Args:
-        filters: for each layer, stream -> [H][W], lag 0 first; a stream without one has delay 0.
-        ruled: whether the rule of delays says something of them.
-        pairs: whether they are [H · H][W], of each head from each, which `head` then names.
+        filters: for each layer, stream -> [H][W], or of pairs of heads [H · H][W], lag 0 first; a
+            stream without one has delay 0.
 
-    Yields:
-        `layer`, `head`, `taps` and `delays` by stream; `single`: the least share that a largest
-        tap has of its filter's squares; if ruled `key_is_one_more`: whether delay(k) = delay(q) +
-        delay(v) + 1, none where a filter has no single tap.
+    Returns:
+        `layer`; `head`, or its pair; `taps` and `delays` by stream; `single`: the least share that
+        a largest tap has of its filter's squares. For one layer that recalls by filters of heads
+        `key_is_one_more` too: whether the rule holds, none where a filter has no single tap.
     """
+    mixes = kinds.mixes_heads(getattr(make_mixer(mixer).options, "conv_type", ""))
+    recalls = TASKS.get(task.partition(":")[0]).options.recalls
+    found = []
     for layer, streams in enumerate(filters):
         count = len(next(iter(streams.values()), []))
-        side = math.isqrt(count)
         for head in range(count):
             taps = {s: streams[s][head] for s in STREAMS if s in streams}
             delays = {s: int(np.abs(f).argmax()) for s, f in taps.items()}
             shares = [np.square(f).max() / max(np.square(f).sum(), 1e-30) for f in taps.values()]
-            name = f"{head // side} from {head % side}" if pairs else head
-            found = {"layer": layer, "head": name, "taps": taps, "delays": delays}
-            found["single"] = round(float(min(shares)), 3)
-            if ruled:
+            to, source = divmod(head, math.isqrt(count))
+            one = {"layer": layer, "head": f"{to} from {source}" if mixes else head}
+            one |= {"taps": taps, "delays": delays, "single": round(float(min(shares)), 3)}
+            if recalls and len(filters) == 1 and not mixes:
                 lag = dict.fromkeys(STREAMS, 0) | delays
                 holds = lag["k"] == lag["q"] + lag["v"] + 1
-                found["key_is_one_more"] = holds if min(shares) >= SINGLE else None
-            yield found
+                one["key_is_one_more"] = holds if min(shares) >= SINGLE else None
+            found.append(one)
+    return found
 
 
 def verdict(head: dict[str, Any]) -> str:

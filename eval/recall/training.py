@@ -35,13 +35,7 @@ from eval.lab import training
 from eval.lab.cell import Step
 from eval.lab.training import own_loss
 from eval.recall.cell import Cell
-from eval.recall.measuring import (
-    free_running,
-    free_running_stack,
-    measure,
-    measure_stack,
-    scored_positions,
-)
+from eval.recall.measuring import measure, scored_positions, stack_of
 from eval.recall.model import RecallModel, learned_filters
 from eval.recall.tasks import Examples, generate
 
@@ -111,18 +105,20 @@ class Trial(training.Trial):
         return F.cross_entropy(self.model(inputs, positions, own), targets.flatten())
 
     def validate(self) -> dict[str, float]:
-        return measure(self.model, self.validation)
+        return self._measure(self.validation)
 
     def advance(self, step: Step) -> None:
         if step.ends_epoch:
             self.schedule.step()
 
     def test(self) -> dict[str, Any]:
-        found = {name: measure(self.model, rows) for name, rows in self.examples.items()}
-        if self.task.runs_free:
-            for name, rows in self.examples.items():
-                found[name] |= free_running(self.model, rows)
+        free = self.task.runs_free
+        found = {name: self._measure(rows, free) for name, rows in self.examples.items()}
         return self.describe(found)
+
+    def _measure(self, rows: Examples, runs_free: bool = False) -> dict[str, float]:
+        answer, vocabulary = stack_of(self.model.eval()), self.task.vocabulary
+        return measure(answer, [rows], vocabulary, self.device, runs_free=runs_free)[0]
 
     def describe(self, found: dict[str, dict[str, float]]) -> dict[str, Any]:
         """Return what the record has of tests: test -> what it found."""
@@ -200,13 +196,12 @@ class Stack:
             trial.optimizer.step()
         return losses.detach()
 
-    def measure(self, of: Callable[[Trial], Examples]) -> list[dict[str, float]]:
-        """Measure all models, each on rows of its own trial."""
+    def measure(self, rows: Sequence[Examples], runs_free: bool = False) -> list[dict[str, float]]:
+        """Measure all models, each on rows of its own."""
         for model in self.models:
             model.eval()
         first = self.trials[0]
-        rows = [of(trial) for trial in self.trials]
-        return measure_stack(self, rows, first.task.vocabulary, first.device)
+        return measure(self, rows, first.task.vocabulary, first.device, runs_free=runs_free)
 
 
 def stacked_step(cell: Cell, size: int, device: str) -> Callable[[int], object]:
@@ -247,9 +242,12 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
             total += passed
             for trial in stack.trials:
                 shares[trial] += passed / len(stack.trials)
-            for trial, tested, testing in _test(stopping):
+            started = time.monotonic()
+            tested = _test(stopping)
+            testing = (time.monotonic() - started) / len(stopping)
+            for trial, found in zip(stopping, tested, strict=True):
                 times = {"data": data, "training": shares[trial], "testing": testing}
-                record = trial.record(tested, **times, **{"training of the stack": total})
+                record = trial.record(found, **times, **{"training of the stack": total})
                 yield trial.cell, record | {"stacked": len(cells)}
             if not (active := [trial for trial in stack.trials if trial not in stopping]):
                 return
@@ -259,8 +257,9 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
 
 
 def _validate(stack: Stack, step: Step, losses: Tensor) -> list[Trial]:
+    """Note a validation of each model; return those that stop here."""
     stopping = []
-    found = stack.measure(lambda trial: trial.validation)
+    found = stack.measure([trial.validation for trial in stack.trials])
     for trial, loss, point in zip(stack.trials, losses.tolist(), found, strict=True):
         trial.steps = step.number
         if trial.note(step, loss, point):
@@ -268,20 +267,14 @@ def _validate(stack: Stack, step: Step, losses: Tensor) -> list[Trial]:
     return stopping
 
 
-def _test(trials: Sequence[Trial]) -> Iterator[tuple[Trial, dict[str, Any], float]]:
-    """Tests trained models together: each with what its record has, and its share of seconds."""
+def _test(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """Test trained models together; return what the record of each has."""
     for trial in trials:
         trial.restore()
-    started, stack = time.monotonic(), Stack(trials)
-    found = {
-        test: stack.measure(lambda trial, test=test: trial.examples[test])
-        for test in trials[0].examples
-    }
-    if trials[0].task.runs_free:
-        for test, forced in found.items():
-            rows = [trial.examples[test] for trial in trials]
-            own = free_running_stack(stack, rows, trials[0].device)
-            found[test] = [a | b for a, b in zip(forced, own, strict=True)]
-    seconds = (time.monotonic() - started) / len(trials)
-    for i, trial in enumerate(trials):
-        yield trial, trial.describe({test: points[i] for test, points in found.items()}), seconds
+    stack, free = Stack(trials), trials[0].task.runs_free
+    tests = trials[0].examples
+    found = [stack.measure([trial.examples[name] for trial in trials], free) for name in tests]
+    return [
+        trial.describe(dict(zip(tests, points, strict=True)))
+        for trial, points in zip(trials, zip(*found, strict=True), strict=True)
+    ]

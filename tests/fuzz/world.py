@@ -77,9 +77,14 @@ def _write_inputs(folder: Path) -> None:
 
 def _write_long_range(folder: Path) -> None:
     """Writes the official files of each long-range task that has any."""
-    from tests.unit.long_range.test_images import write_cifar, write_folder, write_mnist
-    from tests.unit.long_range.test_listops import write_files
-    from tests.unit.long_range.test_texts import write_pairs, write_reviews
+    from tests.eval.long_range.files import (
+        write_cifar,
+        write_files,
+        write_folder,
+        write_mnist,
+        write_pairs,
+        write_reviews,
+    )
 
     write_mnist(folder / "mnist", packed=False)
     write_cifar(folder / "cifar-10-batches-bin")

@@ -20,7 +20,6 @@ from eval.long_range.tasks.base import SPLITS, Examples, GeneratedTask, Place
 class AtomicTask(GeneratedTask):
     """Rows of real numbers with values to predict; the default is DLR's 12 epochs of 16,000."""
 
-    metric: ClassVar[str] = "r2"
     train: int = 192_000
 
     def row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

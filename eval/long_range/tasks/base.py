@@ -97,13 +97,10 @@ class Task(tasks.Task):
     Attributes:
         name: of the task in the registry.
         version: raised when the same options give other rows; stands in `describe`.
-        metric: `accuracy`, or `r2`: 1 − squared error / variance, over all scored values of a
-            split.
         vocabulary: ids are below it; 0 where inputs are `channels` real numbers a position.
         classes: of a row; 0 where values of its last `scored` positions are predicted.
         towers: sequences of a row that the same encoder reads.
-        official: rows of the splits of the paper's data, for comparison; a split that the
-            official data lacks has 0.
+        official: rows of the splits of the paper's data; 0 for a split that it lacks.
         reads_files: whether rows come from files or the Hub, so that a place may have others.
         needs_folder: whether rows come from files alone, which the Hub does not have.
         notes: what a reader of results must know: sentences for their page.
@@ -111,7 +108,6 @@ class Task(tasks.Task):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    metric: ClassVar[str] = "accuracy"
     vocabulary: ClassVar[int] = 0
     channels: ClassVar[int] = 0
     classes: ClassVar[int] = 0
@@ -121,6 +117,11 @@ class Task(tasks.Task):
     reads_files: ClassVar[bool] = True
     needs_folder: ClassVar[bool] = False
     notes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def metric(self) -> str:
+        """`accuracy`; of values `r2`: 1 − squared error / variance, over all of a split."""
+        return "accuracy" if self.classes else "r2"
 
     @property
     def length(self) -> int:

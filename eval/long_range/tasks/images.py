@@ -9,7 +9,6 @@ their own.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import math
@@ -22,9 +21,9 @@ import numpy as np
 
 from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice
-from eval.long_range.tasks.base import Examples, Place, Task
+from eval.long_range.tasks.base import Examples, Place
 from eval.long_range.tasks.sources import LRA, Source
-from eval.long_range.tasks.store import HELD_OUT, Made, held_out, stored
+from eval.long_range.tasks.store import HELD_OUT, Made, StoredTask, held_out
 
 _MNIST = Source(
     "smnist",
@@ -53,16 +52,9 @@ _CONTOURS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_
 
 
 @dataclass(frozen=True)
-class Images(Task):
-    """The base of tasks on pictures.
+class Images(StoredTask):
+    """The base of tasks on pictures. `column` is that of the Hub's rows."""
 
-    Attributes:
-        kept_as: begins the name of the images in the cache.
-        source: where they are had; column: of the Hub's rows.
-    """
-
-    kept_as: ClassVar[str]
-    source: ClassVar[Source]
     column: ClassVar[str] = "image"
     channels: ClassVar[int] = 1
     classes: ClassVar[int] = 10
@@ -78,36 +70,31 @@ class Images(Task):
         """Read official files. Raises UserError for wrong ones."""
         raise NotImplementedError
 
+    def key(self, place: Place) -> dict[str, Any]:
+        return self.source.key(place.folder)
+
     def splits(self, folder: Path | None) -> tuple[Splits, dict[str, Any]]:
         """Return all images, and where they come from."""
         if folder is None:
-            official = _from_hub(self.source, self.column)
+            splits = _from_hub(self.source, self.column)
         else:
-            official = self.read_files(self.source.find(folder))
-        pixels, labels = official["train"]
-        held = held_out(row.tobytes() for row in pixels)
-        parts = {
-            name: (pixels[x], labels[x]) for name, x in (("train", ~held), ("validation", held))
-        }
-        return {**parts, "test": official["test"]}, self.source.origin(folder)
+            splits = self.read_files(self.source.find(folder))
+        pixels, labels = splits["train"]
+        held = held_out(map(bytes, pixels))
+        for split, chosen in (("train", ~held), ("validation", held)):
+            splits[split] = pixels[chosen], labels[chosen]
+        return splits, self.source.origin(folder)
 
-    def make(self, folder: Path | None) -> Made:
-        """Lay out images as they are kept."""
-        splits, origin = self.splits(folder)
-        arrays = {f"{split}.pixels": pixels for split, (pixels, _) in splits.items()}
-        for split, (_, labels) in splits.items():
-            arrays[f"{split}.labels"] = labels.astype(np.int64)
-        return arrays, origin
+    def make(self, place: Place) -> Made:
+        splits, origin = self.splits(place.folder)
+        return {split: (map(bytes, x), labels) for split, (x, labels) in splits.items()}, origin
 
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        place = place or Place()
-        key, make = self.source.key(place.folder), functools.partial(self.make, place.folder)
-        arrays, origin = stored(place, self.kept_as, key, make)
-        pixels, labels = arrays[f"{split}.pixels"], arrays[f"{split}.labels"]
+    def examples(
+        self, ids: np.ndarray, ends: np.ndarray, labels: np.ndarray, origin: dict[str, Any]
+    ) -> Examples:
+        pixels = ids.reshape(len(labels), -1)
         lengths = np.full(len(labels), self.length, dtype=np.int64)
-        return Examples(
-            lambda rows: (self.read(np.asarray(pixels[rows])), None), lengths, labels, origin
-        )
+        return Examples(lambda rows: (self.read(pixels[rows]), None), lengths, labels, origin)
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
         """Write pixels as letters, the brighter the denser."""
@@ -292,9 +279,8 @@ class Pathfinder(Cifar10):
             self.source.refuse(lists, "has no list (NUMBER.npy) of an image that has bytes")
         pixels = np.stack([self._pixels(path) for path, _ in kept])
         labels = np.array([label for _, label in kept])
-        contents = [row.tobytes() for row in pixels]
-        test = held_out(contents)
-        validation = held_out(contents, 2 * HELD_OUT) & ~test
+        test = held_out(map(bytes, pixels))
+        validation = held_out(map(bytes, pixels), 2 * HELD_OUT) & ~test
         rows = {"train": ~test & ~validation, "validation": validation, "test": test}
         digest = hashlib.sha256(pixels)
         digest.update(labels)

@@ -8,7 +8,6 @@ LRA's own, whose order cannot be made again: those are read from LRA's files.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import re
@@ -25,9 +24,9 @@ from cat_lm.core.fields import changed_options
 from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice
 from data_prep.common.workers import run_tasks
-from eval.long_range.tasks.base import SPLITS, Examples, GeneratedTask, Place
+from eval.long_range.tasks.base import SPLITS, GeneratedTask, Place
 from eval.long_range.tasks.sources import LRA, MAX_FILE_BYTES, Source
-from eval.long_range.tasks.store import Arrays, Made, packed, sequences, stored
+from eval.long_range.tasks.store import Made, StoredTask
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 # S4's text: the closing bracket is X, parentheses are left out, and a row ends with <eos>.
@@ -46,7 +45,7 @@ _SOURCE = Source(
 
 
 @dataclass(frozen=True)
-class ListOps(GeneratedTask):
+class ListOps(GeneratedTask, StoredTask):
     """Ten classes: the value of the outermost operation.
 
     Test rows are made first, then those of validation, then of training: another number of
@@ -110,24 +109,27 @@ class ListOps(GeneratedTask):
         kept = {name: options[name] for name in options if name not in (*SPLITS, "source")}
         return {"generator": self.name, "version": self.version, **kept}
 
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        place = place or Place()
+    def key(self, place: Place) -> dict[str, Any]:
         if self.source == "official":
-            key = {"source": self.source, **_SOURCE.key(place.folder)}
-            return sequences(stored(place, self.name, key, lambda: _read(place.folder)), split)
-        key = {**self.generator, "rows": [getattr(self, split) for split in SPLITS]}
-        make = functools.partial(self._generate, place.workers)
-        return sequences(stored(place, self.name, key, make), split)
+            return {"source": self.source, **_SOURCE.key(place.folder)}
+        return {**self.generator, "rows": [getattr(self, split) for split in SPLITS]}
+
+    def make(self, place: Place) -> Made:
+        if self.source == "official":
+            splits = {split: _read(path) for split, path in _SOURCE.find(place.folder).items()}
+            origin = _SOURCE.origin(place.folder)
+        else:
+            rows, origin = self._unique(place.workers), self.generator
+            splits = {
+                split: list(itertools.islice(rows, getattr(self, split)))
+                for split in reversed(SPLITS)
+            }
+        return {
+            s: ([r[1:] for r in rows], [r[0] for r in rows]) for s, rows in splits.items()
+        }, origin
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
         return " ".join(TOKENS[i] for i in inputs if i)
-
-    def _generate(self, workers: int) -> Made:
-        rows, arrays = self._unique(workers), {}
-        for split in reversed(SPLITS):
-            chosen = list(itertools.islice(rows, getattr(self, split)))
-            arrays |= packed(split, [row[1:] for row in chosen], [row[0] for row in chosen])
-        return arrays, self.generator
 
     def _unique(self, workers: int) -> Iterator[bytes]:
         """Yield different rows without end, as `make_block` does."""
@@ -208,17 +210,13 @@ def _apply(operator: str, values: list[int]) -> int:
     return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) // 2
 
 
-def _read(folder: Path | None) -> Made:
-    """Read LRA's files, of columns Source and Target. Raises UserError for others."""
-    arrays: Arrays = {}
-    for split, path in _SOURCE.find(folder).items():
-        header, *lines = read_text(path, limit=MAX_FILE_BYTES).splitlines() or [""]
-        if header.split("\t") != ["Source", "Target"] or not lines:
-            what = f"has {len(lines):,} rows below {clipped(header)!r}"
-            _SOURCE.refuse(path, f"{what}, must have some below the columns Source and Target")
-        rows = [_encoded(line, f"{path}, line {number}") for number, line in enumerate(lines, 2)]
-        arrays |= packed(split, [row[1:] for row in rows], [row[0] for row in rows])
-    return arrays, _SOURCE.origin(folder)
+def _read(path: Path) -> list[bytes]:
+    """Read a file of LRA's, of columns Source and Target. Raises UserError for others."""
+    header, *lines = read_text(path, limit=MAX_FILE_BYTES).splitlines() or [""]
+    if header.split("\t") != ["Source", "Target"] or not lines:
+        what = f"has {len(lines):,} rows below {clipped(header)!r}"
+        _SOURCE.refuse(path, f"{what}, must have some below the columns Source and Target")
+    return [_encoded(line, f"{path}, line {number}") for number, line in enumerate(lines, 2)]
 
 
 def _encoded(line: str, where: str) -> bytes:

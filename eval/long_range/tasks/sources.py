@@ -52,8 +52,7 @@ class Source:
                 f"task {self.task}: give --data DIR, where {place} is; it is had at {self.had}"
             )
         if not folder.is_dir():
-            what = "is a file, must be a folder" if folder.is_file() else "no such folder"
-            raise UserError(f"--data {folder}: {what}")
+            raise UserError(f"--data {folder}: no such folder")
         there = [folder / inner for inner in self.folders if _either(folder / inner / first)]
         base = there[0] if there else folder / self.folders[0]
         found = {}

@@ -1,14 +1,16 @@
-"""Keep what takes long to make: arrays in a folder of the cache, mapped into memory when read.
+"""Tasks whose rows take long to make: made once, kept in the cache, mapped into memory when read.
 
-A folder is named by all that decides its arrays, appears whole or not at all, and is made by one
-process while others wait.
+A folder of the cache is named by all that decides its arrays, appears whole or not at all, and is
+made by one process while others wait.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,10 +20,12 @@ from cat_lm.core.folders import atomic_folder, hold
 from cat_lm.core.readers import Versioned, check_shape, read_object
 from cat_lm.data.verified import changed_files
 from eval.lab.store import key_hash
-from eval.long_range.tasks.base import PAD, Examples, Place
+from eval.long_range.tasks.base import PAD, Examples, Place, Task
+from eval.long_range.tasks.sources import Source
 
-Arrays = dict[str, np.ndarray]
-Made = tuple[Arrays, dict[str, Any]]  # arrays by name, and where they come from
+# Of each split a byte for each id of a row less one (0 is padding's), of several towers one after
+# the other, and labels, which are read after all rows; and what an origin says of them.
+Made = tuple[Mapping[str, tuple[Iterable[bytes], Iterable[int]]], dict[str, Any]]
 HELD_OUT = 0.1  # of the training rows, for validation
 _RECORD = "record.json"
 
@@ -32,31 +36,94 @@ class _Record(Versioned):
     sha256: dict[str, str]
 
 
-def stored(place: Place, name: str, key: Mapping[str, Any], make: Callable[[], Made]) -> Made:
-    """Return arrays from the cache; made and kept where they are not there yet.
+@dataclass(frozen=True)
+class StoredTask(Task):
+    """The base of tasks that are kept in the cache.
 
-    Args:
-        name: begins the folder's name.
-        key: plain values, all that decides the arrays.
-
-    Raises:
-        UserError: of `make`; or the folder holds something else than was written.
+    Attributes:
+        kept_as: begins the folder's name, where several tasks have the same data.
+        source: where official files are had.
     """
-    folder = place.cache / f"{name}-{key_hash(key)}"
-    record = folder / _RECORD
-    if not record.is_file():
-        place.cache.mkdir(parents=True, exist_ok=True)
-        with hold(place.cache / f".{folder.name}.lock"):
-            if not record.is_file():
-                arrays, origin = make()
-                with atomic_folder(folder, flag="--cache") as new:
-                    paths = [new / f"{array}.npy" for array in arrays]
-                    for path, array in zip(paths, arrays.values(), strict=True):
-                        np.save(path, array, allow_pickle=False)
-                    digests = {p.name: digest for p, digest in checksums(paths, "sha256").items()}
-                    found = {"key": dict(key), "origin": origin, "sha256": digests}
-                    write_sealed(new / _RECORD, {"format": 1, **found})
-    advice = f"delete {folder}, and the same command makes it again"
+
+    kept_as: ClassVar[str] = ""
+    source: ClassVar[Source]
+
+    def key(self, place: Place) -> dict[str, Any]:
+        """Return plain values, all that decides the rows."""
+        return {**self.describe(), **self.source.key(place.folder)}
+
+    def make(self, place: Place) -> Made:
+        """Read or generate the rows of all splits. Raises UserError for wrong files."""
+        raise NotImplementedError
+
+    def load(self, split: str, place: Place | None = None) -> Examples:
+        place = place or Place()
+        name, key = self.kept_as or self.name, self.key(place)
+        folder = place.cache / f"{name}-{key_hash(key)}"
+        if not (folder / _RECORD).is_file():
+            place.cache.mkdir(parents=True, exist_ok=True)
+            with hold(place.cache / f".{folder.name}.lock"):
+                if not (folder / _RECORD).is_file():
+                    _write(folder, key, *self.make(place))
+        record, origin = folder / _RECORD, _checked(folder)
+        arrays = (np.load(record.with_name(_file(split, x)), mmap_mode="r") for x in _ARRAYS)
+        return self.examples(*arrays, origin)
+
+    def examples(
+        self, ids: np.ndarray, ends: np.ndarray, labels: np.ndarray, origin: dict[str, Any]
+    ) -> Examples:
+        """Return rows of ids, padded at their end to the longest of those that are read at once.
+
+        A row without ids is one of padding alone, of length 1.
+        """
+        shape = (len(labels), self.towers)[: self.towers]
+        lengths = np.maximum(np.diff(ends), 1)
+
+        def read(rows: np.ndarray) -> tuple[np.ndarray, None]:
+            places = (rows[:, None] * self.towers + np.arange(self.towers)).ravel()
+            inputs = np.full((len(places), lengths[places].max(initial=1)), PAD, dtype=np.int64)
+            for row, start, end in zip(inputs, ends[places], ends[places + 1], strict=True):
+                row[: end - start] = ids[start:end]
+                row[: end - start] += 1
+            return inputs.reshape(len(rows), *shape[1:], -1), None
+
+        return Examples(read, lengths.reshape(shape), labels, origin)
+
+
+_ARRAYS = ("ids", "ends", "labels")
+
+
+def _file(split: str, array: str) -> str:
+    return f"{split}.{array}.npy"
+
+
+def _write(
+    folder: Path,
+    key: dict[str, Any],
+    splits: Mapping[str, tuple[Iterable[bytes], Iterable[int]]],
+    origin: dict[str, Any],
+) -> None:
+    with atomic_folder(folder, flag="--cache") as new:
+        paths = []
+        for split, (rows, labels) in splits.items():
+            ids, ends = bytearray(), [0]
+            for row in rows:
+                ids += row
+                ends.append(len(ids))
+            found = np.frombuffer(ids, dtype=np.uint8), np.array(ends, dtype=np.int64)
+            for name, array in zip(
+                _ARRAYS, (*found, np.fromiter(labels, dtype=np.int64)), strict=True
+            ):
+                paths.append(new / _file(split, name))
+                np.save(paths[-1], array, allow_pickle=False)
+        digests = {path.name: digest for path, digest in checksums(paths, "sha256").items()}
+        kept = {"format": 1, "key": key, "origin": origin, "sha256": digests}
+        write_sealed(new / _RECORD, kept)
+
+
+def _checked(folder: Path) -> dict[str, Any]:
+    """Return the origin of what a folder holds. Raises UserError where that was changed."""
+    record, advice = folder / _RECORD, f"delete {folder}, and the same command makes it again"
     values, is_whole = opened(read_object(record, advice))
     kept = check_shape(values, _Record, str(record), advice)
     if not is_whole:
@@ -66,46 +133,7 @@ def stored(place: Place, name: str, key: Mapping[str, Any], make: Callable[[], M
             raise UserError(f"{folder / file}: is missing; {advice}")
     for path in changed_files(folder, kept.sha256):
         raise UserError(f"{path}: is not the one that was written; {advice}")
-    arrays = {file: np.load(folder / file, mmap_mode="r") for file in kept.sha256}
-    return {file.removesuffix(".npy"): array for file, array in arrays.items()}, kept.origin
-
-
-def packed(split: str, rows: Iterable[bytes], labels: Iterable[int]) -> Arrays:
-    """Lay out rows of ids as they are kept.
-
-    Args:
-        rows: a byte for each id less one (0 is padding's); of several towers, one after the
-            other.
-        labels: of all rows; read after them.
-    """
-    ids, ends = bytearray(), [0]
-    for row in rows:
-        ids += row
-        ends.append(len(ids))
-    kept = {"ids": np.frombuffer(ids, dtype=np.uint8), "ends": np.array(ends, dtype=np.int64)}
-    kept["labels"] = np.fromiter(labels, dtype=np.int64)
-    return {f"{split}.{name}": array for name, array in kept.items()}
-
-
-def sequences(made: Made, split: str, towers: int = 1) -> Examples:
-    """Return packed rows, padded at their end to the longest of those that are read at once.
-
-    A row without ids is one of padding alone, of length 1.
-    """
-    arrays, origin = made
-    ids, ends, labels = (arrays[f"{split}.{name}"] for name in ("ids", "ends", "labels"))
-    shape = (len(labels), towers)[:towers]
-    lengths = np.maximum(np.diff(ends), 1)
-
-    def read(rows: np.ndarray) -> tuple[np.ndarray, None]:
-        places = (rows[:, None] * towers + np.arange(towers)).ravel()
-        inputs = np.full((len(places), lengths[places].max(initial=1)), PAD, dtype=np.int64)
-        for row, start, end in zip(inputs, ends[places], ends[places + 1], strict=True):
-            row[: end - start] = ids[start:end]
-            row[: end - start] += 1
-        return inputs.reshape(len(rows), *shape[1:], -1), None
-
-    return Examples(read, lengths.reshape(shape), labels, origin)
+    return kept.origin
 
 
 def held_out(contents: Iterable[bytes], share: float = HELD_OUT) -> np.ndarray:

@@ -7,11 +7,11 @@ Long Range Arena's pairs. Letters are bytes as LRA reads them, or characters as 
 from __future__ import annotations
 
 import csv
-import functools
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,9 +20,9 @@ import numpy as np
 
 from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice, check_counts
-from eval.long_range.tasks.base import PAD, Examples, Place, Task
+from eval.long_range.tasks.base import PAD, Place
 from eval.long_range.tasks.sources import LRA, Source
-from eval.long_range.tasks.store import Arrays, Made, held_out, packed, sequences, stored
+from eval.long_range.tasks.store import Made, StoredTask, held_out
 
 _UNKNOWN, _END, _FIRST = 1, 2, 3  # ids of characters; 0 is padding
 _CHARACTERS = 256  # ids, whatever the data
@@ -54,12 +54,10 @@ _AAN = Source(
 )
 _LONGEST = 2**27  # characters of a text; csv's own bound is lower
 Encode = Callable[[str], bytes]
-Reviews = tuple[list[str], np.ndarray]  # texts of a split, and their classes
-Pair = tuple[int, str, str]  # whether one text cites the other, and both
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
+class TextTask(StoredTask):
     """The base of tasks on texts.
 
     Attributes:
@@ -68,7 +66,6 @@ class TextTask(Task):
     """
 
     classes: ClassVar[int] = 2
-    source: ClassVar[Source]
     level: str = "characters"
     max_length: int = 2_048
 
@@ -83,16 +80,6 @@ class TextTask(Task):
     @property
     def vocabulary(self) -> int:
         return _CHARACTERS if self.level == "characters" else 257  # with padding
-
-    def make(self, folder: Path | None) -> Made:
-        """Read and encode all texts. Raises UserError for wrong files."""
-        raise NotImplementedError
-
-    def load(self, split: str, place: Place | None = None) -> Examples:
-        place = place or Place()
-        key = {**self.describe(), **self.source.key(place.folder)}
-        made = stored(place, self.name, key, functools.partial(self.make, place.folder))
-        return sequences(made, split, self.towers)
 
     def encoder(self, texts: Iterable[str], least: int = 1) -> tuple[Encode, dict[str, str]]:
         """Return what encodes a text, a byte for each id less one, and what an origin says of it.
@@ -152,21 +139,22 @@ class Imdb(TextTask):
             said = "the test split, as in LRA and S4; what is chosen by it is chosen on the test."
         return (f"protocol={self.protocol}: validation is {said}",)
 
-    def make(self, folder: Path | None) -> Made:
-        train, test = (_reviews(folder, split) for split in ("train", "test"))
-        splits = {"train": train, "validation": test, "test": test}
+    def make(self, place: Place) -> Made:
+        splits = {split: _reviews(place.folder, split) for split in ("train", "test")}
+        (train, labels), test = splits["train"], splits["test"]
+        known = {"train_texts_in_test": len(set(train) & set(test[0]))}
+        splits["validation"] = test
         if self.protocol == "clean":
-            held = held_out(text.encode("utf-8", "surrogatepass") for text in train[0])
-            splits |= {"train": _chosen(train, ~held), "validation": _chosen(train, held)}
-        encode, known = self.encoder(splits["train"][0], LEAST)
-        arrays: Arrays = {}
-        for split, (texts, labels) in splits.items():
-            arrays |= packed(split, map(encode, texts), labels)
-        known["train_texts_in_test"] = len(set(train[0]) & set(test[0]))
-        return arrays, {**known, **self.source.origin(folder)}
+            held = held_out(text.encode("utf-8", "surrogatepass") for text in train)
+            for split, chosen in (("train", ~held), ("validation", held)):
+                splits[split] = list(itertools.compress(train, chosen)), labels[chosen]
+        encode, characters = self.encoder(splits["train"][0], LEAST)
+        rows = {split: (map(encode, texts), of) for split, (texts, of) in splits.items()}
+        return rows, {**characters, **known, **self.source.origin(place.folder)}
 
 
-def _reviews(folder: Path | None, split: str) -> Reviews:
+def _reviews(folder: Path | None, split: str) -> tuple[list[str], np.ndarray]:
+    """Return the texts of a split, and their classes."""
     if folder is None:
         rows = _IMDB.rows(split)
         return list(rows["text"]), np.array(rows["label"], dtype=np.int64)
@@ -184,11 +172,6 @@ def _reviews(folder: Path | None, split: str) -> Reviews:
     return texts, np.array(labels, dtype=np.int64)
 
 
-def _chosen(reviews: Reviews, rows: np.ndarray) -> Reviews:
-    texts, labels = reviews
-    return [text for text, taken in zip(texts, rows, strict=True) if taken], labels[rows]
-
-
 @dataclass(frozen=True)
 class Retrieval(TextTask):
     """Two classes, of two documents that one encoder reads; `max_length` is of each."""
@@ -199,27 +182,31 @@ class Retrieval(TextTask):
     official: ClassVar[dict[str, int]] = {"train": 147_086, "validation": 18_090, "test": 17_437}
     max_length: int = 4_000
 
-    def make(self, folder: Path | None) -> Made:
-        if folder is None:
+    def make(self, place: Place) -> Made:
+        if place.folder is None:
             paths = {s: _AAN.download(f"data/aan/{name}") for s, name in _AAN.files.items()}
         else:
-            paths = _AAN.find(folder)
+            paths = _AAN.find(place.folder)
         every = (text for _, *texts in read_pairs(paths["train"]) for text in texts)
         encode, known = self.encoder(every)
-        arrays: Arrays = {}
-        for split, path in paths.items():
-            labels: list[int] = []
-            arrays |= packed(split, _encoded(read_pairs(path), encode, labels), labels)
+        splits = {split: self._rows(split, path, encode) for split, path in paths.items()}
+        return splits, {**known, **_AAN.origin(place.folder)}
+
+    def _rows(
+        self, split: str, path: Path, encode: Encode
+    ) -> tuple[Iterator[bytes], Sequence[int]]:
+        """Return the rows of a split as they are read, and the list that gets their labels."""
+        labels: list[int] = []
+
+        def rows() -> Iterator[bytes]:
+            for label, *texts in read_pairs(path):
+                labels.append(label)
+                yield from map(encode, texts)
             # A row that was cut in its last text still has all columns.
             if len(labels) != self.official[split] and not _ends_line(path):
                 _AAN.refuse(path, "is truncated: its last row has no end")
-        return arrays, {**known, **_AAN.origin(folder)}
 
-
-def _encoded(pairs: Iterator[Pair], encode: Encode, labels: list[int]) -> Iterator[bytes]:
-    for label, *texts in pairs:
-        labels.append(label)
-        yield from map(encode, texts)
+        return rows(), labels
 
 
 def _ends_line(path: Path) -> bool:
@@ -228,7 +215,7 @@ def _ends_line(path: Path) -> bool:
         return stream.read() == b"\n"
 
 
-def read_pairs(path: Path) -> Iterator[Pair]:
+def read_pairs(path: Path) -> Iterator[tuple[int, str, str]]:
     """Read a file of pairs, a row at a time: whether one cites the other, and both texts.
 
     Raises:

@@ -77,8 +77,7 @@ class Task(tasks.Task):
         return {}
 
     def one_token(self, examples: Examples) -> dict[str, float]:
-        """What matching one token of each key would score on these rows; nothing where keys have
-        one."""
+        """Return what matching the last token of a query scores on these rows; {} for N = 1."""
         return {}
 
 
@@ -149,15 +148,32 @@ def distinct_ngrams(
     if total <= 4 * count:  # too many repeats to draw again
         order = rng.random((rows, total)).argsort(axis=1, kind="stable")[:, :count]
         return np.stack([order // tokens**i % tokens for i in range(ngram)], axis=2)
-    drawn = rng.integers(0, tokens, (rows, count, ngram))
-    todo = _rows_with_repeats(_codes(drawn, tokens))
+    drawn, todo = rng.integers(0, tokens, (rows, count, ngram)), np.arange(rows)
     while len(todo):
         part = drawn[todo]
-        repeated = _repeats(_codes(part, tokens))
+        repeated = _repeats(part, tokens)
         part[repeated] = rng.integers(0, tokens, (int(repeated.sum()), ngram))
         drawn[todo] = part
-        todo = todo[_rows_with_repeats(_codes(part, tokens))]
+        todo = todo[repeated.any(axis=1)]
     return drawn
+
+
+def _repeats(ngrams: np.ndarray, tokens: int) -> np.ndarray:
+    """[rows, count] whether an n-gram of [rows, count, ngram] stands earlier in its row.
+
+    N-grams are compared by codes modulo 2^64, exact while tokens^ngram is below that; beyond, a
+    clash of codes only makes one more draw.
+    """
+    codes = np.zeros(ngrams.shape[:2], dtype=np.uint64)
+    for column in np.moveaxis(ngrams.astype(np.uint64), 2, 0):
+        codes = codes * np.uint64(tokens) + column
+    order = codes.argsort(axis=1, kind="stable")
+    ranked = np.take_along_axis(codes, order, axis=1)
+    same = np.zeros(codes.shape, dtype=bool)
+    same[:, 1:] = ranked[:, 1:] == ranked[:, :-1]
+    found = np.zeros_like(same)
+    np.put_along_axis(found, order, same, axis=1)
+    return found
 
 
 def weighted_order(
@@ -193,32 +209,3 @@ def unused(
     shifted = (below + start * (vocabulary + 1)).ravel()
     found = np.searchsorted(shifted, (drawn + start * (vocabulary + 1)).ravel(), side="right")
     return drawn + found.reshape(shape) - start * taken.shape[1]
-
-
-def _codes(ngrams: np.ndarray, tokens: int) -> np.ndarray:
-    """[rows, count] uint64 that tell the n-grams [rows, count, ngram] of a row apart.
-
-    Codes are modulo 2^64, exact while tokens^ngram is below that; beyond, a clash of codes only
-    makes one more draw.
-    """
-    code = np.zeros(ngrams.shape[:2], dtype=np.uint64)
-    for column in np.moveaxis(ngrams.astype(np.uint64), 2, 0):
-        code = code * np.uint64(tokens) + column
-    return code
-
-
-def _rows_with_repeats(codes: np.ndarray) -> np.ndarray:
-    """Indices of the rows of codes [rows, count] that have a value twice."""
-    ranked = np.sort(codes, axis=1)
-    return np.flatnonzero((ranked[:, 1:] == ranked[:, :-1]).any(axis=1))
-
-
-def _repeats(codes: np.ndarray) -> np.ndarray:
-    """[rows, count] whether a code stands earlier in its row."""
-    order = codes.argsort(axis=1, kind="stable")
-    ranked = np.take_along_axis(codes, order, axis=1)
-    same = np.zeros(codes.shape, dtype=bool)
-    same[:, 1:] = ranked[:, 1:] == ranked[:, :-1]
-    found = np.zeros_like(same)
-    np.put_along_axis(found, order, same, axis=1)
-    return found

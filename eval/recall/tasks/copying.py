@@ -20,7 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
-from eval.recall.tasks.base import Task, distinct, distinct_ngrams, require
+from cat_lm.mixers.parts.base import check_choice, check_counts
+from eval.recall.tasks.base import Task, distinct, require
 
 MODES = ("autoregressive", "oneshot")
 
@@ -46,9 +47,8 @@ class SelectiveCopying(Task):
     recalls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require(self.mode in MODES, f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
-        for name in ("copies", "signals", "noises"):
-            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
+        check_choice(self, "mode", MODES)
+        check_counts(self, "copies", "signals", "noises")
         m = self.copies
         require(
             2 * m <= self.seq_len,
@@ -81,7 +81,7 @@ class SelectiveCopying(Task):
             signal = distinct(rng, count, m, 0, self.signals) + self.noises
         else:
             signal = rng.integers(0, self.signals, (count, m)) + self.noises
-        positions = np.sort(distinct_ngrams(rng, count, m, 1, body)[:, :, 0], axis=1)
+        positions = np.sort(distinct(rng, count, m, 0, body), axis=1)
         inputs = np.full((count, self.seq_len), self.vocabulary - 1, dtype=np.int64)  # all ⊥
         inputs[:, :body] = rng.integers(0, self.noises, (count, body))
         np.put_along_axis(inputs[:, :body], positions, signal, axis=1)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.mixers.parts.base import check_choice, check_counts, check_positive
 from eval.recall.tasks.base import (
     Examples,
     Task,
@@ -74,7 +75,7 @@ class MultiQueryRecall(Task):
 
     def __post_init__(self) -> None:
         n, unmatched, length = self.ngram, self.unmatched, self.seq_len
-        require(n >= 1, f"ngram={n}: must be at least 1")
+        check_counts(self, "ngram")
         require(unmatched >= 0, f"unmatched={unmatched}: must be at least 0")
         most = self._most_keys
         others = f" and {unmatched} queries without a match" if unmatched else ""
@@ -85,21 +86,15 @@ class MultiQueryRecall(Task):
         )
         fits = self.keys is None or 1 <= self.keys <= most
         require(fits, f"keys={self.keys}: seq_len={length} fits 1 to {most}")
-        known = ", ".join(FILLERS)
-        require(self.filler in FILLERS, f"filler={self.filler!r}: choose one of {known}")
-        is_law = 0 < self.power_a < math.inf
-        require(is_law, f"power_a={self.power_a}: must be a number above 0")
-        self._check_vocabulary()
-
-    def _check_vocabulary(self) -> None:
+        check_choice(self, "filler", tuple(FILLERS))
+        check_positive(self, "power_a")
         tokens, values = self.key_tokens, self.vocab_size - self.vocab_size // 2
         said = f"vocab_size={self.vocab_size}"
         require(self.num_keys <= values, f"{said}: {values} values, {self.num_keys} keys")
         known = f"must be a whole number, {', '.join(POOLS)} or none"
         is_pool = not isinstance(self.pool, str) or self.pool in POOLS
         require(is_pool, f"pool={self.pool!r}: {known}")
-        pool = self.pool_tokens
-        if pool is not None:
+        if (pool := self.pool_tokens) is not None:
             require(1 <= pool <= tokens, f"pool={pool}: there are {tokens} key tokens")
             tokens, said = pool, f"pool={pool}"
         ngrams = tokens**self.ngram
@@ -231,7 +226,11 @@ class MultiQueryRecall(Task):
             np.put_along_axis(given, first + i, True, axis=1)
         answers = np.pad(values, ((0, 0), (0, self.unmatched)), constant_values=self.vocab_size)
         np.put_along_axis(labels, first + n - 1, answers, axis=1)
-        self._fill(rng, inputs, given, keys)
+        if self.filler == "unused":
+            drawn = unused(rng, inputs.shape, self.vocab_size, keys.reshape(count, -1))
+            np.copyto(inputs, drawn, where=~given)
+        elif self.filler == "random":
+            np.copyto(inputs, rng.integers(0, self.vocab_size, inputs.shape), where=~given)
         return inputs, labels
 
     def _keys(self, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -241,15 +240,3 @@ class MultiQueryRecall(Task):
         tokens = distinct(rng, count, pool, 1, self.key_tokens + 1)
         ngrams = distinct_ngrams(rng, count, k, n, pool).reshape(count, k * n)
         return np.take_along_axis(tokens, ngrams, axis=1).reshape(count, k, n)
-
-    def _fill(
-        self, rng: np.random.Generator, inputs: np.ndarray, given: np.ndarray, keys: np.ndarray
-    ) -> None:
-        if self.filler == "zeros":
-            return
-        if self.filler == "unused":
-            taken = keys.reshape(len(keys), -1)
-            drawn = unused(rng, inputs.shape, self.vocab_size, taken)
-        else:
-            drawn = rng.integers(0, self.vocab_size, inputs.shape)
-        np.copyto(inputs, drawn, where=~given)

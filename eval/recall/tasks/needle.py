@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.mixers.parts.base import check_counts
 from eval.recall.tasks.base import Task, distinct, require, unused
 
 PARTS = ("early", "middle", "late")  # thirds of the haystack
@@ -32,7 +33,7 @@ class NeedleRecall(Task):
 
     def __post_init__(self) -> None:
         k, length, vocabulary = self.keys, self.seq_len, self.vocab_size
-        require(k >= 1, f"keys={k}: must be at least 1")
+        check_counts(self, "keys")
         require(
             3 * k <= length,
             f"keys={k}: with their values and their questions need {3 * k} tokens; "

@@ -15,6 +15,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.mixers.parts.base import check_choice, check_counts
 from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams, require
 
 LAYOUTS = ("pairs", "free")
@@ -37,9 +38,8 @@ class SingleQueryRecall(Task):
 
     def __post_init__(self) -> None:
         n, length, v = self.ngram, self.seq_len, self.vocab_size
-        require(n >= 1, f"ngram={n}: must be at least 1")
-        known = ", ".join(LAYOUTS)
-        require(self.layout in LAYOUTS, f"layout={self.layout!r}: choose one of {known}")
+        check_counts(self, "ngram")
+        check_choice(self, "layout", LAYOUTS)
         least = 2 * n + (self.layout == "pairs")
         require(
             length >= least,

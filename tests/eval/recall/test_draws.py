@@ -11,7 +11,7 @@ import pytest
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks import generate, make_task
-from eval.recall.tasks.base import distinct, distinct_ngrams, unused, weighted_order
+from eval.recall.tasks.base import distinct_ngrams, unused, weighted_order
 
 
 def equally_likely(drawn: np.ndarray, choices: Iterable[tuple[int, ...]]) -> None:
@@ -69,31 +69,6 @@ def test_the_order_of_weighted_draws_is_that_of_successive_draws():
     p = weights / weights.sum()
     expected = np.array([[p[i] * p[j] / (1 - p[i]) * (i != j) for j in range(3)] for i in range(3)])
     assert np.abs(share - expected).max() < 0.01
-
-
-@pytest.mark.parametrize("count,tokens,ngram", [(3, 4, 1), (4, 100, 1), (3, 3, 2), (2, 2**13, 6)])
-def test_distinct_draws_are_distinct_and_uniform(count, tokens, ngram):
-    drawn = distinct_ngrams(np.random.default_rng(0), 20000, count, ngram, tokens)
-    assert drawn.shape == (20000, count, ngram)
-    for row in drawn[:300].tolist():
-        assert len({tuple(gram) for gram in row}) == count
-    for position in range(count):
-        for place in range(ngram):
-            mean = drawn[:, position, place].mean() / (tokens - 1)
-            assert abs(mean - 0.5) < 0.02
-    values = distinct(np.random.default_rng(1), 500, 3, 7, 11)
-    assert values.min() == 7 and values.max() == 10
-
-
-def test_hard_keys_share_a_pool_and_uniform_ones_hardly_share_tokens():
-    hard = make_task("hard-mqnar", 64)
-    assert hard.pool_tokens == 6
-    rows = generate(hard, 200, seed=0, split="train").inputs[:, :30].reshape(200, 10, 3)
-    assert max(len(np.unique(row[:, :2])) for row in rows) <= 6
-    easy = generate(make_task("mqnar", 64), 4000, seed=0, split="train")
-    last = easy.inputs[:, 1:30:3]
-    shared = np.mean([len(np.unique(row)) < 10 for row in last])
-    assert 0.004 < shared < 0.02  # 1 − exp(−45/4095) = 1.1%
 
 
 @pytest.mark.parametrize("count,tokens,ngram", [(2, 5, 2), (2, 9, 1), (3, 4, 1), (2, 2, 2)])

@@ -10,7 +10,7 @@ from cat_lm.data.manifest import read_manifest
 from eval.lab import estimate
 from eval.recall.cell import Cell
 from eval.recall.language import LanguageCell
-from tests.unit.test_recall_stack import three
+from tests.eval.recall.test_stack import three
 
 
 def test_the_estimate_is_all_steps_and_tests_of_every_group(monkeypatch):

@@ -8,24 +8,11 @@ import pytest
 from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task, texts
 from eval.long_range.tasks.texts import Retrieval
+from tests.eval.long_range.files import PAIRS, write_pairs, write_reviews
 
 
 def places(tmp_path):
     return Place(tmp_path / "data", tmp_path / "cache")
-
-
-def write_reviews(root, others=None):
-    """Four folders of reviews; `others`: (split, kind, number) -> text, in the place of others."""
-    for split in ("train", "test"):
-        for kind in ("pos", "neg"):
-            folder = root / "aclImdb" / split / kind
-            folder.mkdir(parents=True)
-            for number in range(20):
-                text = f"{split} {kind} review {number} of a film"
-                text = (others or {}).get((split, kind, number), text)
-                (folder / f"{number}_{7 if kind == 'pos' else 2}.txt").write_bytes(text.encode())
-    (root / "aclImdb" / "train" / "unsup").mkdir()
-    (root / "aclImdb" / "train" / "unsup" / "0_0.txt").write_text("of nobody's opinion")
 
 
 def texts_of(task, place, split):
@@ -43,13 +30,6 @@ def test_characters_are_numbered_by_frequency_and_end():
     assert list(encode("cc")) == [0, 0, 1]  # unknown
     assert list(encode("aaaaaaa")) == [3, 3, 3, 3, 1]  # the end is kept
     assert list(encode("")) == [1]
-
-
-def test_no_more_characters_than_a_byte_has_room_for():
-    text = "".join(chr(1000 + i) for i in range(400)) + chr(1399) * 2
-    encode, found = make_task("imdb").encoder([text])
-    assert len(found["characters"]) == 253 and found["characters"][0] == chr(1399)
-    assert max(encode(text)) == 254  # id 255, the largest of 256
 
 
 def test_reviews_are_read_with_their_classes(tmp_path, monkeypatch):
@@ -148,18 +128,6 @@ def test_a_review_that_is_no_text_is_one_line(tmp_path):
     path.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"3_7.txt: is not UTF-8 text \(byte 3\)$"):
         make_task("imdb").load("train", places(tmp_path))
-
-
-PAIRS = [("1.0", "P1", "P2", 'of "trees"', "a longer text"), ("0", "P3", "P4", "", "b\tc")]
-
-
-def write_pairs(folder, rows=PAIRS, names=("train", "eval", "test")):
-    import csv
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        with open(folder / f"new_aan_pairs.{name}.tsv", "w", newline="") as stream:
-            csv.writer(stream, delimiter="\t").writerows(rows)
 
 
 def test_retrieval_has_two_documents_a_row(tmp_path):

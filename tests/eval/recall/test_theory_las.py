@@ -44,18 +44,6 @@ def test_the_average_is_inverted(length):
     assert sign == -1 and taps.tolist() == [0, 3, 0]
 
 
-def test_channels_have_as_many_states_as_said():
-    rng, half = np.random.default_rng(2), np.arange(12)
-    hankel = np.add.outer(half, half)
-
-    def states(kernel):
-        return np.linalg.matrix_rank(kernel(24, rng)[hankel], tol=1e-9)
-
-    assert states(state_space.decaying) == 4
-    assert states(state_space.turning) == 2
-    assert states(state_space.positive) > 4
-
-
 def test_a_kernel_with_a_zero_and_one_of_a_single_tap():
     for kernel in ([0.5], [0.0, 2.0, 0.0, 1.0], [-1.0, 0.0, 0.0]):
         inputs = np.arange(1.0, len(kernel) + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import warnings
 
@@ -14,7 +13,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.lab import cell as cells
 from eval.lab.execution import Execution, run_unfinished, stacks
-from eval.lab.options import add_grid_options
 from eval.lab.places import Run
 from eval.lab.training import Trial as AnyTrial
 from eval.recall import cell as recall_cell
@@ -121,19 +119,6 @@ def test_who_stops_early_leaves_and_changes_nothing_for_the_others(no_dropout):
     assert together == sorted(together)
     # The shares are all of the time, and each is at most what passed.
     assert sum(s["training"] for s in seconds) == pytest.approx(together[-1], abs=0.05)
-
-
-def test_a_stopped_model_takes_no_more_time(no_dropout, monkeypatch):
-    sizes, update = [], training.Stack.update
-
-    def counted(stack, batches):
-        sizes.append(len(stack.models))
-        return update(stack, batches)
-
-    monkeypatch.setattr(training.Stack, "update", counted)
-    records = [record for _, record in run_stack(three(stop_above=0.06, epochs=6))]
-    ends = [record["steps"] for record in records]
-    assert sizes == [sum(end >= n for end in ends) for n in range(1, max(ends) + 1)]
 
 
 def test_a_model_that_diverges_does_not_touch_its_neighbours(no_dropout):
@@ -260,27 +245,3 @@ def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=said) as error:
             cells.run_together(tmp_path, group, "cpu")
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_another_failure_is_not_told_as_want_of_memory(count, tmp_path, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("shapes do not fit")
-
-    monkeypatch.setattr(training.Stack, "update", broken)
-    monkeypatch.setattr(AnyTrial, "update", broken)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        cells.run_together(tmp_path, three()[:count], "cpu")
-
-
-def test_what_stack_takes():
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_grid_options(parser)
-
-    def stack_of(word: str) -> int | None:
-        return parser.parse_args(["--out", "x", f"--stack={word}"]).stack
-
-    assert stack_of("auto") is None and stack_of("6") == 6
-    for wrong in ("0", "-1", "many"):
-        with pytest.raises(argparse.ArgumentError, match=r"must be .*auto"):
-            stack_of(wrong)

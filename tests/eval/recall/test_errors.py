@@ -16,7 +16,7 @@ import pytest
 from eval import study
 from eval.recall.__main__ import main
 from tests.conftest import REPOSITORY
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 RUN = "run --task mqar:vocab_size=64 --mixer cat --d-model 16 --seq-len 16 --out OUT"
 SHORT = " --epochs 1 --train-examples 8 --test-examples 4 --device cpu"

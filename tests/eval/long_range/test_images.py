@@ -11,27 +11,7 @@ from PIL import Image
 
 from cat_lm.core.errors import UserError
 from eval.long_range.tasks import Place, make_task
-
-RNG = np.random.default_rng(0)
-MNIST = {
-    split: (RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8), RNG.integers(0, 10, count))
-    for split, count in (("train", 40), ("t10k", 7))
-}
-
-
-def idx(values: np.ndarray) -> bytes:
-    header = (2048 + values.ndim).to_bytes(4, "big")
-    sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
-    return header + sizes + values.astype(np.uint8).tobytes()
-
-
-def write_mnist(folder, packed=True):
-    folder.mkdir(parents=True)
-    for split, (images, labels) in MNIST.items():
-        for name, values in (("images-idx3", images), ("labels-idx1", labels)):
-            data = idx(values)
-            path = folder / f"{split}-{name}-ubyte{'.gz' if packed else ''}"
-            path.write_bytes(gzip.compress(data) if packed else data)
+from tests.eval.long_range.files import MNIST, cifar, idx, write_cifar, write_folder, write_mnist
 
 
 def places(tmp_path):
@@ -52,22 +32,6 @@ def test_mnist_is_read_from_every_official_layout(tmp_path, folder, packed):
     assert test.inputs.dtype == np.float32 and test.inputs.shape == (7, 784, 1)
     assert np.allclose(test.inputs[:, :, 0] * 255, images.reshape(7, 784), atol=1e-4)
     assert (test.labels == labels).all() and (test.lengths == 784).all()
-
-
-def test_a_tenth_of_the_training_images_is_held_out_by_content(tmp_path):
-    write_mnist(tmp_path / "data")
-    task, place = make_task("smnist"), places(tmp_path)
-    train, held = (all_rows(task, place, split) for split in ("train", "validation"))
-    assert (len(train.labels), len(held.labels)) == (36, 4)
-    images, labels = MNIST["train"]
-    pixels = {
-        (image / np.float32(255)).tobytes(): label
-        for image, label in zip(images.reshape(40, -1).astype(np.float32), labels, strict=True)
-    }
-    for batch in (train, held):
-        for row, label in zip(batch.inputs, batch.labels, strict=True):
-            assert pixels.pop(row.tobytes()) == label
-    assert not pixels
 
 
 def test_14_pixels_a_side_are_means_of_four(tmp_path):
@@ -144,20 +108,6 @@ def test_a_file_that_was_mended_is_read_again(tmp_path):
     other = 255 - MNIST["t10k"][0]
     (tmp_path / "data" / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(other)))
     assert np.allclose(all_rows(task, place, "test").inputs, 1 - before, atol=1e-6)
-
-
-def cifar(count: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    records = rng.integers(0, 256, (count, 3073), dtype=np.uint8)
-    records[:, 0] %= 10
-    return records
-
-
-def write_cifar(folder):
-    folder.mkdir(parents=True)
-    for number in range(1, 6):
-        (folder / f"data_batch_{number}.bin").write_bytes(cifar(4, number).tobytes())
-    (folder / "test_batch.bin").write_bytes(cifar(3, 9).tobytes())
 
 
 def test_cifar_is_grey_as_pillow_makes_it(tmp_path):
@@ -253,22 +203,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch):
         assert local in line and "--data DIR" in line
 
 
-LIST = "imgs/0 sample_{}.png {} {} 1.0 14 4 2 0.5 1 1\n"
-
-
-def write_folder(root, images: int = 20, size: int = 32):
-    base = root / "pathfinder32" / "curv_contour_length_14"
-    (base / "metadata").mkdir(parents=True)
-    (base / "imgs" / "0").mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for number in range(images):
-        pixels = rng.integers(0, 256, (size, size), dtype=np.uint8)
-        Image.fromarray(pixels).save(base / f"imgs/0/sample_{number}.png")
-    lines = [LIST.format(number, number, number % 2) for number in range(images)]
-    (base / "metadata" / "0.npy").write_text("".join(lines))
-    return base
-
-
 def test_lra_images_are_read_and_split_by_their_content(tmp_path):
     base = write_folder(tmp_path / "data")
     (base / "imgs/0/sample_3.png").write_bytes(b"")  # as in the release
@@ -283,17 +217,6 @@ def test_lra_images_are_read_and_split_by_their_content(tmp_path):
     Image.new("L", (32, 32)).save(base / "imgs/0/sample_4.png")
     other = task.load("train", Place(tmp_path / "data", tmp_path / "other"))
     assert other.origin["sha256"] != known and other.origin["images"] == 19
-
-
-def test_pathfinder_ids_are_the_pixels(tmp_path):
-    write_folder(tmp_path / "data")
-    place = places(tmp_path)
-    real = make_task("pathfinder").load("train", place).batch(np.arange(2))
-    task = make_task("pathfinder:pixels=ids")
-    ids = task.load("train", place).batch(np.arange(2))
-    assert ids.inputs.dtype == np.int64 and (task.vocabulary, task.channels) == (256, 0)
-    assert np.allclose(ids.inputs / 127.5 - 1, real.inputs[:, :, 0], atol=1e-6)
-    assert len([p for p in place.cache.iterdir() if p.is_dir()]) == 1  # one cache for both
 
 
 @pytest.mark.parametrize(

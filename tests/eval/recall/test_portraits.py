@@ -16,25 +16,6 @@ from eval.recall.cell import Cell
 RUN = Run("MQAR", "d = 16", "cat", Cell("mqar:vocab_size=64", "cat", 16, 16))
 
 
-def test_delays_of_heads_and_their_rule():
-    def one_hot(lag: int, size: float = 1.0) -> list[float]:
-        return [size * (i == lag) + 0.05 for i in range(4)]
-
-    layer = {
-        "q": [one_hot(0), one_hot(1), one_hot(0)],
-        "k": [one_hot(2, -2.0), one_hot(1), [1.0, 1.0, 1.0, 1.0]],
-        "v": [one_hot(1), one_hot(0), one_hot(0)],
-    }
-    first, second, third = portraits.heads([layer], ruled=True)
-    assert first["delays"] == {"q": 0, "k": 2, "v": 1} and first["key_is_one_more"] is True
-    assert second["key_is_one_more"] is False
-    assert third["key_is_one_more"] is None and third["single"] == 0.25
-    # A stream without a filter has no delay.
-    (alone,) = portraits.heads([{"k": [one_hot(1)]}], ruled=True)
-    assert alone["delays"] == {"k": 1} and alone["key_is_one_more"] is True
-    assert not list(portraits.heads([], ruled=True))
-
-
 def test_the_rule_is_of_one_layer_that_recalls_by_filters_of_heads():
     """Two layers that recall by another rule, pairs of heads, and copying have no verdict."""
     shifted, plain = {"v": [[0.0, 1.0]]}, {"v": [[1.0, 0.0]]}
@@ -46,6 +27,9 @@ def test_the_rule_is_of_one_layer_that_recalls_by_filters_of_heads():
         return [(head["head"], portraits.verdict(head)) for head in entry["heads"]]
 
     assert found("cat", [shifted]) == [(0, "no")]
+    assert found("cat", [{"k": [[0.0, 1.0]]}]) == found("cat", [{"q": [[1.0]], "k": [[0.1, 2.0]]}])
+    assert found("cat", [{"k": [[0.0, -2.0]]}]) == [(0, "yes")]
+    assert found("cat", [{"k": [[1.0, 1.0, 1.0]]}]) == [(0, "several taps")]
     assert found("cat", [shifted, plain]) == [(0, ""), (0, "")]
     assert found("cat", [shifted], "selective-copy") == [(0, "")]
     named = [(f"{to} from {source}", "") for to in (0, 1) for source in (0, 1)]
@@ -93,22 +77,6 @@ def test_the_numbers_of_lags_stand_apart(taps):
     boxes = [label.get_window_extent() for label in drawing.axes[0].get_xticklabels()]
     assert len(boxes) > 1
     assert all(left.x1 + 2 < right.x0 for left, right in itertools.pairwise(boxes))
-
-
-def test_copying_has_no_rule_of_delays(tmp_path, monkeypatch):
-    cell = Cell("selective-copy:copies=2,signals=4", "cat", 16, 16)
-    rows = [(replace(RUN, cell=cell), {"accuracy": 0.5, "filters": [{"k": [[0.0, 1.0]]}]})]
-    (entry,) = portraits.table(rows)
-    (head,) = entry["heads"]
-    assert head["delays"] == {"k": 1} and portraits.verdict(head) == ""
-    drawing = portraits.draw([entry], "a title")
-    assert drawing.get_suptitle() == "a title\nat the right: accuracy"
-    (right,) = drawing.axes[0].child_axes
-    assert [text.get_text() for text in right.get_yticklabels()] == ["0.500"]
-    drawings = []
-    monkeypatch.setattr(portraits, "save_figure", lambda drawing, *place: drawings.append(drawing))
-    portraits.save_portrait({"cell": asdict(cell), **rows[0][1]}, tmp_path / "x.json")
-    assert "delay" not in drawings[0].get_suptitle()
 
 
 def test_one_runs_portrait_stands_beside_its_file(tmp_path):

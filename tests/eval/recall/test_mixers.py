@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch.nn import functional as F
 
-from cat_lm.core.errors import UserError
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from eval.recall.model import RecallModel, learned_filters
@@ -107,35 +105,3 @@ def test_learned_filters_are_listed_by_layer_and_stream():
     model, found = of("deltanet:conv_type=head")
     assert found[1]["q"] == model.blocks[1].token_mixer.convolution.q_filter.tolist()
     assert of("deltanet")[1] == of("cat:streams=none")[1] == []
-
-
-@pytest.mark.parametrize(
-    "specification,words",
-    [
-        ("dog", "must be one of attention"),
-        ("cat:stream=k", "did you mean streams"),
-        ("cat:streams=kk", "streams='kk'"),
-        ("cat:init", "'init' must be key=value"),
-        ("cat:heads=3", "do not divide d_model=16"),
-        ("cat:heads=2,place=before", "needs heads=1"),
-        ("cat:conv_type=1d", "conv_type='1d': must be one of none, head"),
-        ("lincat:activation=relu", "activation='relu': choose one of none, silu"),
-        ("deltanet:init=zeros", "init='zeros': choose one of uniform, identity"),
-        ("cat:conv_mixing=heads", "conv_mixing='heads': choose one of embeddings, maps"),
-        ("cat:conv_mixing=maps", "needs conv_type=multihead and the stream v"),
-        ("cat:conv_mixing=maps,conv_type=multihead,streams=qk", "the stream v, whose filters"),
-        ("lincat:conv_mixing=maps", "unknown option 'conv_mixing'"),
-        ("attention:position=alibi", "position='alibi': choose one of none, learned, rope"),
-        ("gated-deltanet:shared_kv=true", "32 values but 16 keys; set expand_v=1"),
-        ("none:x=1", "it has none"),
-    ],
-)
-def test_bad_specifications_are_one_clear_line(specification, words):
-    with pytest.raises(UserError) as error:
-        make_mixer(specification).build(Setting(16))
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_labels_name_what_differs():
-    assert make_mixer("cat").label == "cat"
-    assert make_mixer("cat:streams=k,window=3").label == "cat:streams=k"

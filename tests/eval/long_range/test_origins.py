@@ -19,7 +19,7 @@ from eval.long_range.cell import check_origins
 from eval.long_range.grids import SCALES, Choice
 from eval.long_range.tasks import TASKS, Place, make_task
 from eval.studies import STUDIES
-from tests.unit.long_range.test_images import idx, write_mnist
+from tests.eval.long_range.files import idx, write_mnist
 
 
 def other_mnist(folder):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eval.long_range.tasks import SPLITS, Place, make_task
-from tests.unit.long_range.test_data_commands import run
+from tests.eval.long_range.test_data_commands import run
 
 DIGITS = {  # of each class, as published
     "train": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
