@@ -114,14 +114,33 @@ def kept_for_good(config: RunConfig) -> int:
     return config.total_steps // every if every else 0
 
 
-def describe_kept(config: RunConfig, one: int) -> str:
-    """Return what `kept_for_good` adds to a line on checkpoints of `one` bytes each; or nothing."""
-    if not (kept := kept_for_good(config)):
-        return ""
-    return (
-        f"; checkpoint.keep_every_steps={config.checkpoint.keep_every_steps} keeps up to {kept:,} "
-        f"for good, {kept * one / GIB:,.2f} GiB by the end"
-    )
+def check_disk(config: RunConfig, parameters: int, free: int, saved: int) -> tuple[str | None, str]:
+    """Compare the free bytes of a run's folder, which holds `saved` checkpoints, with its needs.
+
+    Returns what is wrong, or None, and a line about the room.
+    """
+    one, problem = checkpoint_bytes(parameters), None
+    needed = checkpoints_to_hold(config, saved) * one
+    if free < needed:
+        problem = (
+            f"train.output_dir={config.train.output_dir}: {size(free)} are free, but checkpoints "
+            f"of {size(one)} each need {size(needed)}"
+        )
+    text = f"{size(free)} free, a checkpoint takes {size(one)}"
+    if kept := kept_for_good(config):
+        text += (
+            f"; checkpoint.keep_every_steps={config.checkpoint.keep_every_steps} keeps up to "
+            f"{kept:,} for good, {size(kept * one)} by the end"
+        )
+    return problem, text
+
+
+def size(bytes_: float) -> str:
+    """Format a number of bytes."""
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB")):
+        if bytes_ >= unit:
+            return f"{bytes_ / unit:.1f} {name}"
+    return f"{bytes_ / 1024:.1f} KiB"
 
 
 @dataclass(frozen=True)

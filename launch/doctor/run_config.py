@@ -109,26 +109,15 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 def _room(config: RunConfig, folder: Path, parent: Path) -> Finding:
     """Return whether all checkpoints have room that the run has at the same time."""
-    from cat_lm.training.estimate import (
-        checkpoint_bytes,
-        checkpoints_to_hold,
-        describe_kept,
-        num_parameters,
-    )
+    from cat_lm.training.estimate import check_disk, checkpoint_bytes, num_parameters
     from cat_lm.training.preflight.facts import saved_checkpoints
 
-    one = checkpoint_bytes(num_parameters(config, vocabulary(config)[0]))
+    parameters = num_parameters(config, vocabulary(config)[0])
     saved = saved_checkpoints(folder, config.checkpoint.keep_last)
-    needed = one * checkpoints_to_hold(config, saved)
-    free, problem = shutil.disk_usage(parent).free, None
-    if free < needed:
-        problem = (
-            f"train.output_dir={config.train.output_dir}: {free / GIB:.2f} GiB are free, "
-            f"checkpoints of {one / GIB:.2f} GiB each need {needed / GIB:.2f}"
-        )
-    text = f"a checkpoint takes {one / GIB:.2f} GiB, {free / GIB:.1f} GiB are free"
-    text += describe_kept(config, one)
-    return Finding("run output", text, "checkpoint", one, problem, problem is not None)
+    free = shutil.disk_usage(parent).free
+    problem, text = check_disk(config, parameters, free, saved)
+    value = checkpoint_bytes(parameters)
+    return Finding("run output", text, "checkpoint", value, problem, problem is not None)
 
 
 ALL = (run_data, run_model, run_memory, run_convolutions, run_recurrences, run_output)

@@ -16,7 +16,6 @@ from cat_lm.export import export_checkpoint
 from cat_lm.pretrained.loading import load_model
 from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
-from cat_lm.training.engine import Engine
 from tests.distributed.buffered import Features
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_engine import VOCAB, make_config
@@ -60,28 +59,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and one[name].equal(other[name]) for name in one
     )
-
-
-def built(ranks, cases: list[tuple[int, str]]) -> list[dict[str, torch.Tensor]]:
-    know()
-    found = []
-    for stage, precision in cases:
-        config = make_config(stage, 2, precision, model_values())
-        model = build_model(config, VOCAB, weights=ranks.is_first)
-        found.append(buffers_of(Engine(model, config, ranks).model))
-    return found
-
-
-def test_all_ranks_have_the_buffers_of_the_first():
-    """Which are those that one process would have, rounded where training rounds its model."""
-    cases = [(0, "fp32"), (1, "bf16"), (3, "fp32")]
-    first, second = run_on_ranks(built, 2, cases)
-    for (stage, precision), ours, theirs in zip(cases, first, second, strict=True):
-        alone = buffers_of(build_model(make_config(stage, 1, precision, model_values()), VOCAB))
-        if precision == "bf16":
-            alone = {n: b.bfloat16() if b.is_floating_point() else b for n, b in alone.items()}
-        assert ours.keys() == SAVED
-        assert same(ours, theirs) and same(ours, alone), (stage, precision)
 
 
 def trained(ranks, values: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:

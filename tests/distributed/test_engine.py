@@ -238,7 +238,7 @@ def option_losses(ranks, options, stages):
     for name, (model, data, train) in options.items():
         for stage in stages:
             values = make_config(stage, 2).model_dump()
-            values["model"] |= model
+            values["model"] = model if "architecture" in model else values["model"] | model
             values["data"] |= data
             values["train"] |= train
             config = RunConfig.model_validate(values)

@@ -10,7 +10,6 @@ import html
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,6 @@ from tests.cat_lm.architectures.test_families import (
 from tests.conftest import REPOSITORY
 from tests.finished_runs import CONTEXT as TRAINED
 from tests.finished_runs import finished_run
-from tests.runs import run_values, write_config
 from tests.zero_shot_rows import ROWS, write_rows
 
 each_family = pytest.mark.parametrize("case", architectures.names())
@@ -89,20 +87,10 @@ def test_evaluations_and_the_report_take_it(case, command, tiny_corpus, tmp_path
     assert html.escape(family.summary(section_of(case)).words) in page
 
 
-@each_family
-def test_a_run_of_it_is_planned(case, command, tiny_corpus, tmp_path):
-    values = run_values(tiny_corpus, tmp_path / "run", precision="bf16")
-    values["model"] = {"architecture": family_of(case).name} | SHARED | CASES[case]
-    check_plan(command, write_config(tmp_path, values), tmp_path / "plan.json")
-
-
 @pytest.mark.parametrize("family", PRETRAIN)
-def test_a_row_of_it_is_planned(family, command, tmp_path):
-    check_plan(command, PRETRAIN[family], tmp_path / "plan.json")
-
-
-def check_plan(command, config: Path, record: Path) -> None:
+def test_row_of_a_family_is_planned(family, command, tmp_path):
     """Numbers of the family's own, and of every number of GPUs what it costs."""
+    config, record = PRETRAIN[family], tmp_path / "plan.json"
     said = command("launch.doctor", config, "--ranks", "1,4", "--device", "h100", "--json", record)
     findings, run = json.loads(record.read_text(encoding="utf-8"))["findings"], load_config(config)
     plan = {finding["name"]: finding["value"] for finding in findings}

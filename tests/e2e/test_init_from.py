@@ -74,7 +74,7 @@ def test_upcycled_model_goes_on_where_the_plain_one_is(tiny_corpus, pythia, tmp_
     assert "weights: from" not in run("train.py", write_config(tmp_path, resumed))
 
 
-def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
+def test_model_that_does_not_fit_is_refused(tiny_corpus, pythia, tmp_path):
     from cat_lm.data.opening import open_corpus
     from cat_lm.training.building import build_model, load_initial_weights, vocab_size
 
@@ -109,6 +109,9 @@ def test_models_that_do_not_fit(tiny_corpus, pythia, tmp_path):
     assert "its tokenizer" in error(other)
 
 
+LEARNED = {"filter": "learned"}
+SSM = {"filter": "ssm", "filter_state": 4}
+NEW = ["core.filter", "core.sharpness"]
 LANDMARK = {
     "attention": "landmark",
     "attention_options": {"block": 4, "top_k": 1, "local": 1, "filter": "learned"},
@@ -135,48 +138,46 @@ def test_landmarks_are_learned_for_a_dense_model_and_nothing_else(tiny_corpus, p
     assert all(".core.sharpness" in name for name in weights) and len(weights) == 2
 
 
-def test_a_model_with_landmarks_goes_on_with_other_ones(tiny_corpus, tmp_path):
-    """Options change no other weight's meaning; a filter is one for its blocks alone."""
+@pytest.mark.parametrize(
+    ("theirs", "ours", "begins"),
+    [
+        ({}, {"local": 2}, []),  # the default, spelled out
+        ({}, {"block": 8, "top_k": 2, "sink": True}, []),
+        ({}, LEARNED, NEW),
+        (LEARNED, LEARNED | {"top_k": 3, "share": "layer"}, []),
+        (LEARNED, LEARNED | {"block": 8}, NEW),
+        (LEARNED, {}, []),
+        (SSM, SSM | {"filter_state": 8}, NEW),
+        (SSM, SSM | {"top_k": 2}, []),
+    ],
+)
+def test_model_with_landmarks_goes_on_with_other_ones(theirs, ours, begins, tmp_path):
+    """Options change no other weight's meaning; a filter is one for its blocks only."""
     import torch
 
     from cat_lm.training.building import build_model, load_initial_weights
 
-    def built(seed: int, **options):
-        changes = {"attention": "landmark", "attention_options": options}
-        model = values(tiny_corpus, tmp_path / "run", tmp_path, **changes)
+    def built(seed: int, options: dict):
+        changes = {"attention": "landmark", "attention_options": {"block": 4, "top_k": 1} | options}
+        model = values(tmp_path, tmp_path / "run", tmp_path, **changes)
         model["train"] |= {"seed": seed, "landmark_loss": "guided"}
         return build_model(RunConfig.model_validate(model), 61)
 
-    def started(theirs: dict, ours: dict) -> tuple[list[str], bool]:
-        """Give what starts anew, and whether landmarks have parameters; all others are theirs."""
-        source, model = built(1, **theirs), built(2, **ours)
-        with torch.no_grad():
-            for parameter in source.parameters():
-                parameter += torch.randn_like(parameter)
-        source.save_pretrained(tmp_path / "source")
-        before = {name: x.clone() for name, x in model.state_dict().items()}
-        new = load_initial_weights(model, str(tmp_path / "source"))
-        given, now = source.state_dict(), model.state_dict()
-        assert all(x.equal(given[name]) for name, x in now.items() if ".core." not in name)
-        own = [name for name in now if ".core." in name]
-        assert all(now[name].equal((before if new else given)[name]) for name in own)
-        return new, bool(own)
-
-    box, learned = {"block": 4, "top_k": 1}, {"block": 4, "top_k": 1, "filter": "learned"}
-    both = ["core.filter", "core.sharpness"]
-    assert started(box, box | {"local": 2}) == ([], False)  # the default, spelled out
-    assert started(box, {"block": 8, "top_k": 2, "local": 1, "sink": True}) == ([], False)
-    assert started(box, learned) == (both, True)
-    assert started(learned, learned | {"top_k": 3, "share": "layer"}) == ([], True)
-    assert started(learned, learned | {"block": 8}) == (both, True)
-    assert started(learned, box) == ([], False)
-    ssm = box | {"filter": "ssm", "filter_state": 4}
-    assert started(ssm, box | {"filter": "ssm", "filter_state": 8}) == (both, True)
-    assert started(ssm, ssm | {"block": 8}) == (both, True)
-    assert started(ssm, ssm | {"top_k": 2}) == ([], True)
+    source, model = built(1, theirs), built(2, ours)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter += torch.randn_like(parameter)
+    source.save_pretrained(tmp_path / "source")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    assert load_initial_weights(model, str(tmp_path / "source")) == begins
+    given, now = source.state_dict(), model.state_dict()
+    assert all(x.equal(given[name]) for name, x in now.items() if ".core." not in name)
+    own = [name for name in now if ".core." in name]
+    assert all(now[name].equal((before if begins else given)[name]) for name in own)
+    assert bool(own) == ("filter" in ours)
 
 
-def test_an_exports_files_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):
+def test_files_of_an_export_are_compared_unless_told_not_to(tiny_corpus, pythia, tmp_path):
     source = shutil.copytree(pythia, tmp_path / "model")
     files = {path.name: describe_file(path) for path in Path(source).iterdir()}
     record = {"format": 1, "program": PROGRAM, "files": files, "dtype": "float32", "parameters": 1}

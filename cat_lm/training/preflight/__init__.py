@@ -25,11 +25,10 @@ from cat_lm.training.estimate import (
     MEMORY_ACCURACY,
     Memory,
     building_bytes,
-    checkpoint_bytes,
-    checkpoints_to_hold,
-    describe_kept,
+    check_disk,
     memory_per_rank,
     num_parameters,
+    size,
 )
 from cat_lm.training.preflight import data, facts
 from cat_lm.training.preflight.dry_run import dry_run_batch
@@ -92,6 +91,9 @@ class Findings:
     problems: list[Problem]
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def problem(self, text: str, passes: bool = False) -> None:
+        self.problems.append(Problem(text, passes))
 
 
 class Report:
@@ -165,13 +167,13 @@ def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) 
     try:
         config.accumulation_steps(ranks)
     except UserError as error:
-        _problem(found, f"{error}; {batch_advice(config, ranks)}")
+        found.problem(f"{error}; {batch_advice(config, ranks)}")
     if first.data is not None:  # else it is a problem already
         vocab_size = config.model.vocab_size or first.data.vocab_size
         try:
             model_config(config, vocab_size)
         except UserError as error:
-            _problem(found, str(error))
+            found.problem(str(error))
         else:
             parameters = num_parameters(config, vocab_size)
             _check_room(found, config, here, parameters, first.checkpoints)
@@ -179,10 +181,6 @@ def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) 
             sharing = 1 if here.on_gpu else hosts.count(hosts[here.rank])
             _check_memory(found, here, memory, sharing)
     return found
-
-
-def _problem(found: Findings, text: str, passes: bool = False) -> None:
-    found.problems.append(Problem(text, passes))
 
 
 def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> None:
@@ -193,17 +191,15 @@ def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> Non
         if name == "code":
             advice = "copy the same checkout to every host"
         if mine != wanted:
-            _problem(found, f"{name} is {mine}, but {wanted} on {host}; {advice}")
+            found.problem(f"{name} is {mine}, but {wanted} on {host}; {advice}")
     for name, (a, b) in changed_values(first.config, here.config).items():
-        _problem(
-            found,
+        found.problem(
             f"{name}={b!r}, but {a!r} on rank 0; start all ranks with the same file and overrides",
         )
     if here.data is None or first.data is None:
         return
     if here.data.fingerprint != first.data.fingerprint:
-        _problem(
-            found,
+        found.problem(
             f"data: the fingerprint is {here.data.fingerprint[:12]}, but on {host} "
             f"{first.data.fingerprint[:12]}; give all hosts the same prepared data",
         )
@@ -230,26 +226,18 @@ def _check_room(
     found: Findings, config: RunConfig, here: Facts, parameters: int, saved: int
 ) -> None:
     """Compare the disk, which has `saved` checkpoints, and host memory with what the run needs."""
-    one, free = checkpoint_bytes(parameters), here.free_disk
-    if free is not None:
-        needed = checkpoints_to_hold(config, saved) * one
-        if free < needed:
-            _problem(
-                found,
-                f"train.output_dir={config.train.output_dir}: {size(free)} are free, but "
-                f"checkpoints of {size(one)} each need {size(needed)}",
-            )
-        found.notes.append(
-            f"disk: {size(free)} free, a checkpoint takes {size(one)}{describe_kept(config, one)}"
-        )
+    if here.free_disk is not None:
+        problem, text = check_disk(config, parameters, here.free_disk, saved)
+        if problem:
+            found.problem(problem)
+        found.notes.append(f"disk: {text}")
     # The first rank builds the whole model on its host, whatever it keeps of it.
     one = building_bytes(config, parameters)
     if here.rank == 0 and one > here.host_memory:
-        _problem(
-            found,
+        found.problem(
             f"the model of {parameters:,} parameters is built on this host, which takes "
             f"{size(one)}, but {size(here.host_memory)} of memory are free there; take a smaller "
-            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0",
+            "model or a larger host; a SLURM job gets all of its nodes' memory by --mem=0"
         )
     found.notes.append(
         f"host memory: {size(one)} on the first rank's host while it builds the model, "
@@ -266,17 +254,9 @@ def _check_memory(found: Findings, here: Facts, memory: Memory, sharing: int) ->
     )
     if memory.states > free or memory.total > free * MEMORY_ACCURACY:
         # Processes of an earlier start may still hold it.
-        _problem(found, text, passes=memory.total <= here.gpu_memory)
+        found.problem(text, passes=memory.total <= here.gpu_memory)
     elif memory.total > free:
         found.warnings.append(text)
     found.notes.append(
         f"memory: about {memory.total / GIB:.2f} GiB a rank, {free / GIB:.2f} GiB free"
     )
-
-
-def size(bytes_: float) -> str:
-    """Format a number of bytes."""
-    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB")):
-        if bytes_ >= unit:
-            return f"{bytes_ / unit:.1f} {name}"
-    return f"{bytes_ / 1024:.1f} KiB"
