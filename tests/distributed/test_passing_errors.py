@@ -98,9 +98,9 @@ def stale_states():
     return mock.patch.object(readers, "open", opening, create=True)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-4])
-    seal(file.parents[file.parts[::-1].index("step-00000001") - 1])
+def cut(path: Path, step: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+    seal(step)
 
 
 def read(ranks, data: str, folder: str) -> dict[str, tuple[bool, str]]:
@@ -115,7 +115,7 @@ def read(ranks, data: str, folder: str) -> dict[str, tuple[bool, str]]:
         "not mapped": (unreadable(mapped), None, ""),
         "states stale": (stale_states(), None, ""),
         "cut": (None, cut, state),
-        "flipped": (None, flip, state),
+        "flipped": (None, lambda path, step: flip(path), state),
         "states cut": (None, cut, generators),
     }
     found = {}
@@ -123,7 +123,8 @@ def read(ranks, data: str, folder: str) -> dict[str, tuple[bool, str]]:
         run = Path(folder) / name
         shutil.copytree(first, run)
         if damage:
-            damage(run / "checkpoints/step-00000001" / file)
+            step = run / "checkpoints/step-00000001"
+            damage(step / file, step)
         found[name] = outcome(ranks, run_values(data, run, max_steps=2, resume="auto"), failing)
     return found
 

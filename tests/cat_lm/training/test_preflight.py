@@ -18,7 +18,7 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import GIB
 from cat_lm.training import preflight
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.estimate import checkpoint_bytes, num_parameters
+from cat_lm.training.estimate import check_disk, checkpoint_bytes, num_parameters
 from cat_lm.training.preflight import check, dry_run, facts
 from cat_lm.training.preflight.data import DataFacts
 from cat_lm.training.preflight.facts import Facts, Probe, Problem
@@ -115,22 +115,15 @@ def test_everything_wrong_is_told_with_its_ranks():
     ],
 )
 def test_disk_holds_all_checkpoints_that_are_there_at_once(keep_last, steps, saved, needed):
-    one = checkpoint_bytes(num_parameters(config(), 257))
+    parameters = num_parameters(config(), 257)
     rule = {"checkpoint": {"every_steps": 2, "keep_last": keep_last}}
     run = RunConfig.model_validate(run_values("data", "run", max_steps=steps) | rule)
-
-    def with_room(free: int) -> list[str]:
-        found = sound(2, 2)
-        values = run.model_dump(mode="json")
-        found = [replace(fact, config=values) for fact in found]
-        found[0] = replace(found[0], free_disk=free, checkpoints=saved)
-        return [
-            line for line in str(judged(run, found).error()).splitlines() if "output_dir" in line
-        ]
-
-    assert with_room(needed * one) == []
-    (line,) = with_room(needed * one - 1)
-    assert "n000 rank 0: train.output_dir=run:" in line and "are free, but checkpoints" in line
+    room = needed * checkpoint_bytes(parameters)
+    assert check_disk(run, parameters, room, saved)[0] is None
+    assert "are free, but checkpoints" in check_disk(run, parameters, room - 1, saved)[0]
+    first, other = sound(2, 2)
+    (line,) = problems([replace(first, free_disk=0), other])
+    assert line.startswith("n000 rank 0: train.output_dir=run: 0.0 KiB are free")
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -294,17 +287,7 @@ def test_what_may_pass_is_told_from_what_must_be_mended():
     assert not is_temporary_with(**held, versions={"python": "3.10"})
 
 
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
-        (MemoryError(), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error, is_memory):
-    assert dry_run._is_out_of_memory(error) is is_memory
+def test_what_counts_as_out_of_memory():
+    texts = ("CUDA out of memory. Tried to allocate", "DefaultCPUAllocator: can't allocate memory")
+    errors = (*map(RuntimeError, texts), MemoryError(), RuntimeError("shapes cannot be multiplied"))
+    assert [dry_run._is_out_of_memory(error) for error in errors] == [True, True, True, False]

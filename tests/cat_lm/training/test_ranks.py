@@ -146,8 +146,10 @@ def test_gpu_memory_is_allocated_in_blocks_that_grow(name, monkeypatch):
 
 @pytest.fixture
 def handlers():
-    """Set the handlers of signals back afterwards."""
+    """Ignore signals that nobody handles, and set their handlers back afterwards."""
     before = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGHUP, SIGINT)}
+    for number in (SIGTERM, SIGUSR1):
+        signal.signal(number, SIG_IGN)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
