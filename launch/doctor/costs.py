@@ -14,8 +14,6 @@ from cat_lm.core.errors import UserError
 from cat_lm.training.devices import Device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from cat_lm.training.estimate import Memory
 
 # The share of a GPU's peak that a training step is taken to reach where nothing was measured.
@@ -23,11 +21,10 @@ if TYPE_CHECKING:
 # of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
 # this project: `eval.speed train` makes one, which `--mfu` takes instead.
 ASSUMED_MFU = 0.40
-# An assumption: 38 microseconds for each of the 39 kernels that the tests count in a layer with a
-# convolution per head (tests/unit/test_gpu_counts.py), Python and autograd included.
 # Seconds that one core takes to launch what a layer computes of a micro-batch, forward and
-# backward, one kernel after the other; no step is shorter. Two fifths of what it takes on a CPU,
-# where the same core also computes: README.md has that measurement.
+# backward, one kernel after the other; no step is shorter. An assumption: 38 microseconds for each
+# of the 39 kernels that the tests count in a layer with a convolution per head, two fifths of what
+# it takes on a CPU, where the same core also computes. README.md has that measurement.
 HOST_SECONDS_A_LAYER = 1.5e-3
 # The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
 LINK_EFFICIENCY = 0.7
@@ -36,21 +33,6 @@ STORAGE = 2.0
 # The share of the communication that can hide behind computing, where DeepSpeed overlaps it
 # (overlap_comm): gradients are reduced, and in ZeRO-3 weights gathered, while other layers compute.
 OVERLAP = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
-
-
-def achieved_flops(config: RunConfig, device: Device, mfu: float) -> float:
-    """Return the FLOP/s that a GPU achieves: its peak, or the one that is given, times MFU.
-
-    Raises:
-        UserError: the device's peak in the run's precision is not known.
-    """
-    peak = config.train.peak_tflops
-    if peak is None and config.train.precision == "fp32":
-        raise UserError(
-            "train.precision=fp32: only peaks in bf16 are known; give train.peak_tflops=X, of one "
-            f"{device.name} in fp32"
-        )
-    return mfu * (peak or device.tflops) * 1e12
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,7 @@ class Cluster:
     interconnect: float
 
     def nodes(self, gpus: int) -> int:
-        """Raises `UserError` for GPUs that are not whole nodes."""
+        """Count the nodes; raise `UserError` for GPUs that are not whole nodes."""
         if gpus > self.gpus_per_node and gpus % self.gpus_per_node:
             raise UserError(
                 f"--ranks {gpus}: is not a multiple of --gpus-per-node {self.gpus_per_node}"
@@ -76,7 +58,7 @@ class Cluster:
         return max(1, gpus // self.gpus_per_node)
 
     def bandwidth(self, gpus: int) -> float:
-        """Bytes a second that each GPU sends in a ring over all of them.
+        """Return the bytes a second that each GPU sends in a ring over all of them.
 
         A ring enters and leaves a node once; a node's GPUs each have their own way out, and as many
         rings use them at the same time. So it is all of a node's ways out, or a GPU's link.
@@ -87,7 +69,7 @@ class Cluster:
         return LINK_EFFICIENCY * link * 1e9
 
     def exchange_seconds(self, parts: int, gpus: int) -> float:
-        """Seconds for each byte that GPUs send in all-to-alls of `parts` neighbours.
+        """Return the seconds for each byte that GPUs send in all-to-alls of `parts` neighbours.
 
         Each of the others gets as much: those of the GPU's node over its link, those of other nodes
         over its own way out, at the same time. The GPU with the longer of the two holds all up.
@@ -95,17 +77,12 @@ class Cluster:
         if parts == 1:
             return 0.0
         link, out = self.device.link, min(self.device.link, self.interconnect)
-        together = self._together(parts, gpus)
+        together = set()  # the GPUs of a group that are on one node: all numbers that occur
+        for start in range(0, gpus, parts):
+            nodes = Counter(gpu // self.gpus_per_node for gpu in range(start, start + parts))
+            together |= set(nodes.values())
         busiest = max(max((n - 1) / link, (parts - n) / out) for n in together)
         return busiest / (parts - 1) / (LINK_EFFICIENCY * 1e9)
-
-    def _together(self, parts: int, gpus: int) -> set[int]:
-        """Count the GPUs of a group of `parts` neighbours that are on one node: all that occur."""
-        size, found = self.gpus_per_node, set()
-        for start in range(0, gpus, parts):
-            nodes = Counter(gpu // size for gpu in range(start, start + parts))
-            found |= set(nodes.values())
-        return found
 
 
 @dataclass(frozen=True)
@@ -113,7 +90,7 @@ class Run:
     """A configuration with its model counted: what does not depend on the number of GPUs."""
 
     config: RunConfig
-    model: PreTrainedConfig
+    vocab_size: int
     parameters: int
     flops_per_token: float
 
@@ -124,7 +101,7 @@ class Run:
 
         parameters = num_parameters(config, vocab_size)
         work = flops_per_token(config, vocab_size)
-        return cls(config, model_config(config, vocab_size), parameters, work)
+        return cls(config, model_config(config, vocab_size).vocab_size, parameters, work)
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,6 @@ class Costs:
     """
 
     gpus: int
-    nodes: int
     micro_batch_size: int
     accumulation_steps: int
     compute_seconds: float
@@ -145,7 +121,6 @@ class Costs:
     exposed_seconds: float
     step_seconds: float
     tokens_per_second: float
-    checkpoint_bytes: int
     checkpoint_seconds: float
     checkpoints: int
     validation_seconds: float
@@ -167,7 +142,7 @@ class Costs:
 
 
 def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
-    """The costs of `run` on `gpus` GPUs.
+    """Compute the costs of `run` on `gpus` GPUs.
 
     Raises:
         UserError: the global batch cannot be shared by so many GPUs, or they are not whole nodes.
@@ -175,44 +150,48 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank, saves
 
     config = with_fitting_micro_batch(run.config, gpus)
-    compute = compute_seconds(run, cluster, gpus)
-    host = host_seconds(config, gpus)
+    train, passes = config.train, config.accumulation_steps(gpus)
+    # Activation checkpointing computes each forward pass, a third, once more.
+    again = 4 / 3 if train.activation_checkpointing else 1.0
+    speed = gpus * cluster.flops
+    compute = again * run.flops_per_token * config.tokens_per_step / speed
+    # Compiled graphs launch fewer kernels, which were not counted.
+    layers = 0 if train.compile else config.model.num_hidden_layers
+    host = passes * again * layers * HOST_SECONDS_A_LAYER
     busy = max(compute, host)
     volume = communication_bytes(config, run.parameters, gpus)
     communication = volume / cluster.bandwidth(gpus)
-    overlap = OVERLAP[config.train.zero_stage]
-    exposed = communication - min(overlap * communication, busy)
+    exposed = communication - min(OVERLAP[train.zero_stage] * communication, busy)
     shared = sequence_bytes(run, gpus)
     # Nothing is computed meanwhile: a layer goes on with what it gets.
-    waited = shared * cluster.exchange_seconds(config.train.sequence_parallel, gpus)
-    volume, communication, exposed = volume + shared, communication + waited, exposed + waited
-    step = busy + exposed
-    saved = checkpoint_bytes(run.parameters)
-    validation = validation_flops(run) / (gpus * cluster.flops)
-    saving = saved / (STORAGE * 1e9)
+    waited = shared * cluster.exchange_seconds(train.sequence_parallel, gpus)
+    step = busy + exposed + waited
+    saving = checkpoint_bytes(run.parameters) / (STORAGE * 1e9)
+    # Forward passes over `validation.max_tokens`; 0 where it is the whole split, unknown here.
+    tokens = config.total_steps // config.validation.every_steps
+    tokens *= config.validation.max_tokens or 0
+    validation = tokens * run.flops_per_token / 3 / speed
     return Costs(
         gpus=gpus,
-        nodes=cluster.nodes(gpus),
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation_steps=config.accumulation_steps(gpus),
+        micro_batch_size=train.micro_batch_size,
+        accumulation_steps=passes,
         compute_seconds=compute,
         host_seconds=host,
-        communication_bytes=volume,
-        communication_seconds=communication,
-        exposed_seconds=exposed,
+        communication_bytes=volume + shared,
+        communication_seconds=communication + waited,
+        exposed_seconds=exposed + waited,
         step_seconds=step,
         tokens_per_second=config.tokens_per_step / step,
-        checkpoint_bytes=saved,
         checkpoint_seconds=saving,
         checkpoints=saves(config),
         validation_seconds=validation,
         total_seconds=config.total_steps * step + saves(config) * saving + validation,
-        memory=memory_per_rank(config, run.parameters, gpus, run.model.vocab_size),
+        memory=memory_per_rank(config, run.parameters, gpus, run.vocab_size),
     )
 
 
 def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
-    """`config` with the largest micro-batch, up to its own, that divides a GPU's share.
+    """Return `config` with the largest micro-batch, up to its own, that divides a GPU's share.
 
     Raises:
         UserError: the GPUs do not divide the global batch.
@@ -233,31 +212,8 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def compute_seconds(run: Run, cluster: Cluster, gpus: int) -> float:
-    """Return the seconds of a step at the peak rate."""
-    work = _computed_again(run.config) * run.flops_per_token * run.config.tokens_per_step
-    return work / (gpus * cluster.flops)
-
-
-def host_seconds(config: RunConfig, gpus: int) -> float:
-    """That a rank's host needs to launch a step's kernels, however little each computes.
-
-    0 for compiled graphs, whose fewer launches were not counted.
-    """
-    if config.train.compile:
-        return 0.0
-    passes = config.accumulation_steps(gpus)
-    layers = _computed_again(config) * config.model.num_hidden_layers
-    return passes * layers * HOST_SECONDS_A_LAYER
-
-
-def _computed_again(config: RunConfig) -> float:
-    """Activation checkpointing computes each forward pass, a third, once more."""
-    return 4 / 3 if config.train.activation_checkpointing else 1.0
-
-
 def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
-    """Bytes that each GPU sends in a step, as DeepSpeed reduces and gathers here.
+    """Return the bytes that each GPU sends in a step, as DeepSpeed reduces and gathers here.
 
     A ring all-reduce of P numbers sends 2 (n − 1) / n of them, a reduce-scatter or an all-gather
     half of that. Gradients travel in `train.gradient_communication`. ZeRO-0 all-reduces them once a
@@ -278,7 +234,7 @@ def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
 
 
 def sequence_bytes(run: Run, gpus: int) -> float:
-    """Bytes that each GPU sends in a step to those that share its sequences.
+    """Return the bytes that each GPU sends in a step to those that share its sequences.
 
     Each layer's exchanges, forward and backward, and again where activations are computed again.
     """
@@ -290,10 +246,4 @@ def sequence_bytes(run: Run, gpus: int) -> float:
     times = 3 if train.activation_checkpointing else 2
     passes = config.tokens_per_step / gpus * train.sequence_parallel
     passes /= train.micro_batch_size * config.data.context_length
-    return times * passes * saved_bytes(config, run.model.vocab_size, on_gpu=True).sent
-
-
-def validation_flops(run: Run) -> float:
-    """Forward passes over `validation.max_tokens`; 0 where it is the whole split, unknown here."""
-    every, tokens = run.config.validation.every_steps, run.config.validation.max_tokens or 0
-    return run.config.total_steps // every * tokens * run.flops_per_token / 3
+    return times * passes * saved_bytes(config, run.vocab_size, on_gpu=True).sent

@@ -1,24 +1,28 @@
-"""Findings of the checks of `launch.doctor`."""
+"""Findings of the checks of `launch.doctor`, and the page that they make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cat_lm.core.errors import UserError
 
+WIDTH = 100
+LABEL = 18
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about a machine.
+    """One fact about a machine or a run.
 
     Attributes:
         topic: what it is about: "packages", "device", …
         text: the fact for people; empty where there is only a problem.
+        name, value: the same fact for programs.
         problem: what is wrong and what to do, or None.
         broken: whether training cannot run because of it.
-        name, value: the same fact for programs.
     """
 
     topic: str
@@ -30,17 +34,45 @@ class Finding:
 
 
 def guarded(check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """The findings of a check; what it found before it failed, and the failure as one more."""
+    """Return the findings of a check; where it fails, those before that, and the failure."""
     name = check.__name__
     findings: list[Finding] = []
     try:
         for finding in check(*arguments):
             findings.append(finding)
+        return findings
     except UserError as error:
         problem = str(error)
     except Exception as error:
         message = " ".join(str(error).split()) or "no message"
         problem = f"the check failed with {type(error).__name__}: {message}"
-    else:
-        return findings
     return [*findings, Finding(name.replace("_", " "), "", name, problem=problem, broken=True)]
+
+
+def render(findings: Sequence[Finding], verdict: str | None) -> str:
+    """Return findings by topic, then what is wrong and what to do, then the verdict.
+
+    Args:
+        verdict: the sentence that is true if nothing is broken; None: there is no such question.
+    """
+    lines = []
+    for topic in dict.fromkeys(finding.topic for finding in findings):
+        # Short facts share a line; each longer one has its own.
+        parts = [f.text for f in findings if f.topic == topic and f.text]
+        paragraphs = ["; ".join(parts)] if all(len(p) < 45 for p in parts) else parts
+        for place, paragraph in enumerate(paragraphs):
+            lines += _wrap(paragraph, ("" if place else topic).ljust(LABEL), LABEL)
+    wrong = sorted((f for f in findings if f.problem), key=lambda finding: not finding.broken)
+    for finding in wrong:
+        mark = "BROKEN: " if finding.broken else "note: "
+        lines += _wrap(f"{finding.topic}: {finding.problem}", mark, 8)
+    broken = sum(finding.broken for finding in wrong)
+    if broken and verdict:
+        verdict = f"{broken} broken: {verdict.replace(' can ', ' cannot ', 1)}"
+    return "\n".join(lines + ([verdict] if verdict else []))
+
+
+def _wrap(text: str, first: str, indent: int) -> list[str]:
+    indents = {"initial_indent": first, "subsequent_indent": " " * indent}
+    # Paths and options must stay whole.
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)

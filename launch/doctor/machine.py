@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from cat_lm.core.host import GIB
 from launch.doctor.findings import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHONS = ">=3.11,<3.13"
-# Import name of what the extras name, and of rivals that benchmarks look for.
+PYTHONS = Requirement("python>=3.11,<3.13")
+# Import names of what the extras name, and of a rival that benchmarks look for.
 OPTIONAL = {
     "triton": "triton",
     "flash-attn": "flash_attn",
@@ -30,63 +30,54 @@ OPTIONAL = {
     "lm-eval": "lm_eval",
     "wandb": "wandb",
 }
-# Required, and who needs them where a run on prepared data does not.
-NEEDED_ELSEWHERE = {
-    **dict.fromkeys(("datasets", "pyarrow", "zstandard"), "data_prep and eval"),
-    **dict.fromkeys(("matplotlib", "pillow"), "eval"),
-    "sentencepiece": "sentencepiece's tokenizers",
-}
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def requirements(extra: str | None = None) -> dict[str, str]:
-    """Return the supported range of each package that setup.cfg names."""
+def requirements(extra: str | None = None) -> dict[str, Requirement]:
+    """Return what setup.cfg asks for, by name."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     key = ("options", "install_requires") if extra is None else ("options.extras_require", extra)
-    lines = (line.strip() for line in config.get(*key).splitlines())
-    matches = (re.match(r"([\w.-]+)(?:\[[\w,]+\])?(.*)", line) for line in lines if line)
-    return {match[1]: match[2].strip() for match in matches}
+    found = [Requirement(line) for line in config.get(*key).splitlines() if line.strip()]
+    return {requirement.name: requirement for requirement in found}
 
 
 def python() -> Iterator[Finding]:
     version, problem = platform.python_version(), None
-    if not _in_range(version, PYTHONS):
+    if not PYTHONS.specifier.contains(version, prereleases=True):
         problem = f"Python {version} is not supported; use 3.11 or 3.12"
     yield Finding("python", version, "python", version, problem, broken=problem is not None)
 
 
 def packages() -> Iterator[Finding]:
     """Compare the packages that the project needs with setup.cfg's ranges."""
-    for name, supported in requirements().items():
-        version, users = _installed(name), NEEDED_ELSEWHERE.get(name)
-        problem = None
+    for name, needed in requirements().items():
+        version, problem = _installed(name), None
+        advice = f"pip install '{name}{needed.specifier}'"
         if version is None:
-            needed = f", which {users} need" if users else ""
-            problem = f"{name} is missing{needed}; install it: pip install '{name}{supported}'"
-        elif not _in_range(version, supported):
-            problem = f"{name} {version} is outside {supported}; "
-            problem += f"install: pip install '{name}{supported}'"
-        text = f"{name} {version or 'missing'} ({supported})"
-        broken = problem is not None and not (version is None and users)
-        yield Finding("packages", text, name, version, problem, broken=broken)
+            problem = f"{name} is missing; install it: {advice}"
+        elif not needed.specifier.contains(version, prereleases=True):
+            problem = f"{name} {version} is outside {needed.specifier}; install: {advice}"
+        text = f"{name} {version or 'missing'} ({needed.specifier})"
+        yield Finding("packages", text, name, version, problem, broken=problem is not None)
 
 
 def optional() -> Iterator[Finding]:
     """Yield whether each package that training does without imports, and why not."""
-    known: dict[str, str] = {}
+    known: dict[str, Requirement] = {}
     for extra in ("gpu", "flash", "eval", "wandb"):
         known |= requirements(extra)
     for name, module in OPTIONAL.items():
         if importlib.util.find_spec(module) is None:
             yield Finding("optional", f"{name}: not installed", name)
             continue
-        version, supported, problem = _installed(name), known.get(name, ""), None
+        version, problem = _installed(name), None
+        supported = known[name].specifier if name in known else ""
         # In a process of its own: a broken binary package may end the interpreter.
         if failure := _failure_of(f"import {module}"):
             problem = f"{name} {version} is installed but does not import: {failure}"
-        elif version and not _in_range(version, supported):
+        elif version and supported and not supported.contains(version, prereleases=True):
             problem = f"{name} {version} is outside {supported}"
         yield Finding("optional", f"{name} {version or ''}".strip(), name, version, problem)
 
@@ -114,24 +105,29 @@ def device() -> Iterator[Finding]:
             f"compute capability {capability}, driver {driver or 'unknown'}"
         )
         yield Finding("device", text, f"cuda:{index}", value)
-    cores, (model, flags) = len(os.sched_getaffinity(0)), _cpu()
-    text = f"CPU {model}, {cores} cores, {torch.get_num_threads()} threads: {' '.join(flags)}"
-    yield Finding("device", text, "cpu", {"name": model, "cores": cores, "flags": flags})
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8") if info.is_file() else ""
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", lines, re.MULTILINE))
+    has = fields.get("flags", fields.get("Features", "")).split()
+    name, flags = fields.get("model name", platform.machine()), [f for f in CPU_FLAGS if f in has]
+    cores = len(os.sched_getaffinity(0))
+    text = f"CPU {name}, {cores} cores, {torch.get_num_threads()} threads: {' '.join(flags)}"
+    yield Finding("device", text, "cpu", {"name": name, "cores": cores, "flags": flags})
 
 
 def compiler() -> Iterator[Finding]:
     """Find a C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
-    path, problem = next((found for name in names if (found := shutil.which(name))), None), None
-    version = "none"
+    path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         problem = (
             f"no C++ compiler ({', '.join(names)}): convolutions and Mamba's scan on a CPU "
             "take their slower paths, and torch.compile does not work there; install g++ or clang"
         )
+        yield Finding("compiler", "none", "compiler", None, problem)
     else:
         version = (_output_of(path, "--version") or "unknown version").splitlines()[0]
-    yield Finding("compiler", version, "compiler", path, problem)
+        yield Finding("compiler", version, "compiler", path)
 
 
 def attention() -> Iterator[Finding]:
@@ -158,7 +154,7 @@ def deepspeed() -> Iterator[Finding]:
         DS_ACCELERATOR="cuda" if torch.cuda.is_available() else "cpu",
     )
     problem = failure and f"DeepSpeed does not import: {failure}"
-    text = "imports; training compiles none of its extensions" if failure is None else ""
+    text = "" if failure else "imports; training compiles none of its extensions"
     yield Finding("deepspeed", text, "deepspeed", not failure, problem, broken=bool(failure))
 
 
@@ -192,44 +188,32 @@ def convolutions() -> Iterator[Finding]:
                 runs = ops.BACKENDS.get(choice.name).describe(conv_type, dtype, shape["window"])
                 value[name] = {"backend": choice.name, "reason": choice.reason, "runs": runs}
                 # Mostly both dtypes are served alike, and share a line.
-                dtypes_of.setdefault(tuple(value[name].values()), []).append(name)
+                dtypes_of.setdefault(f"{choice.name}, {choice.reason}: {runs}", []).append(name)
             text = "; ".join(
-                f"{conv_type}, {' and '.join(dtypes)} on {where}: {backend}, {reason}: {runs}"
-                for (backend, reason, runs), dtypes in dtypes_of.items()
+                f"{conv_type}, {' and '.join(dtypes)} on {where}: {served}"
+                for served, dtypes in dtypes_of.items()
             )
             yield Finding("convolutions", text, f"{conv_type} {where}", value)
 
 
-def kernels() -> Iterator[Finding]:
-    """Check that a Triton kernel runs on the GPU, which needs a C compiler and Python's headers."""
+def triton() -> Iterator[Finding]:
+    """Check that a Triton kernel runs on the GPU, and which assembler makes it."""
     import torch
 
     from cat_lm.ops.runtime.triton_launch import INSTALLED
-
-    if not (INSTALLED and torch.cuda.is_available()):
-        return
     from cat_lm.training.preflight.facts import why_no_kernel
 
-    problem = why_no_kernel(torch.device("cuda"))
-    text = "" if problem else "a Triton kernel was built, runs and computes the right numbers"
-    yield Finding("kernels", text, "triton kernel", problem is None, problem, problem is not None)
-
-
-def ptxas() -> Iterator[Finding]:
-    """Yield the assembler of Triton's kernels, and whether it is suspected on the GPUs here."""
-    import torch
-
-    from cat_lm.ops.runtime.triton_launch import INSTALLED
-
+    if INSTALLED and torch.cuda.is_available():
+        problem = why_no_kernel(torch.device("cuda"))
+        text = "" if problem else "a Triton kernel was built, runs and computes the right numbers"
+        yield Finding("kernels", text, "triton kernel", not problem, problem, bool(problem))
     if not INSTALLED or torch.version.hip:
         return
     from triton.backends.nvidia.compiler import get_ptxas
 
-    capabilities = [
-        torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
-    ]
-    on_hopper = (9, 0) in capabilities
-    major, minor = (9, 0) if on_hopper or not capabilities else capabilities[0]
+    found = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]
+    on_hopper = (9, 0) in found
+    major, minor = (9, 0) if on_hopper or not found else found[0]
     tool, problem = get_ptxas(10 * major + minor), None
     if on_hopper and re.match(r"12\.[89](\.|$)", tool.version):
         problem = (
@@ -241,12 +225,8 @@ def ptxas() -> Iterator[Finding]:
 
 ALL = (
     *(python, packages, device, compiler, optional),
-    *(attention, deepspeed, space, convolutions, kernels, ptxas),
+    *(attention, deepspeed, space, convolutions, triton),
 )
-
-
-def _in_range(version: str, supported: str) -> bool:
-    return SpecifierSet(supported).contains(version, prereleases=True)
 
 
 def _installed(name: str) -> str | None:
@@ -258,37 +238,18 @@ def _installed(name: str) -> str | None:
 
 def _failure_of(code: str, **environment: str) -> str | None:
     """Return None if `code` runs in an interpreter of its own, else the last line it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if result.returncode == 0:
+    words = [sys.executable, "-c", code]
+    given = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": 300}
+    done = subprocess.run(words, capture_output=True, text=True, **given)
+    if done.returncode == 0:
         return None
-    lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-    return lines[-1]
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def _output_of(*arguments: str) -> str | None:
     """Return a program's output; None where it is absent or fails."""
     try:
-        result = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
-
-
-def _cpu() -> tuple[str, list[str]]:
-    """Return the processor's name, and those of `CPU_FLAGS` that it has."""
-    fields: dict[str, str] = {}
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip().lower(), value.strip())
-    has = fields.get("flags", fields.get("features", "")).split()
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    return name, [flag for flag in CPU_FLAGS if flag in has]
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -19,7 +19,7 @@ _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
     *("cat_lm.config", "cat_lm.data.opening", "data_prep.prepare", "data_prep.assemble.pipeline"),
     *("data_prep.check.findings", "data_prep.megatron.convert", "data_prep.adopt"),
-    *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.scale"),
+    *("data_prep.inspect", "launch.doctor.__main__", "launch.doctor.ranks"),
     *("launch.slurm.__main__", "launch.slurm.local", "launch.slurm.prepare"),
     *("launch.slurm.status", "launch.slurm.submit"),
     *("eval.study", "eval.studies.rivals", "torch", "transformers"),
@@ -37,7 +37,7 @@ _TORCH = (
     *("eval.speed.train", "eval.speed.tables"),
     *("eval.recall.__main__", "eval.recall.filter_plots", "eval.study"),
     *("eval.long_range.__main__", "eval.long_range.training", "eval.long_range.grids"),
-    *("eval.studies.streams", "launch.doctor.__main__", "launch.doctor.scale"),
+    *("eval.studies.streams", "launch.doctor.__main__", "launch.doctor.ranks"),
 )
 _HARNESS = ("torch", "transformers", "lm_eval", "eval.zero_shot.__main__")
 _HARNESS += (

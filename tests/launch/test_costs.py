@@ -1,4 +1,4 @@
-"""launch.doctor --ranks --device: its arithmetic, its errors, and the tables of its README.md."""
+"""launch.doctor --ranks --device: its arithmetic, its checks and errors, its README.md's tables."""
 
 from __future__ import annotations
 
@@ -6,42 +6,36 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from cat_lm.config import load_config
+from cat_lm.core.errors import UserError
 from cat_lm.training.devices import (
+    ASSUMED_INTERCONNECT,
     DEVICES,
     device_by_option,
     known_device,
 )
-from launch.doctor import __main__ as doctor
 from launch.doctor import costs as equations
 from launch.doctor.costs import (
+    ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
     OVERLAP,
+    STORAGE,
     Cluster,
     Run,
     communication_bytes,
     costs,
 )
-from tests.calls import call_main
+from launch.doctor.findings import WIDTH
+from tests.conftest import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-SMALL = str(ROOT / "configs/pretrain/cat_rope.yaml")
-MEDIUM = str(ROOT / "configs/pretrain/cat_rope_1b4.yaml")
+SMALL, MEDIUM, LARGE = (
+    str(REPOSITORY / f"configs/pretrain/cat_rope{size}.yaml") for size in ("", "_1b4", "_7b")
+)
+PAGE = REPOSITORY / "launch/doctor/README.md"
 H100 = device_by_option("h100")
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs the command: its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        return call_main(doctor.main, monkeypatch, capsys, "launch.doctor", *arguments)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +47,17 @@ def cluster(**changes) -> Cluster:
     return replace(Cluster(H100, 8, 4e14, 25.0), **changes)
 
 
-def test_pythias_shapes():
-    """Without convolutions the configurations have the parameters that Pythia reports."""
+def with_keys(run: Run, *overrides: str) -> Run:
+    return replace(run, config=load_config(MEDIUM, overrides))
+
+
+# Equations
+
+
+def test_configurations_without_convolutions_have_pythias_parameters():
     for name, parameters in (("base_1b4", 1_414_647_808), ("base_7b", 6_857_302_016)):
-        found = Run.of(load_config(ROOT / f"configs/pretrain/{name}.yaml"), 0).parameters
-        assert found == parameters
-        assert (
-            load_config(ROOT / f"configs/pretrain/cat_rope_{name[5:]}.yaml").train.zero_stage == 1
-        )
+        config = load_config(REPOSITORY / f"configs/pretrain/{name}.yaml")
+        assert Run.of(config, 0).parameters == parameters
 
 
 def test_computing_is_flops_by_speed(run):
@@ -71,9 +68,8 @@ def test_computing_is_flops_by_speed(run):
     assert one.exposed_seconds == one.communication_bytes == 0
     assert many.step_seconds == many.compute_seconds + many.exposed_seconds
     assert many.tokens_per_second == pytest.approx(tokens / many.step_seconds)
-    steps = run.config.total_steps
     assert many.total_seconds == pytest.approx(
-        steps * many.step_seconds
+        run.config.total_steps * many.step_seconds
         + many.checkpoints * many.checkpoint_seconds
         + many.validation_seconds
     )
@@ -81,12 +77,8 @@ def test_computing_is_flops_by_speed(run):
     # 143 validations of 10M tokens, a third of a step's work each token.
     work = 143 * 10**7 * run.flops_per_token / 3
     assert many.validation_seconds == pytest.approx(work / (64 * 4e14))
-
-
-def test_checkpointing_computes_the_forward_pass_twice(run):
-    config = load_config(MEDIUM, ["train.activation_checkpointing=true"])
-    again = costs(replace(run, config=config), cluster(), 8)
-    assert again.compute_seconds == pytest.approx(4 / 3 * costs(run, cluster(), 8).compute_seconds)
+    again = costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 64)
+    assert again.compute_seconds == pytest.approx(4 / 3 * many.compute_seconds)
 
 
 def test_no_step_is_shorter_than_its_launches(run, monkeypatch):
@@ -97,23 +89,9 @@ def test_no_step_is_shorter_than_its_launches(run, monkeypatch):
     assert many.is_host_bound and not few.is_host_bound
     assert many.step_seconds == many.host_seconds + many.exposed_seconds
     assert few.step_seconds == few.compute_seconds + few.exposed_seconds
-    config = load_config(MEDIUM, ["train.activation_checkpointing=true"])
-    again = costs(replace(run, config=config), cluster(), 512)
+    again = costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 512)
     assert again.host_seconds == pytest.approx(4 / 3 * many.host_seconds)
-
-
-def test_the_host_s_time_is_shown(command):
-    rows = ("--ranks", "8,256", "--device", "h100")
-    text = " ".join(command(SMALL, *rows)[1].split())
-    layer = f"{HOST_SECONDS_A_LAYER * 1e3:.2g} ms to launch a layer's kernels"
-    assert f"host ASSUMED: {layer}, {24e3 * HOST_SECONDS_A_LAYER:.0f} ms a micro-batch" in text
-    assert re.search(r" 8 8 4 \S+ 0\.\d{3} ", text), "8 GPUs have enough to compute"
-    assert re.search(r" 256 1 1 \S+ 0\.\d{3}\* ", text) and "* the GPU waits for its host" in text
-    one = ("--ranks", 256, "--device", "h100", "train.micro_batch_size=1")
-    (step,) = re.findall(r"(?m)^step +(.*)", command(SMALL, *one)[1])
-    assert re.match(r"0\.\d{3} s: launching 0\.\d{3} s \(the GPU computes 0\.014 s", step)
-    text = command(SMALL, *rows, "train.compile=true")[1]
-    assert "not counted: train.compile=true launches fewer" in text and "*" not in text
+    assert costs(with_keys(run, "train.compile=true"), cluster(), 512).host_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +104,7 @@ def test_the_host_s_time_is_shown(command):
         (3, "bf16", 16 * (4 + 4)),
     ],
 )
-def test_bytes_sent(stage, precision, sent):
+def test_bytes_sent_are_deepspeeds(stage, precision, sent):
     """1,024 sequences on 8 GPUs, 8 at once: 16 micro-batches; a ring keeps an eighth at home."""
     config = load_config(MEDIUM, [f"train.zero_stage={stage}", f"train.precision={precision}"])
     assert communication_bytes(config, 1000, 8) == pytest.approx(1000 * sent * 7 / 8)
@@ -144,71 +122,20 @@ def test_bandwidth_within_and_between_nodes():
 
 def test_communication_hides_where_deepspeed_overlaps_it(run, monkeypatch):
     def exposed(stage: int) -> float:
-        config = load_config(MEDIUM, [f"train.zero_stage={stage}"])
-        overlaps = config.deepspeed(16)["zero_optimization"]["overlap_comm"]
+        staged = with_keys(run, f"train.zero_stage={stage}")
+        overlaps = staged.config.deepspeed(16)["zero_optimization"]["overlap_comm"]
         assert overlaps == (OVERLAP[stage] > 0)
-        cost = costs(replace(run, config=config), cluster(), 16)
+        cost = costs(staged, cluster(), 16)
         return cost.exposed_seconds / cost.communication_seconds
 
     assert exposed(0) == exposed(1) == 1
     assert exposed(2) == exposed(3) == pytest.approx(0.5)
-    config = load_config(MEDIUM, ["train.zero_stage=3"])
     monkeypatch.setattr(equations, "HOST_SECONDS_A_LAYER", 0.0)
-    fast = costs(replace(run, config=config), cluster(flops=1e30), 16)
+    fast = costs(with_keys(run, "train.zero_stage=3"), cluster(flops=1e30), 16)
     assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)
 
 
-def test_marks_of_a_table(command, tmp_path):
-    path = tmp_path / "costs.json"
-    code, out, _ = command(MEDIUM, "--ranks", "8,256,512", "--device", "l4", "--json", path)
-    assert code == 0
-    found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
-    assert [cost["gpus"] for cost in found["costs"]] == [8, 256, 512]
-    assert f"{found['costs'][1]['tokens_per_second']:,.0f}" in out
-    assert "at most 1,024 ranks, with a sequence each; 128 with train.micro_batch_size=8" in out
-    rows = {
-        int(line.split()[0]): line.split()
-        for line in out.splitlines()
-        if line[:5].strip()[:1].isdigit()
-    }
-    assert [rows[gpus][3].endswith("!") for gpus in (8, 256, 512)] == [True, False, False]
-    assert rows[256][1:3] == ["4", "1"], "the micro-batch that 256 GPUs leave"
-    assert "train.py needs train.micro_batch_size set to it" in out
-    assert "more than the device's 24 GiB; lower train.micro_batch_size=8" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--ranks", "64", "--device", "h1000"), "device 'h1000': is not known; known are b200,"),
-        (("--ranks", "8,48", "--device", "h100"), "cannot be shared by 48 GPUs; 32 or 64 GPUs can"),
-        (("--ranks", "8,512", "--device", "h100"), "cannot be shared by 512 GPUs; 256 GPUs can"),
-        (("--ranks", "2,4", "--device", "h100", "--gpus-per-node", "3"), "is not a multiple of"),
-        (("--ranks", "8,9", "--device", "h100", "train.precision=fp32"), "train.peak_tflops=X"),
-        (("--ranks", "8", "--device", "h100", "model.conv_windw=3"), "model.conv_window"),
-        (("--ranks", "8,16"), "--ranks: several numbers are a table of costs: give --device"),
-        (("--device", "h100"), "--device: says nothing without --ranks"),
-        (("--ranks", "8", "--mfu", "0.5"), "--mfu: says nothing without --device"),
-        (("--ranks", "8;16", "--device", "h100"), "'8;16' must be a whole number"),
-        (("--ranks", "0", "--device", "h100"), "'0' must be from 1 to 1,048,576"),
-        (("--ranks", "8,8", "--device", "h100"), "names a number twice"),
-        (("--ranks", "8", "--device", "h100", "--mfu=nan"), "--mfu: 'nan' must be"),
-        (("--ranks", "8", "--device", "h100", "--interconnect=0"), "--interconnect: '0' must be"),
-    ],
-)
-def test_wrong_input_is_one_line(command, arguments, named):
-    code, out, err = command(SMALL, *arguments)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("error: ") and named in err, err
-
-
-def test_all_wrong_numbers_are_named_at_once(command):
-    code, _, err = command(SMALL, "--ranks", "7,8,12", "--device", "h100")
-    named = [line.split(":")[0] for line in err.splitlines()[1:]]
-    assert (code, named) == (2, ["  --ranks 7", "  --ranks 12"])
-
-
-def test_devices():
+def test_devices_are_found_by_name():
     assert device_by_option("H100-PCIe").tflops == 756 and device_by_option("rtx_4090").link == 32
     assert known_device("NVIDIA H100 80GB HBM3") == H100
     assert known_device("NVIDIA GH200 480GB").name == "GH200"
@@ -218,11 +145,182 @@ def test_devices():
         assert device_by_option(device.name.lower().replace(" ", "-")) == device
 
 
-def test_readme_shows_what_the_command_prints(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "launch/doctor/README.md").read_text(encoding="utf-8")
+# Sequences that ranks share
+
+
+def shared_run(parts: int, *overrides: str) -> Run:
+    keys = [f"train.sequence_parallel={parts}", "train.precision=bf16", *overrides]
+    return Run.of(load_config(SMALL, [*keys, "train.global_batch_size=64"]), 32_000)
+
+
+def test_shared_sequences_send_what_a_gpu_keeps_not():
+    run = shared_run(4)
+    found = costs(run, cluster(), 32)
+    assert (found.micro_batch_size, found.accumulation_steps) == (8, 1)
+    # Of each of its tokens a GPU keeps a quarter of q, k, v and output in bf16, there and back.
+    sent = 2 * 24 * (64 * 2048 / 32) * 4 * 1024 * 3 / 4 * 2
+    assert equations.sequence_bytes(run, 32) == sent
+    plain = communication_bytes(run.config, run.parameters, 32)
+    assert found.communication_bytes == plain + sent
+    seconds = plain / cluster().bandwidth(32) + sent / (equations.LINK_EFFICIENCY * 450e9)
+    assert found.communication_seconds == pytest.approx(seconds)
+    again = shared_run(4, "train.activation_checkpointing=true")
+    assert equations.sequence_bytes(again, 32) == 1.5 * sent
+    for gpus, near in ((6, "4 or 8"), (512, "256")):
+        with pytest.raises(UserError, match=rf"groups of 4 .*; {near} GPUs can"):
+            equations.with_fitting_micro_batch(run.config, gpus)
+
+
+@pytest.mark.parametrize(
+    ("parts", "gpus", "seconds"),
+    [
+        (8, 32, 1 / 450),  # within nodes of 8
+        (16, 16, 8 / 15 / 25),  # of 15 others 8 are on the other node
+        (32, 64, 24 / 31 / 25),
+        (6, 24, 4 / 5 / 25),  # 6 | 2 4 | 4 2 | 6: two have four others elsewhere
+        (12, 24, 8 / 11 / 25),  # 8 4 | 4 8
+        (3, 3, 1 / 450),
+    ],
+)
+def test_what_crosses_nodes_goes_through_a_gpus_own_way_out(parts, gpus, seconds):
+    """Of a byte to 450 GB/s within a node and 25 GB/s out of it, 70% of them reached."""
+    found = cluster().exchange_seconds(parts, gpus) * equations.LINK_EFFICIENCY * 1e9
+    assert found == pytest.approx(seconds)
+
+
+def test_ranks_that_share_sequences_divide_the_batch(doctor):
+    asked = (SMALL, "train.sequence_parallel=4", "train.micro_batch_size=2", "--ranks")
+    out = " ".join(doctor(*asked, 64)[1].split())
+    assert "16 a group of 4 ranks (512 tokens each), 2 at once, 8 micro-batches" in out
+    code, out, _ = doctor(*asked, 26)
+    assert code == 1 and "must divide the number of ranks, 26" in " ".join(out.split())
+
+
+# The command
+
+
+def test_one_number_of_ranks_has_its_facts_and_costs(doctor, tmp_path):
+    path = tmp_path / "found.json"
+    asked = ("--ranks", 64, "--device", "H100", "--mfu", 0.5, "--json", path)
+    code, out, _ = doctor(LARGE, *asked)
+    assert code == 0 and max(map(len, out.splitlines())) <= WIDTH, out
+    assert "\nthis run can start on 64 ranks\n" in out
+    words = " ".join(out.split())
+    record = json.loads(path.read_text("utf-8"))
+    assert record["page"] == out.splitlines() and record["can_train"]
+    found = {f["name"]: f["value"] for f in record["findings"]}
+    assert found["host_memory"] == 4 * found["parameters"], "the first rank alone builds it"
+    # The last two, the next, and those of each 20,000th of 238,418 steps.
+    kept = (2 + 1 + 11) * found["checkpoint"] / 2**30
+    (cost,) = found["costs"]
+    for said in (
+        *("64 ranks on 8 nodes of 8 H100", "6,857,366,528 parameters", "238,418 steps"),
+        "2048 sequences of 2048 a step: 32 a rank, 1 at once, 32 micro-batches",
+        "note: data: data/pretraining-1t: no such folder",
+        f"every 1,000 steps; up to {kept:,.1f} GiB at the end",
+        "25.5 GiB of the first node while its first rank builds the model",
+        "50% of 989 TFLOP/s (MFU; given by --mfu)",
+        f" {cost['tokens_per_second']:,.0f} {cost['days']:.2f} {cost['gpu_hours']:,.0f} ",
+    ):
+        assert said in words, out
+    assert found["accumulation"] == 32 and found["checkpoint"] == 12 * found["parameters"]
+    work = 2**22 * found["flops_per_token"]
+    assert cost["compute_seconds"] == pytest.approx(work / (64 * 0.5 * 989e12))
+
+
+def test_several_numbers_are_a_table_with_marks(doctor, tmp_path):
+    path = tmp_path / "costs.json"
+    code, out, _ = doctor(MEDIUM, "--ranks", "8,256,512", "--device", "l4", "--json", path)
+    assert code == 0
+    found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
+    assert [cost["gpus"] for cost in found["costs"]] == [8, 256, 512]
+    assert "at most 1,024 ranks, with a sequence each; 128 with train.micro_batch_size=8" in out
+    rows = {
+        int(row[0]): row
+        for line in out.splitlines()
+        if (row := line.split())[:1] and row[0].isdigit()
+    }
+    assert [rows[gpus][3].endswith("!") for gpus in (8, 256, 512)] == [True, False, False]
+    assert rows[256][1:3] == ["4", "1"], "the micro-batch that 256 GPUs leave"
+    assert "train.py needs train.micro_batch_size set to it" in out
+    assert "more than the device's 24 GiB; lower train.micro_batch_size=8" in out
+
+
+def test_hosts_time_is_shown(doctor):
+    rows = ("--ranks", "8,256", "--device", "h100")
+    text = " ".join(doctor(SMALL, *rows)[1].split())
+    layer = f"{HOST_SECONDS_A_LAYER * 1e3:.2g} ms to launch a layer's kernels"
+    assert f"host ASSUMED: {layer}, {24e3 * HOST_SECONDS_A_LAYER:.0f} ms a micro-batch" in text
+    assert re.search(r" 8 8 4 \S+ 0\.\d{3} 0\.\d{3} ", text), "8 GPUs have enough to compute"
+    assert re.search(r" 256 1 1 \S+ \S+ 0\.\d{3}\* ", text) and "* the GPU waits for its" in text
+    text = doctor(SMALL, *rows, "train.compile=true")[1]
+    assert "not counted: train.compile=true launches fewer" in text and "*" not in text
+
+
+def test_everything_wrong_with_a_number_at_once(doctor):
+    asked = ("--ranks", 60, "--device", "l4", "train.zero_stage=0")
+    code, out, _ = doctor(LARGE, *asked)
+    assert code == 1
+    broken = [line for line in out.splitlines() if line.startswith("BROKEN")]
+    assert len(broken) == 3, out
+    assert "BROKEN: ranks: --ranks 60: is not a multiple of --gpus-per-node 8" in broken[0]
+    assert broken[1].startswith("BROKEN: batch: train.global_batch_size=2048 is not a multiple")
+    assert broken[2].startswith("BROKEN: memory: about 1")
+    assert out.splitlines()[-1] == "3 broken: this run cannot start on 60 ranks"
+    code, out, _ = doctor(MEDIUM, "--ranks", 64, "--device", "h100", "train.precision=fp32")
+    assert code == 0 and "note: speed: train.precision=fp32: only peaks in bf16 are known" in out
+
+
+def test_real_data_are_read(doctor, tiny_corpus):
+    asked = (REPOSITORY / "configs/quickstart.yaml", "--ranks", 2, "--gpus-per-node", 2)
+    code, out, err = doctor(*asked, f"data.path={tiny_corpus}", "train.micro_batch_size=8")
+    assert code == 0 and "note" not in out, out + err
+    assert "epochs" in out and "2 ranks on 1 node\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--ranks", "64", "--device", "h1000"), "device 'h1000': is not known; known are b200,"),
+        (("--ranks", "8,48", "--device", "h100"), "cannot be shared by 48 GPUs; 32 or 64 GPUs can"),
+        (("--ranks", "2,4", "--device", "h100", "--gpus-per-node", "3"), "is not a multiple of"),
+        (("--ranks", "8,9", "--device", "h100", "train.precision=fp32"), "train.peak_tflops=X"),
+        (("--ranks", "8", "--device", "h100", "model.conv_windw=3"), "model.conv_window"),
+        (("--ranks", "8,16"), "--ranks: several numbers are a table of costs: give --device"),
+        (("--device", "h100"), "--device: says nothing without --ranks"),
+        (("--ranks", "8", "--mfu", "0.5"), "--mfu: says nothing without --device"),
+        (("--ranks", "8", "--device", "h100", "--mfu=0"), "--mfu: '0' must be"),
+        (("--ranks", "8", "--device", "h100", "--interconnect=nan"), "--interconnect: 'nan' must"),
+        (("--device", "h100", "--ranks", "8;16"), "'8;16' must be a whole number"),
+        (("--device", "h100", "--ranks", "8,8"), "names a number twice"),
+    ],
+)
+def test_wrong_input_is_one_line(doctor, arguments, named):
+    code, out, err = doctor(SMALL, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+
+
+def test_all_wrong_numbers_at_once(doctor):
+    code, out, err = doctor(SMALL, "--ranks", "7,8,12,512", "--device", "h100")
+    assert (code, out) == (2, "")
+    wrong = [line.split(":")[0] for line in err.splitlines()[1:]]
+    assert wrong == ["  --ranks 7", "  --ranks 12", "  --ranks 512"]
+
+
+def test_page_shows_what_the_command_prints(doctor, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ python -m launch\.doctor (.*)\n([^`]*)```", page)
     assert len(blocks) == 4
     for arguments, shown in blocks:
-        code, out, _ = command(*shlex.split(arguments))
-        assert code == 0 and shown == out, f"launch/doctor/README.md: {arguments} now prints\n{out}"
+        code, out, _ = doctor(*shlex.split(arguments))
+        assert code == 0 and shown == out, f"{PAGE}: {arguments} now prints\n{out}"
+
+
+def test_page_states_the_assumptions():
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"| MFU | {ASSUMED_MFU:.2f} |" in page
+    assert f"| {ASSUMED_INTERCONNECT:g} GB/s a GPU |" in page
+    assert f"| {HOST_SECONDS_A_LAYER * 1e3:.2g} ms a layer and micro-batch |" in page
+    assert f"| file system | {STORAGE:g} GB/s |" in page

@@ -1,0 +1,300 @@
+"""Checks of `launch.doctor CONFIG --ranks 8,64 --device h100`: a large run that is not started.
+
+The model is counted without its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from cat_lm.config import RunConfig
+from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
+from launch.doctor.costs import (
+    ASSUMED_MFU,
+    HOST_SECONDS_A_LAYER,
+    LINK_EFFICIENCY,
+    OVERLAP,
+    Cluster,
+    Costs,
+    Run,
+)
+from launch.doctor.costs import costs as costs_of
+from launch.doctor.findings import Finding, guarded
+from launch.doctor.run import precision_here, vocabulary
+
+# Above this share of a device's memory a run may not fit: the estimate is no closer.
+TIGHT = 0.85
+HOST_BOUND = "*"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The numbers of ranks and the machine that are asked for.
+
+    Attributes:
+        ranks: one number, or several to be compared.
+        mfu: the share of its peak that a GPU reaches.
+        interconnect: GB/s that a GPU sends to other nodes.
+    """
+
+    ranks: tuple[int, ...]
+    gpus_per_node: int = 8
+    device: Device | None = None
+    mfu: float = ASSUMED_MFU
+    interconnect: float = ASSUMED_INTERCONNECT
+
+    def cluster(self, config: RunConfig) -> Cluster:
+        """Return the machine as the costs see it.
+
+        Raises:
+            UserError: the device's peak in the run's precision is not known.
+        """
+        peak = config.train.peak_tflops
+        if peak is None and config.train.precision == "fp32":
+            raise UserError(
+                "train.precision=fp32: only peaks in bf16 are known; give train.peak_tflops=X, of "
+                f"one {self.device.name} in fp32"
+            )
+        flops = self.mfu * (peak or self.device.tflops) * 1e12
+        return Cluster(self.device, self.gpus_per_node, flops, self.interconnect)
+
+
+def examine(config: RunConfig, asked: Asked) -> tuple[list[Finding], list[str]]:
+    """Return the findings about a run on so many ranks, and the lines of the table of costs.
+
+    Raises:
+        UserError: the numbers that are wrong, of several. Of one number it is a finding.
+    """
+    if config.train.precision == "auto":
+        config = config.with_precision("bf16" if asked.device else precision_here(config))
+    run, is_one = Run.of(config, vocabulary(config)[0]), len(asked.ranks) == 1
+    checks = (batch, model, memory, data, schedule, checkpoints)
+    checks = checks if is_one else (model, schedule, checkpoints)
+    findings = [finding for check in checks for finding in guarded(check, run, asked)]
+    is_wrong = any(finding.broken for finding in findings if finding.topic in ("ranks", "batch"))
+    if asked.device is None or is_wrong:
+        return findings, []
+    try:
+        found = _all_costs(run, asked)
+    except UserError as error:
+        if not is_one:
+            raise
+        return [*findings, Finding("speed", "", "flops", None, str(error))], []
+    return [*findings, *assumptions(run, asked, found)], table(run, asked, found)
+
+
+def _all_costs(run: Run, asked: Asked) -> list[Costs]:
+    """Return the costs of each number of ranks; raise UserError for all that are wrong."""
+    cluster, found, errors = asked.cluster(run.config), [], []
+    for ranks in asked.ranks:
+        try:
+            found.append(costs_of(run, cluster, ranks))
+        except UserError as error:
+            errors.append(str(error))
+    if errors:
+        raise UserError(errors[0] if len(errors) == 1 else "".join(f"\n  {e}" for e in errors))
+    return found
+
+
+def batch(run: Run, asked: Asked) -> Iterator[Finding]:
+    """Yield whether nodes and global batch divide, and what a rank computes."""
+    from cat_lm.training.preflight import batch_advice
+
+    (ranks,), per_node, config = asked.ranks, asked.gpus_per_node, run.config
+    nodes, problem = max(1, ranks // per_node), None
+    if ranks > per_node and ranks % per_node:
+        problem = f"--ranks {ranks}: is not a multiple of --gpus-per-node {per_node}"
+    device = f" of {per_node} {asked.device.name}" if asked.device else ""
+    text = f"{ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}{device}"
+    yield Finding("ranks", text, "nodes", nodes, problem, problem is not None)
+    try:
+        steps = config.accumulation_steps(ranks)
+    except UserError as error:
+        problem = f"{error}; {batch_advice(config, ranks)}"
+        yield Finding("batch", "", "accumulation", None, problem, broken=True)
+        return
+    train, parts, length = config.train, config.train.sequence_parallel, config.data.context_length
+    whose = "rank" if parts == 1 else f"group of {parts} ranks ({length // parts} tokens each)"
+    text = (
+        f"{train.global_batch_size} sequences of {length} a step: "
+        f"{train.global_batch_size // config.row_shares(ranks)} a {whose}, "
+        f"{train.micro_batch_size} at once, "
+        f"{steps} micro-batch{'es' if steps > 1 else ''}"
+    )
+    yield Finding("batch", text, "accumulation", steps)
+
+
+def model(run: Run, asked: Asked) -> Iterator[Finding]:
+    """Yield the model's parameters and operations, and what building it takes."""
+    config, train = run.config, run.config.train
+    text = (
+        f"{config.model.architecture} ({config.architecture.summary(config.model).words}), "
+        f"{run.parameters:,} parameters, {run.flops_per_token / 1e9:.2f} GFLOPs a token (forward "
+        f"and backward), {train.precision}, ZeRO-{train.zero_stage}"
+    )
+    text += ", activation checkpointing" if train.activation_checkpointing else ""
+    text += f", vocabulary taken to be {run.vocab_size}" if vocabulary(config)[1] else ""
+    yield Finding("model", text, "parameters", run.parameters)
+    yield Finding("model", "", "flops_per_token", run.flops_per_token)
+
+
+def memory(run: Run, asked: Asked) -> Iterator[Finding]:
+    """Yield the memory of a rank's step, and of the first node while the model is built."""
+    from cat_lm.training.estimate import building_bytes, memory_per_rank
+
+    needed = memory_per_rank(run.config, run.parameters, asked.ranks[0], run.vocab_size)
+    text, problem, broken = f"about {needed.total / GIB:.1f} GiB a rank ({needed})", None, False
+    if asked.device is not None:
+        device = f"{asked.device.memory:g} GiB of {asked.device.name}"
+        share = needed.total / GIB / asked.device.memory
+        text += f" of {asked.device.memory:g} GiB"
+        broken = share > 1
+        if broken:
+            problem = (
+                f"about {needed.total / GIB:.1f} GiB a rank do not fit into the {device}; "
+                f"{needed.advice}"
+            )
+        elif share > TIGHT:
+            problem = f"above {TIGHT:.0%} of the {device}: tight"
+    yield Finding("memory", text, "memory", needed.total, problem, broken)
+    building = building_bytes(run.config, run.parameters)
+    text = (
+        f"{building / GIB:.1f} GiB of the first node while its first rank builds the model, beside "
+        "what the programs take themselves: a SLURM job with more --mem than that, or --mem 0 for "
+        "all"
+    )
+    yield Finding("host memory", text, "host_memory", building)
+
+
+def data(run: Run, asked: Asked) -> Iterator[Finding]:
+    """Yield how often the run reads the data, or that they are not there."""
+    from cat_lm.data.opening import open_data
+
+    config = run.config
+    tokens = config.total_steps * config.tokens_per_step
+    try:
+        corpus, _, loader = open_data(config)
+    except UserError as error:
+        problem = f"{error}; the costs are those of {tokens:,} tokens that nobody reads"
+        yield Finding("data", "", "data", None, problem)
+        return
+    epochs = config.total_steps * config.train.global_batch_size / loader.samples_per_epoch
+    text = f"{corpus.num_tokens:,} tokens; the run reads {tokens:,}, {epochs:.2f} epochs"
+    yield Finding("data", text, "data", corpus.fingerprint)
+
+
+def schedule(run: Run, asked: Asked) -> Iterator[Finding]:
+    from cat_lm.training.schedule import learning_rate
+
+    config = run.config
+    steps, warmup = config.total_steps, config.steps_of("warmup")
+    rates = {step: learning_rate(config, step) for step in (1, max(1, warmup), steps)}
+    text = (
+        f"{steps:,} steps of {config.tokens_per_step:,} tokens, {warmup:,} of them warm-up; "
+        "learning rate " + ", ".join(f"{rate:.2e} at step {step:,}" for step, rate in rates.items())
+    )
+    yield Finding("schedule", text, "steps", steps)
+
+
+def checkpoints(run: Run, asked: Asked) -> Iterator[Finding]:
+    """Yield the size of one checkpoint and of all that the run keeps."""
+    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
+
+    one = checkpoint_bytes(run.parameters)
+    most = checkpoints_to_hold(run.config) + kept_for_good(run.config)
+    text = (
+        f"{one / GIB:.1f} GiB each, every {run.config.checkpoint.every_steps:,} steps; up to "
+        f"{most * one / GIB:,.1f} GiB at the end of the run"
+    )
+    yield Finding("checkpoints", text, "checkpoint", one)
+
+
+def assumptions(run: Run, asked: Asked, found: Sequence[Costs]) -> Iterator[Finding]:
+    """Yield what the costs take for granted, of which nothing was measured; then the costs."""
+    config, flops = run.config, asked.cluster(run.config).flops
+    whose = "this project's assumption" if asked.mfu == ASSUMED_MFU else "given by --mfu"
+    peak = f"{asked.mfu:.0%} of {flops / asked.mfu / 1e12:g} TFLOP/s (MFU; {whose})"
+    yield Finding("speed", f"ASSUMED, nothing was measured: {peak}", "flops", flops)
+    layer = HOST_SECONDS_A_LAYER
+    text = (
+        f"ASSUMED: {layer * 1e3:.2g} ms to launch a layer's kernels, "
+        f"{layer * config.model.num_hidden_layers * 1e3:.0f} ms a micro-batch, which no step is "
+        "shorter than"
+    )
+    if config.train.compile:
+        layer = 0.0
+        text = "not counted: train.compile=true launches fewer kernels, how many is not known"
+    yield Finding("host", text, "host_seconds", layer)
+    stage = config.train.zero_stage
+    hidden = f"up to {OVERLAP[stage]:.0%}" if OVERLAP[stage] else "nothing"
+    text = (
+        f"ASSUMED: {asked.device.link:g} GB/s between the GPUs of a node, "
+        f"{asked.interconnect:g} GB/s from each to other nodes, of which collectives reach "
+        f"{LINK_EFFICIENCY:.0%}; {hidden} of it hides behind computing (ZeRO-{stage})"
+    )
+    yield Finding("network", text, "interconnect", asked.interconnect)
+    values = [asdict(c) | {"days": c.days, "gpu_hours": c.gpu_hours} for c in found]
+    yield Finding("costs", "", "costs", values)
+
+
+def table(run: Run, asked: Asked, found: Sequence[Costs]) -> list[str]:
+    """Return a row for each number of ranks, and what its marks mean."""
+    marks = (" ", HOST_BOUND) if any(cost.is_host_bound for cost in found) else ("", "")
+    rows = [
+        {
+            "ranks": f"{cost.gpus}",
+            "micro": f"{cost.micro_batch_size}",
+            "accum.": f"{cost.accumulation_steps}",
+            "GiB a rank": f"{cost.memory.total / GIB:.1f}{_mark(asked.device, cost)}",
+            "compute s": f"{cost.compute_seconds:.3f}",
+            "step s": f"{cost.step_seconds:.3f}{marks[cost.is_host_bound]}",
+            "GB sent": f"{cost.communication_bytes / 1e9:.1f}",
+            "comm.": f"{cost.exposed_seconds / cost.step_seconds:.1%}",
+            "tokens/s": f"{cost.tokens_per_second:,.0f}",
+            "days": f"{cost.days:,.2f}",
+            "GPU-hours": f"{cost.gpu_hours:,.0f}",
+        }
+        for cost in found
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    rows = [dict(zip(widths, widths, strict=True)), *rows]
+    lines = ["  ".join(row[name].rjust(widths[name]) for name in widths).rstrip() for row in rows]
+    return ["", *lines, "", *_remarks(run, asked.device, found)]
+
+
+def _mark(device: Device, cost: Costs) -> str:
+    share = cost.memory.total / (device.memory * GIB)
+    return " " if share <= TIGHT else "~" if share <= 1 else "!"
+
+
+def _remarks(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
+    train, validation = run.config.train, run.config.validation
+    lines = ["comm.: exposed communication's share of a step. Days without failures and queues."]
+    if not validation.max_tokens:
+        lines.append("Days without validation, whose tokens are those of the data.")
+    marks = {_mark(device, cost): cost.memory.advice for cost in reversed(found)}
+    if "~" in marks:
+        lines.append(f"~ above {TIGHT:.0%} of the device's {device.memory:g} GiB: tight")
+    if "!" in marks:
+        lines.append(f"! more than the device's {device.memory:g} GiB; {marks['!']}")
+    if any(cost.is_host_bound for cost in found):
+        lines.append(
+            f"{HOST_BOUND} the GPU waits for its host, which launches kernels one by one: fewer "
+            "ranks, larger micro-batches"
+        )
+    if any(cost.micro_batch_size != train.micro_batch_size for cost in found):
+        lines.append(
+            f"micro: where it is not {train.micro_batch_size}, train.py needs "
+            "train.micro_batch_size set to it"
+        )
+    parts, batch = train.sequence_parallel, train.global_batch_size
+    owner = "each" if parts == 1 else f"for {parts} together (train.sequence_parallel)"
+    lines.append(
+        f"at most {batch * parts:,} ranks, with a sequence {owner}; "
+        f"{batch // train.micro_batch_size * parts:,} with "
+        f"train.micro_batch_size={train.micro_batch_size}"
+    )
+    return lines

@@ -1,0 +1,120 @@
+"""Checks of `launch.doctor` on a run's configuration on this machine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cat_lm.config import RunConfig
+from cat_lm.config.run import check_replaceable
+from cat_lm.core.errors import UserError
+from cat_lm.core.folders import check_output
+from cat_lm.core.host import GIB
+from launch.doctor.findings import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+# Of data that are not there: that of the paper's tokenizer.
+ASSUMED_VOCABULARY = 32_000
+
+
+def run_data(config: RunConfig) -> Iterator[Finding]:
+    """Open the training and validation split as training opens them."""
+    from cat_lm.data.opening import open_data
+
+    train, validation, _ = open_data(config)
+    for split, corpus in (("train", train), ("validation", validation)):
+        value = {"tokens": corpus.num_tokens, "fingerprint": corpus.fingerprint}
+        yield Finding("run data", f"{corpus.num_tokens:,} {split} tokens", split, value)
+
+
+def run_model(config: RunConfig) -> Iterator[Finding]:
+    """Build the model without its weights, with its attention, which may not be installed."""
+    from cat_lm.counts import count_parameters
+    from cat_lm.training.building import build_model, resolve_precision
+
+    precision, reason = resolve_precision(config, _device())
+    yield Finding("run model", f"{precision}: {reason}", "precision", precision)
+    parameters = count_parameters(build_model(config, vocabulary(config)[0], weights=False))
+    words = f"{config.model.architecture}, {config.architecture.summary(config.model).words}"
+    yield Finding("run model", f"{parameters:,} parameters, {words}", "parameters", parameters)
+
+
+def run_backends(config: RunConfig) -> Iterator[Finding]:
+    """Name the backends of convolutions and recurrences in the run's precision."""
+    from cat_lm.training.building import describe_backend, model_config
+
+    config = config.with_precision(precision_here(config))
+    model = model_config(config, vocabulary(config)[0])
+    for name, key in (("convolutions", "conv_backend"), ("recurrences", "mixer_backend")):
+        try:
+            backend, problem = describe_backend(config, model, _device(), key), None
+        except UserError as error:
+            backend, problem = "", str(error)
+        if backend or problem:
+            yield Finding(f"run {name}", backend, name, backend, problem, problem is not None)
+
+
+def run_memory(config: RunConfig) -> Iterator[Finding]:
+    """Compare the memory of one rank alone with this machine's device."""
+    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank, num_parameters
+    from cat_lm.training.preflight.facts import free_memory
+
+    device, config = _device(), config.with_precision(precision_here(config))
+    vocab_size, ranks = vocabulary(config)[0], config.train.sequence_parallel  # the fewest
+    parameters = num_parameters(config, vocab_size)
+    memory = memory_per_rank(config, parameters, ranks, vocab_size, device.type == "cuda")
+    free, problem = free_memory(device), None
+    text = f"about {memory.total / GIB:.2f} GiB for one rank, {free / GIB:.2f} GiB free"
+    if memory.total > free:
+        problem = f"{text} ({memory}); {memory.advice}"
+    surely = memory.states > free or memory.total > free * MEMORY_ACCURACY
+    yield Finding("run memory", text, "memory", memory.total, problem, surely)
+
+
+def run_output(config: RunConfig) -> Iterator[Finding]:
+    """Check the output folder, and its space for all checkpoints that are there at one time."""
+    from cat_lm.training.estimate import check_disk, checkpoint_bytes, num_parameters
+    from cat_lm.training.preflight.facts import saved_checkpoints
+
+    folder = Path(config.train.output_dir).absolute()
+    check_output(config.train.output_dir, "train.output_dir")
+    check_replaceable(folder / "config.yaml")
+    yield Finding("run output", f"writes to {config.train.output_dir}", "output_dir", str(folder))
+    parameters = num_parameters(config, vocabulary(config)[0])
+    saved = saved_checkpoints(folder, config.checkpoint.keep_last)
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    problem, text = check_disk(config, parameters, shutil.disk_usage(parent).free, saved)
+    value = checkpoint_bytes(parameters)
+    yield Finding("run output", text, "checkpoint", value, problem, problem is not None)
+
+
+ALL = (run_data, run_model, run_memory, run_backends, run_output)
+
+
+def precision_here(config: RunConfig) -> str:
+    """Return bf16 or fp32, as a run on this machine decides it."""
+    from cat_lm.training.building import resolve_precision
+
+    return resolve_precision(config, _device())[0]
+
+
+def vocabulary(config: RunConfig) -> tuple[int, bool]:
+    """Return the vocabulary's size, and whether it is assumed as the data are not there."""
+    from cat_lm.data.opening import open_data
+
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size, False
+    try:
+        return open_data(config)[0].vocab_size, False
+    except UserError:
+        return ASSUMED_VOCABULARY, True
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
