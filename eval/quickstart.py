@@ -22,7 +22,7 @@ from cat_lm.core import numbers
 from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
-from cat_lm.pretrained.loading import load_model, load_tokenizer, model_folder, quiet_transformers
+from cat_lm.pretrained.loading import model_folder, quiet_transformers
 from cat_lm.pretrained.record import comparing_files
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
@@ -40,23 +40,18 @@ def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:
         UserError: the run has no export, or its data are absent or too short.
     """
     from cat_lm.config import load_config
-    from eval.common.precision import evaluation_dtype
-    from eval.common.runs import EVALUATION
+    from eval.common.result_files import EVALUATION
     from eval.length_sweep.sweep import sweep, table
-    from eval.samples import write_samples
+    from eval.samples import Sampling, write_samples
 
     config = load_config(run / "config.yaml")
-    trained = config.data.context_length
+    trained, data = config.data.context_length, config.data.folders[0]
     lengths = [max(1, int(factor * trained)) for factor in FACTORS]
     limit = max_tokens or config.validation.max_tokens or MAX_TOKENS
-    out = run / EVALUATION
-    data = config.data.folders[0]
-    rows = sweep([run], lengths, out, data=data, max_tokens=max(limit, max(lengths)))
-    print(table(rows), flush=True)
+    limit = max(limit, max(lengths))
+    print(table(sweep([run], lengths, run / EVALUATION, data=data, max_tokens=limit)), flush=True)
     print(f"{run}: sampling continuations of held-out documents", file=sys.stderr)
-    dtype = evaluation_dtype("auto", [run], "auto")
-    model, tokenizer = load_model(run, dtype=dtype), load_tokenizer(run)
-    write_samples(model, tokenizer, data, out / "samples.json", seed=seed)
+    write_samples(run, Sampling(seed=seed))
 
 
 @command
@@ -91,12 +86,8 @@ def main() -> None:
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
     quiet_transformers()
-    from cat_lm.core.outputs import claim_outputs
-    from eval.common.runs import EVALUATION
     from eval.report.write import report
 
-    for run in runs:
-        claim_outputs(run / EVALUATION, "samples.json")
     with comparing_files(skip=arguments.skip_checksums):
         for run in runs:
             evaluate(run, arguments.max_tokens, arguments.seed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, add_skip_checksums, path_name, whole
+from cat_lm.core.cli import Parser, add_skip_checksums, path_name
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json
 from cat_lm.pretrained.loading import (
@@ -18,7 +19,9 @@ from cat_lm.pretrained.loading import (
     quiet_transformers,
 )
 from cat_lm.pretrained.record import comparing_files
-from eval.common.precision import DTYPES, HELP, evaluation_dtype
+from eval.common.options import Option, add_options, options_of
+from eval.common.precision import HELP, Dtype, evaluation_dtype
+from eval.common.result_files import EVALUATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,10 +29,21 @@ if TYPE_CHECKING:
 TEMPERATURE, TOP_P = 0.8, 0.95
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Say what is sampled: continuations of `count` prompts; each field is an option."""
+
+    count: Annotated[int, Option("documents", numbers.SAMPLES)] = 4
+    prompt_tokens: Annotated[int, Option("of a document's beginning", numbers.PROMPT_TOKENS)] = 48
+    max_new_tokens: Annotated[int, Option("of a continuation", numbers.NEW_TOKENS)] = 96
+    seed: Annotated[int, Option("of each continuation", numbers.SEED)] = 0
+    dtype: Annotated[Dtype, Option(HELP)] = "auto"
+
+
 def held_out_prompts(
-    data: Path | str, count: int, prompt_tokens: int, reference_tokens: int
+    data: Path | str, asked: Sampling
 ) -> tuple[list[dict[str, str]], dict[str, int]]:
-    """Return beginnings of `count` documents spread over the validation split, and their rest.
+    """Return beginnings of documents spread over the validation split, and their rest.
 
     Tokens are those of the data, whose own tokenizer spells them: a model's may be another one.
 
@@ -50,21 +64,21 @@ def held_out_prompts(
     tokens = corpus.tokens(0, min(corpus.num_tokens, 1_000_000))
     ends = np.flatnonzero(tokens == corpus.eod_id)
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else np.array([], dtype=int)
-    lengths = ends - starts
-    long_enough = starts[lengths >= prompt_tokens + reference_tokens]
+    whole, count = asked.prompt_tokens + asked.max_new_tokens, asked.count
+    long_enough = starts[ends - starts >= whole]
     if len(long_enough) < count:
         raise UserError(
-            f"--data {data}: {len(long_enough)} held-out documents have "
-            f"{prompt_tokens + reference_tokens} tokens, {count} are needed"
+            f"--data {data}: {len(long_enough)} held-out documents have {whole} tokens, {count} "
+            "are needed"
         )
-    chosen = long_enough[np.linspace(0, len(long_enough) - 1, count).astype(int)]
     prompts = []
-    for start in chosen:
-        middle, stop = start + prompt_tokens, start + prompt_tokens + reference_tokens
+    for start in long_enough[np.linspace(0, len(long_enough) - 1, count).astype(int)]:
         # Up to a whole word, so that its end and the continuation's beginning can be read.
-        prompt = _whole_words(tokenizer.decode(tokens[start:middle]))
-        whole = tokenizer.decode(tokens[start:stop])
-        prompts.append({"prompt": prompt, "reference": whole[len(prompt) :]})
+        text = tokenizer.decode(tokens[start : start + asked.prompt_tokens])
+        words = re.match(r"(.*\S)\s+\S*$", text, re.DOTALL)
+        prompt = words[1] if words else text
+        reference = tokenizer.decode(tokens[start : start + whole])[len(prompt) :]
+        prompts.append({"prompt": prompt, "reference": reference})
     documents = {
         "looked_at": len(starts),
         "used": count,
@@ -74,11 +88,6 @@ def held_out_prompts(
         "tokens_left_out": corpus.num_tokens - len(tokens),
     }
     return prompts, documents
-
-
-def _whole_words(text: str) -> str:
-    words = re.match(r"(.*\S)\s+\S*$", text, re.DOTALL)
-    return words[1] if words else text
 
 
 def sample_continuations(
@@ -103,48 +112,37 @@ def sample_continuations(
     return results
 
 
-def write_samples(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    data: Path | str,
-    out: Path | str,
-    *,
-    count: int = 4,
-    prompt_tokens: int = 48,
-    max_new_tokens: int = 96,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Sample after `count` held-out prompts and write the texts to the JSON file `out`.
+def write_samples(run: Path, asked: Sampling, data: Path | str | None = None) -> dict[str, Any]:
+    """Sample after held-out prompts and write the texts to RUN/eval/samples.json.
 
     Args:
-        model: of a folder (see `cat_lm.pretrained.loading.load_model`); its hash is kept.
+        data: prepared data; None: the run's own.
     """
+    from cat_lm.config import load_config
+    from cat_lm.core.outputs import claim_outputs
     from eval.common.models import folder_sha256
     from eval.common.provenance import provenance
 
+    dtype = evaluation_dtype(asked.dtype, [run], "auto")
+    model, tokenizer = load_model(run, dtype=dtype), load_tokenizer(run)
     check_vocabulary(tokenizer, model.config)
-    prompts, documents = held_out_prompts(data, count, prompt_tokens, max_new_tokens)
+    claim_outputs(run / EVALUATION, "samples.json")
+    data = data or load_config(run / "config.yaml").data.folders[0]
+    prompts, documents = held_out_prompts(data, asked)
+    how = {"max_new_tokens": asked.max_new_tokens, "seed": asked.seed}
     result = {
         "format": 1,
         "data": str(data),
         "documents": documents,
         "model_sha256": folder_sha256(Path(model.name_or_path)),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "seed": seed,
+        "dtype": dtype,
         "temperature": TEMPERATURE,
         "top_p": TOP_P,
-        "max_new_tokens": max_new_tokens,
-        "samples": sample_continuations(
-            model, tokenizer, prompts, max_new_tokens=max_new_tokens, seed=seed
-        ),
+        **how,
+        "samples": sample_continuations(model, tokenizer, prompts, **how),
         **provenance(),
     }
-    write_json(out, result)
-    print(_account(data, documents), file=sys.stderr)
-    return result
-
-
-def _account(data: Path | str, documents: dict[str, int]) -> str:
+    write_json(run / EVALUATION / "samples.json", result)
     line = (
         f"{data} (validation split): {documents['used']} of {documents['looked_at']} documents are "
         f"continued; left out: {documents['too_short']} too short, {documents['not_needed']} not "
@@ -152,7 +150,8 @@ def _account(data: Path | str, documents: dict[str, int]) -> str:
     )
     if documents["tokens_left_out"]:
         line += f", and what follows the first {documents['tokens_looked_at']:,} tokens"
-    return line
+    print(line, file=sys.stderr)
+    return result
 
 
 @command
@@ -167,32 +166,13 @@ def main() -> None:
     parser.add_argument(
         "--data", type=path_name, metavar="DIR", help="prepared data; default: the run's own"
     )
-    parser.add_argument("--count", type=whole(numbers.SAMPLES), default=4)
-    parser.add_argument("--prompt-tokens", type=whole(numbers.PROMPT_TOKENS), default=48)
-    parser.add_argument("--max-new-tokens", type=whole(numbers.NEW_TOKENS), default=96)
-    parser.add_argument("--seed", type=whole(numbers.SEED), default=0)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=HELP)
+    add_options(parser, Sampling)
     add_skip_checksums(parser)
     arguments = parser.parse_args()
     quiet_transformers()
-    from cat_lm.config import load_config
-    from cat_lm.core.outputs import claim_outputs
-
-    run = Path(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):
-        dtype = evaluation_dtype(arguments.dtype, [run], "auto")
-        model, tokenizer = load_model(run, dtype=dtype), load_tokenizer(run)
-    claim_outputs(run / "eval", "samples.json")
-    result = write_samples(
-        model,
-        tokenizer,
-        arguments.data or load_config(run / "config.yaml").data.folders[0],
-        run / "eval" / "samples.json",
-        count=arguments.count,
-        prompt_tokens=arguments.prompt_tokens,
-        max_new_tokens=arguments.max_new_tokens,
-        seed=arguments.seed,
-    )
+        asked = options_of(arguments, Sampling)
+        result = write_samples(Path(arguments.run), asked, arguments.data)
     for sample in result["samples"]:
         print(f"{sample['prompt']}\N{BLACK RIGHT-POINTING TRIANGLE}{sample['continuation']}\n")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -104,7 +103,7 @@ def _options(cls: type) -> Iterator[tuple[dataclasses.Field, Any, Option]]:
         for option in getattr(hint, "__metadata__", ()):
             if isinstance(option, Option):
                 kind = typing.get_args(hint)[0]
-                if isinstance(kind, types.UnionType):
+                if type(None) in typing.get_args(kind):
                     (kind,) = (each for each in typing.get_args(kind) if each is not type(None))
                 yield field, kind, option
 

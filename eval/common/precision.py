@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cat_lm.pretrained import loading
 from cat_lm.pretrained.record import read_record
@@ -18,22 +18,16 @@ from cat_lm.pretrained.record import read_record
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("auto", *loading.DTYPES)
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BF16_BOUND = 0.01  # nats a token
-HELP = "auto (default): float32; on a GPU bfloat16 for exports of bf16 runs"
+HELP = "auto: float32; on a GPU bfloat16 for exports of bf16 runs"
 
 
 def evaluation_device(name: str) -> torch.device:
     """Choose the device of a command that evaluates, and make this process ready for it.
 
     Products of matrices sum in fp32 from here on; a CPU's tensors keep their memory, and what is
-    too small for a normal fp32 is 0.
-
-    Args:
-        name: the value of `--device`.
-
-    Raises:
-        UserError: it is absent.
+    too small for a normal fp32 is 0. Raises UserError if the device `name` is absent.
     """
     from cat_lm.ops.runtime.cpu import make_process_ready
     from cat_lm.ops.runtime.precision import sum_products_in_fp32
@@ -45,14 +39,12 @@ def evaluation_device(name: str) -> torch.device:
 
 
 def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
-    """Choose one dtype for models that are compared: `asked`, or what `auto` means for them.
-
-    The process is made ready for the device, see `evaluation_device`.
+    """Choose one dtype for models that are compared, and make the process ready for the device.
 
     Args:
-        asked: of `DTYPES`.
-        folders: the models'; one that is not known to be trained in bf16 makes it fp32 for all.
-        device: the value of `--device`.
+        asked: of `Dtype`; auto is fp32 for all where one model is not known to be trained in bf16.
+        folders: the models'.
+        device: see `evaluation_device`.
 
     Raises:
         UserError: the device is absent, or a record damaged.

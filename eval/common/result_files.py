@@ -1,12 +1,13 @@
-"""The files of results in a run folder, read with a check of all that is used of them.
+"""Declare the files of results that other commands read again, and read them.
 
-They are made by other commands, and perhaps edited: what is wrong with one is a line that names the
-file, the place in it, and what would be right. The values are returned as they stand in the file.
+The files are made by other commands, and perhaps edited: what is wrong with one is a line that
+names the file, the place in it, and what would be right. Values are returned as they stand in the
+file; what readers do not use has a default here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,71 +15,102 @@ from pydantic import Field
 
 from cat_lm.core import readers
 from cat_lm.core.readers import Record, Versioned, check_shape
-from cat_lm.data.manifest import parse_manifest
 
+EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
+ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
 _ADVICE = "make the file again"
-_Count = Annotated[int, Field(ge=0)]
-_Length = Annotated[int, Field(ge=1)]
-_MaybeNumber = float | None
+Count = Annotated[int, Field(ge=0)]
+Length = Annotated[int, Field(ge=1)]
+Number = float | None  # None for infinities and NaN
 
 
 class _Step(Record):
-    step: _Count
-    tokens: _Count
-    loss: _MaybeNumber
+    step: Count
+    tokens: Count
+    loss: Number
     # Not in the first step after a start.
-    tokens_per_second: _MaybeNumber = None
-    step_seconds: _MaybeNumber = None
+    tokens_per_second: Number = None
+    step_seconds: Number = None
 
 
 class _Validation(Record):
-    step: _Count
-    tokens: _Count
-    val_loss: _MaybeNumber
-    val_perplexity: _MaybeNumber
-    val_bits_per_byte: _MaybeNumber
+    step: Count
+    tokens: Count
+    val_loss: Number
+    val_perplexity: Number
+    val_bits_per_byte: Number
 
 
-class _Bin(Record):
-    start: _Count
-    stop: _Count
-    tokens: _Count
-    loss: _MaybeNumber
+class Bin(Record):
+    """The mean loss of tokens that saw `start` to `stop` - 1 tokens."""
+
+    start: Count
+    stop: Count
+    tokens: Count
+    loss: Number
 
 
-class _Row(Record):
-    """A row of length_sweep.json."""
+class Scored(Record):
+    """What a model's score of a text is; lists stand in JSON alone."""
+
+    perplexity: Number
+    loss: Number
+    word_perplexity: Number = None
+    bits_per_byte: Number
+    standard_error: Number
+    tokens: Length
+    words: Count = 0
+    bytes: Count = 0
+    groups: Count
+    group_kind: str
+    document_count: int
+    rope_type: str | None = None
+    rope_factor: Number = None
+    original_length: int | None = None
+    attention_factor: Number = None
+    attention_temperature: Number = None
+    parameters: int = 0
+    seconds: float = 0
+    positions: list[Bin]
+    document_nlls: list[float] | None = None
+    document_tokens: list[int] | None = None
+
+
+class SweepCell(Scored, Versioned):
+    """A finished cell of a length sweep."""
+
+
+class SweepRow(Scored):
+    """A row of length_sweep.json: a cell, and what it is called."""
 
     label: str
+    length: Length
     method: str
-    length: _Length
-    group_kind: str
-    model_sha256: str
-    tokens_sha256: str
-    tokens: _Length
-    groups: _Count
-    loss: _MaybeNumber
-    perplexity: _MaybeNumber
-    bits_per_byte: _MaybeNumber
-    standard_error: _MaybeNumber
-    training_length: int | None
-    document_count: int
+    byte_perplexity: Number = None
     stride: int
     documents: str
-    dtype: str
+    skip_tokens: Count = 0
+    training_length: int | None
     factor: float
     temperature_scope: str
-    positions: list[_Bin]
+    model: str = ""
+    model_sha256: str
+    tokens_sha256: str
+    dtype: str
+    device: str = ""
+    text_tokens: Count = 0
 
 
 class _Protocol(Record):
     windows: str
 
 
-class _Sweep(Versioned):
+class Sweep(Versioned):
+    """length_sweep.json."""
+
     text: str
     protocol: _Protocol
-    rows: list[_Row]
+    rows: list[SweepRow]
     command: str
 
 
@@ -87,15 +119,19 @@ class _TaskKey(Record):
     definition_sha256: str
 
 
-class _TaskValues(Record):
-    metrics: dict[str, _MaybeNumber]
-    stderr: dict[str, _MaybeNumber]
+class TaskValues(Record):
+    """A finished zero-shot task."""
+
+    metrics: dict[str, Number]
+    stderr: dict[str, Number]
+    version: Any
+    n: int
     key: _TaskKey
 
 
 class _Model(Record):
     sha256: str
-    max_length: _Length
+    max_length: Length
     dtype: str
 
 
@@ -103,10 +139,12 @@ class _Settings(Record):
     limit: int | None
 
 
-class _ZeroShot(Versioned):
+class ZeroShot(Versioned):
+    """zero_shot.json."""
+
     model: _Model
     settings: _Settings
-    tasks: dict[str, _TaskValues]
+    tasks: dict[str, TaskValues]
 
 
 class _Sample(Record):
@@ -115,7 +153,9 @@ class _Sample(Record):
     continuation: str
 
 
-class _Samples(Versioned):
+class Samples(Versioned):
+    """samples.json."""
+
     samples: list[_Sample]
     max_new_tokens: int
     seed: int
@@ -142,24 +182,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return readers.read_json_lines(path, check, cut_tail=True)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of prepared data; empty where they are no longer there."""
-    return parse_manifest(readers.read_bytes(path), str(path)) if path.is_file() else {}
+def read_result(path: Path, schema: type[Record], advice: str = _ADVICE) -> dict[str, Any]:
+    """Read a JSON object of a schema; empty where there is no file. Raises UserError."""
+    if not path.is_file():
+        return {}
+    values = readers.read_object(path, advice, finite=True)
+    check_shape(values, schema, str(path), advice)
+    return values
 
 
-def _reader(schema: type[Record]) -> Callable[[Path], dict[str, Any]]:
-    def read(path: Path) -> dict[str, Any]:
-        """Read a JSON object of the schema; empty where there is no file. Raises UserError."""
-        if not path.is_file():
-            return {}
-        values = readers.read_object(path, _ADVICE, finite=True)
-        check_shape(values, schema, str(path), _ADVICE)
-        return values
-
-    return read
-
-
-read_export = _reader(_Export)
-read_sweep = _reader(_Sweep)
-read_zero_shot = _reader(_ZeroShot)
-read_samples = _reader(_Samples)
+read_export = partial(read_result, schema=_Export)
+read_sweep = partial(read_result, schema=Sweep)

@@ -12,22 +12,23 @@ from typing import Any
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
+from cat_lm.core.readers import read_bytes
 from cat_lm.data.corpus import block_counts, joint_fingerprint
+from cat_lm.data.manifest import parse_manifest
 from cat_lm.pretrained.loading import weight_files
 from cat_lm.training.checkpoint import is_complete, read_run_state, step_folders
 from eval.common.filters import Filters, read_filters
 from eval.common.models import folder_sha256
 from eval.common.result_files import (
+    EVALUATION,
+    ZERO_SHOT,
+    Samples,
+    Sweep,
+    ZeroShot,
     read_export,
-    read_manifest,
     read_metrics,
-    read_samples,
-    read_sweep,
-    read_zero_shot,
+    read_result,
 )
-
-EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
-ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,11 @@ def _trained_on(
 
     What export or checkpoint recorded counts: the folders may have been prepared again since.
     """
-    manifests = {name: read_manifest(Path(name) / "manifest.json") for name in config.data.folders}
+    paths = {name: Path(name) / "manifest.json" for name in config.data.folders}
+    manifests = {
+        name: parse_manifest(read_bytes(path), str(path)) if path.is_file() else {}
+        for name, path in paths.items()
+    }
     present = _fingerprint(config, manifests) if all(manifests.values()) else None
     data = export.get("data_fingerprint") or _checkpoint_data(folder) or present
     return data, manifests if present and present == data else {}
@@ -156,9 +161,9 @@ def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str
 def _evaluations(folder: Path) -> dict[str, Any]:
     """Read the evaluations of a run, without what is of other weights than its export's."""
     found = {
-        "sweep": read_sweep(folder / EVALUATION / "length_sweep.json"),
-        "zero_shot": read_zero_shot(folder / ZERO_SHOT / "zero_shot.json"),
-        "samples": read_samples(folder / EVALUATION / "samples.json"),
+        "sweep": read_result(folder / EVALUATION / "length_sweep.json", Sweep),
+        "zero_shot": read_result(folder / ZERO_SHOT / "zero_shot.json", ZeroShot),
+        "samples": read_result(folder / EVALUATION / "samples.json", Samples),
     }
     exported, own = folder / "model", "no weights"
     # Weights are read only where something was measured of them.

@@ -33,6 +33,7 @@ from eval.common.precision import evaluation_device
 from eval.common.text_table import aligned
 from eval.landmark.options import Questions
 from eval.length_sweep.cells import Subject
+from eval.length_sweep.options import Options
 from eval.length_sweep.text import sweep_streams
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def diagnose(
     label, sha256 = model_label(folder), folder_sha256(folder)
     subject = Subject(folder, label, model_config(folder), None, ("none",), sha256)
     budget = questions.windows * questions.length
-    stream = sweep_streams([subject], questions.length, text, data, None, budget, None)[0]
+    asked = Options(text=text, data=data, lengths=(questions.length,), max_tokens=budget)
+    stream = sweep_streams([subject], asked)[0]
     claim_outputs(out, "diagnosis.json", named("diagnosis", ".csv", *PICTURES))
     built = dense_model(folder).to(target)
     choosers = add_choosers(built)

@@ -26,6 +26,7 @@ from eval.lab.contrasts import ratio_error
 from eval.lab.store import CellStore
 from eval.landmark.options import LEARNED, STATE, Grid, Selection
 from eval.length_sweep.cells import Subject, score_stream
+from eval.length_sweep.options import Options
 from eval.length_sweep.sweep import labels, refuse_repeated
 from eval.length_sweep.text import sweep_streams
 
@@ -87,7 +88,8 @@ def sweep(
         length = _lesson_length(grid, subject.config)
         grid.check(length, f"in rows of {length} tokens, from which {subject.label} learns")
     longest = max(grid.lengths)
-    streams = sweep_streams(subjects, longest, text, data, None, grid.max_tokens, None)
+    asked = Options(text=text, data=data, lengths=(longest,), max_tokens=grid.max_tokens)
+    streams = sweep_streams(subjects, asked)
     out = Path(out)
     claim_outputs(out, "landmark_sweep.json", named("landmark_sweep", ".csv", *PICTURES))
     rows: list[dict[str, Any]] = []

@@ -21,15 +21,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.pretrained.memory import LOGIT_ELEMENTS
+from cat_lm.core.host import GIB
+from cat_lm.pretrained.memory import LOGIT_ELEMENTS, forward_bytes, free_bytes
 from eval.lab.contrasts import ratio_error
-from eval.length_sweep.memory import NotEnoughMemory, require_memory
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 BINS_PER_DOUBLING = 2  # of a loss curve over positions
+
+
+class NotEnoughMemory(UserError):
+    """A window that does not fit into memory; other lengths may."""
+
+    def __init__(self, length: int, rows: int, detail: str = "") -> None:
+        advice = f"; lower --batch-tokens to {length}" if rows > 1 else ""
+        super().__init__(
+            f"length {length}: a batch of {rows} does not fit into memory{detail}{advice}"
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,11 @@ class Window:
     start: int
     first: int
     stop: int
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ def score_tokens(
     batch_tokens: int = 8192,
     progress: Callable[[int], object] | None = None,
 ) -> Score:
-    """Scores `tokens[1:]` at windows of `context_length` and sums up (see `token_nlls`).
+    """Score `tokens[1:]` at windows of `context_length` and sum up (see `token_nlls`).
 
     Args:
         num_bytes, num_words: of the text that is scored.
@@ -121,18 +136,22 @@ def score_tokens(
         documents = document_spans(tokens, eod_id) if per_document else whole
     windows = [w for span in documents for w in span_windows(*span, context_length, stride)]
     nlls = token_nlls(model, tokens, windows, batch_tokens=batch_tokens, progress=progress)
-    groups, kind = _span_groups(spans) if spans else _groups(tokens, windows, eod_id)
+    if spans:
+        sizes = [stop - start for start, stop in spans]
+        groups, kind = np.repeat(np.arange(len(spans)), sizes), "documents"
+    else:
+        groups, kind = _groups(tokens, windows, eod_id)
     curve = position_curve(nlls, windows)
     nlls = nlls[np.concatenate([np.arange(*span) for span in documents])]
-    error, count = standard_error(nlls, groups)
     nll = float(nlls.sum(dtype=np.float64))
     sums, sizes = group_sums(nlls, groups)
+    error, counts = ratio_error(sums, sizes), (len(nlls), num_bytes, num_words)
     parts = (sums.tolist(), sizes.tolist()) if kind == "documents" else (None, None)
-    return Score(nll, len(nlls), num_bytes, num_words, error, count, kind, curve, *parts)
+    return Score(nll, *counts, error, len(sizes), kind, curve, *parts)
 
 
 def document_spans(tokens: np.ndarray, eod_id: int | None) -> list[tuple[int, int]]:
-    """(start, stop) of each document: inputs tokens[start:stop] predict all of its tokens.
+    """Return (start, stop) of each document: inputs tokens[start:stop] predict all of its tokens.
 
     A document is read after the end-of-document token before it, and its own end is predicted.
     """
@@ -141,7 +160,7 @@ def document_spans(tokens: np.ndarray, eod_id: int | None) -> list[tuple[int, in
 
 
 def span_windows(start: int, stop: int, length: int, stride: int | None = None) -> list[Window]:
-    """The windows over inputs `start` … `stop` − 1 (see the module's protocol).
+    """Return the windows over inputs `start` … `stop` − 1 (see the module's protocol).
 
     Args:
         length: T, inputs per window.
@@ -164,7 +183,7 @@ def token_nlls(
     batch_tokens: int = 8192,
     progress: Callable[[int], object] | None = None,
 ) -> np.ndarray:
-    """The negative log-likelihood of each of `tokens[1:]`, in nats: float32 [len(tokens) - 1].
+    """Return the negative log-likelihood of `tokens[1:]`, in nats: float32 [len(tokens) - 1].
 
     Args:
         model: a causal language model whose logits are its output embedding applied to its
@@ -187,8 +206,12 @@ def token_nlls(
             "the tokens were made with another tokenizer"
         )
     batches = _batches(windows, batch_tokens)
-    longest = batches[0][0]
-    require_memory(model, len(batches[0]), longest.stop - longest.start)
+    rows, longest = len(batches[0]), batches[0][0].inputs
+    # On a CPU, Linux ends a process that takes too much without a word.
+    needed, free = forward_bytes(model, rows, longest), free_bytes(model.device)
+    if free is not None and needed > free:
+        detail = f" (about {needed / GIB:.2g} GiB needed, {free / GIB:.2g} free)"
+        raise NotEnoughMemory(longest, rows, detail)
     stream = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64))
     nlls = torch.full((len(tokens) - 1,), math.nan, dtype=torch.float32)
     with torch.inference_mode():
@@ -203,28 +226,14 @@ def token_nlls(
     return nlls.numpy()
 
 
-def standard_error(nlls: np.ndarray, groups: np.ndarray) -> tuple[float, int]:
-    """The standard error of the mean over tokens when tokens of one group hang together.
-
-    Args:
-        nlls: [N] nats.
-        groups: [N] the group of each token, as integers.
-
-    Returns:
-        The standard error in nats per token (nan for one group; see `ratio_error`), and the groups.
-    """
-    sums, counts = group_sums(nlls, groups)
-    return ratio_error(sums, counts), len(counts)
-
-
 def group_sums(nlls: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum and the number of the values of each group, in the groups' order."""
+    """Return the sum and the number of the values [N] of each group [N], in the groups' order."""
     _, index = np.unique(groups, return_inverse=True)
     return np.bincount(index, weights=nlls), np.bincount(index)
 
 
 def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str, Any]]:
-    """The mean loss by the number of tokens seen, in bins that grow with it.
+    """Return the mean loss by the number of tokens seen, in bins that grow with it.
 
     Args:
         nlls: [N] nats, of the tokens that `windows` score.
@@ -255,38 +264,32 @@ def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str
 
 
 def _batches(windows: Sequence[Window], budget: int) -> list[list[Window]]:
-    """Windows of like length together, the longest first: what does not fit fails at once."""
-    ordered = sorted(windows, key=lambda window: window.start - window.stop)
+    """Group windows of like length, the longest first: what does not fit fails at once."""
     batches: list[list[Window]] = []
-    for window in ordered:
-        room = batches and (len(batches[-1]) + 1) * _inputs(batches[-1][0]) <= budget
-        if room:
+    for window in sorted(windows, key=lambda window: -window.inputs):
+        if batches and (len(batches[-1]) + 1) * batches[-1][0].inputs <= budget:
             batches[-1].append(window)
         else:
             batches.append([window])
     return batches
 
 
-def _inputs(window: Window) -> int:
-    return window.stop - window.start
-
-
 def _batch_nlls(
     model: PreTrainedModel, stream: torch.Tensor, batch: Sequence[Window]
 ) -> torch.Tensor:
-    """Nats [sum of the scored tokens], window after window.
+    """Return the nats of the scored tokens, window after window.
 
     Rows are filled up on their right, which no earlier position can see, so that attention needs
     no mask: with one, it would not be linear in memory.
     """
     import torch
 
-    longest = _inputs(batch[0])
+    longest = batch[0].inputs
     inputs = stream.new_zeros(len(batch), longest)
     scored = torch.zeros(len(batch), longest, dtype=torch.bool)
     for row, window in enumerate(batch):
-        inputs[row, : _inputs(window)] = stream[window.start : window.stop]
-        scored[row, window.first - window.start : _inputs(window)] = True
+        inputs[row, : window.inputs] = stream[window.start : window.stop]
+        scored[row, window.first - window.start : window.inputs] = True
     targets = torch.cat([stream[window.first + 1 : window.stop + 1] for window in batch])
     try:
         hidden = model.base_model(inputs.to(model.device), use_cache=False).last_hidden_state
@@ -299,7 +302,7 @@ def _batch_nlls(
 
 
 def _head_nlls(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """hidden [N, C], targets [N] -> nats [N]."""
+    """Return the nats [N] of targets [N] after hidden [N, C]."""
     import torch
 
     rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
@@ -312,7 +315,7 @@ def _head_nlls(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tenso
 
 
 def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:
-    """Some architectures scale or cap their logits after the head; chunks would miss that."""
+    """Raise UserError for a model that scales or caps its logits after the head."""
     import torch
 
     inputs = tokens[None].to(model.device)
@@ -329,7 +332,7 @@ def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:
 def _groups(
     tokens: np.ndarray, windows: Sequence[Window], eod_id: int | None
 ) -> tuple[np.ndarray, str]:
-    """The document of every scored token where there are several, otherwise its window."""
+    """Return the document of every scored token where there are several, otherwise its window."""
     if eod_id is not None:
         # An end-of-document token belongs to the document it ends.
         documents = np.cumsum(tokens[:-1] == eod_id)
@@ -339,12 +342,6 @@ def _groups(
     for number, window in enumerate(windows):
         groups[window.first : window.stop] = number
     return groups, "windows"
-
-
-def _span_groups(spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, str]:
-    """The document of every scored token; a single one has no other to differ from."""
-    sizes = [stop - start for start, stop in spans]
-    return np.repeat(np.arange(len(spans)), sizes), "documents"
 
 
 def _exp(nats: float) -> float:

@@ -3,80 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cat_lm.core.errors import UserError
 from cat_lm.pretrained.loading import check_vocabulary, load_tokenizer
+from eval.length_sweep.token_stream import (
+    Documents,
+    read_text,
+    split_documents,
+    split_stream,
+    text_stream,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from eval.length_sweep.cells import Subject
-    from eval.length_sweep.token_stream import Documents, TokenStream
+    from eval.length_sweep.options import Options
+    from eval.length_sweep.token_stream import TokenStream
 
-WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
 
-
-def sweep_streams(
-    subjects: Sequence[Subject],
-    largest: int,
-    text: Path | str | None,
-    data: Path | str | None,
-    separator: str | None,
-    max_tokens: int | None,
-    choice: Documents | None,
-    split: str = "validation",
-    skip_tokens: int = 0,
-) -> list[TokenStream]:
-    """Each model's tokens of the same text; the range is fixed by the first and `largest`.
-
-    Args:
-        skip_tokens: of `data`, see `split_stream`.
-
-    Raises UserError where the text has no window of `largest` tokens in a model's own tokens.
-    """
-    from eval.length_sweep.token_stream import read_text, split_documents, split_stream, text_stream
-
+def load_tokenizers(subjects: Sequence[Subject]) -> list[PreTrainedTokenizerBase]:
+    """Load each model's tokenizer. Raises UserError for one that does not fit its model."""
     tokenizers = [load_tokenizer(subject.folder) for subject in subjects]
     for subject, tokenizer in zip(subjects, tokenizers, strict=True):
         check_vocabulary(tokenizer, subject.config)
-    first = tokenizers[0]
-    if data is not None:
+    return tokenizers
+
+
+def sweep_streams(subjects: Sequence[Subject], asked: Options) -> list[TokenStream]:
+    """Return each model's tokens of the same text; the first model and `largest` fix the range.
+
+    Raises:
+        UserError: the text has no window of the largest length in a model's own tokens.
+    """
+    largest, most = asked.largest, asked.max_tokens
+    choice = None
+    if asked.documents == "per-document":
+        choice = Documents(asked.min_document_tokens or largest, asked.max_document_tokens)
+
+    def fitting(stream: TokenStream, most: int | None = None) -> TokenStream:
+        return long_enough(stream, largest) if choice else _whole_windows(stream, largest, most)
+
+    tokenizers = load_tokenizers(subjects)
+    if asked.data is not None:
         # Every tokenizer is compared with the data's own.
-        chosen = (max_tokens, choice, split, skip_tokens)
-        streams = [split_stream(data, tokenizer, *chosen) for tokenizer in tokenizers]
-        if choice is not None:
-            return [long_enough(stream, largest) for stream in streams]
-        return [_whole_windows(stream, largest, max_tokens, first) for stream in streams]
-    stream = text_stream(split_documents(read_text(text), separator), first, str(text))
-    if choice is None:
-        stream = _whole_windows(stream, largest, max_tokens, first)
-    else:
-        stream = long_enough(stream.whole_documents(choice, max_tokens, first), largest)
-    scored = None
+        how = (most, choice, asked.split or "validation", asked.skip_tokens or 0)
+        return [fitting(split_stream(asked.data, each, *how), most) for each in tokenizers]
+    first = tokenizers[0]
+    documents = split_documents(read_text(asked.text), asked.document_separator)
+    stream = text_stream(documents, first, str(asked.text))
+    stream = fitting(stream.whole_documents(choice, most) if choice else stream, most)
     streams = []
     for subject, tokenizer in zip(subjects, tokenizers, strict=True):
         if tokenizer.get_vocab() == first.get_vocab():
             streams.append(stream)
             continue
-        scored = scored or stream.texts(first)
         # The same text can be fewer tokens than the first model's.
-        other = text_stream(scored, tokenizer, f"model {subject.label}: {text}")
+        other = text_stream(stream.texts(), tokenizer, f"model {subject.label}: {asked.text}")
         if stream.spans is not None:
             other = other.ended_as(stream)
-        if choice is None:
-            _whole_windows(other, largest, None, tokenizer)
-        streams.append(other if choice is None else long_enough(other, largest))
+        fitting(other)
+        streams.append(other)
     return streams
 
 
-def _whole_windows(
-    stream: TokenStream,
-    largest: int,
-    max_tokens: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> TokenStream:
+def _whole_windows(stream: TokenStream, largest: int, max_tokens: int | None) -> TokenStream:
     available = len(stream.tokens) - 1
     limit = min(available, max_tokens or available)
     if limit < largest:
@@ -85,11 +77,11 @@ def _whole_windows(
             f"{stream.source}: too short for length {largest} ({why}); "
             f"use lengths up to {limit} or a longer text"
         )
-    return stream.cut(limit, tokenizer, multiple_of=largest)
+    return stream.cut(limit, multiple_of=largest)
 
 
 def long_enough(stream: TokenStream, largest: int) -> TokenStream:
-    """Raises UserError where no document fills a window of the largest length."""
+    """Return the stream. Raises UserError if no document fills a window of the largest length."""
     from eval.length_sweep.perplexity import document_spans
 
     spans = stream.spans or document_spans(stream.tokens, stream.eod_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ class TokenStream:
 
     Attributes:
         tokens: int64 [N]; the first is context only.
+        tokenizer: that made them.
         num_bytes: UTF-8 bytes of the text of tokens[1:].
         num_words: words of that text, counted in every document as the harness counts WikiText's:
             the parts between white space.
@@ -56,10 +58,10 @@ class TokenStream:
         left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
         spans: (start, stop) of each document whose inputs tokens[start:stop] predict it, where only
             these are scored; None: all tokens after the first.
-        sha256: of what is scored, so that equal streams are known to be equal.
     """
 
     tokens: np.ndarray
+    tokenizer: PreTrainedTokenizerBase
     num_bytes: int
     num_words: int
     eod_id: int
@@ -69,7 +71,7 @@ class TokenStream:
 
     @property
     def scored(self) -> int:
-        """Tokens that a model's score is taken over."""
+        """Count the tokens that a model's score is taken over."""
         if self.spans is not None:
             return sum(stop - start for start, stop in self.spans)
         return len(self.tokens) - 1
@@ -82,7 +84,7 @@ class TokenStream:
 
     @property
     def account(self) -> str:
-        """The same in a line for people."""
+        """Describe `counts` in a line for people."""
         total = self.counts["text_tokens"]
         parts = [f"{n:,} {REASONS[reason]}" for reason, n in self.left_out.items() if n]
         left_out = f"; left out: {', '.join(parts)}" if parts else ""
@@ -90,47 +92,61 @@ class TokenStream:
 
     @property
     def sha256(self) -> str:
+        """Hash what is scored, so that equal streams are known to be equal."""
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes())
-        if self.spans is not None:  # words and bytes are not of these tokens then
+        if self.spans is not None:  # Words and bytes are not those of these tokens.
             digest.update(repr((self.spans, self.num_words, self.num_bytes)).encode())
         return digest.hexdigest()
 
     @property
     def num_documents(self) -> int:
+        """Count the documents, of which the last may have no end."""
         if self.spans is not None:
             return len(self.spans)
         return 1 + int((self.tokens[1:-1] == self.eod_id).sum())
 
-    def cut(
-        self, limit: int, tokenizer: PreTrainedTokenizerBase, multiple_of: int = 1
-    ) -> TokenStream:
-        """The stream's first `limit` predicted tokens, less what is over a multiple of a number."""
+    def texts(self) -> list[str]:
+        """Return the texts of the documents; end-of-document tokens spell nothing."""
+        parts = np.split(self.tokens[1:], np.flatnonzero(self.tokens[1:] == self.eod_id))
+        documents = [part[part != self.eod_id] for part in parts]
+        return [
+            self.tokenizer.decode(document, clean_up_tokenization_spaces=False)
+            for document in documents
+            if len(document)
+        ]
+
+    def part(self, tokens: np.ndarray, left_out: Mapping[str, int]) -> TokenStream:
+        """Return the stream of other tokens of the text, with what else is left out of it.
+
+        Bytes and words are exact but for a character or word that is cut at either end.
+        """
+        counts = Counter(self.left_out) + Counter(left_out)
+        made = replace(self, tokens=tokens, left_out=counts, spans=None)
+        texts = made.texts()
+        num_bytes = sum(len(text.encode()) for text in texts)
+        return replace(made, num_bytes=num_bytes, num_words=count_words(texts))
+
+    def cut(self, limit: int, multiple_of: int = 1) -> TokenStream:
+        """Return the first `limit` predicted tokens, less what is over a multiple of a number."""
         limit = min(limit, self.scored)
         scored = limit // multiple_of * multiple_of
         if scored == self.scored:
             return self
-        cut = _added(self.left_out, max_tokens=self.scored - limit, end=limit - scored)
-        return _stream(self.tokens[: scored + 1], tokenizer, self.eod_id, self.source, cut)
-
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The documents' texts, as `tokenizer`, which made the tokens, spells them."""
-        return _texts(self.tokens[1:], tokenizer, self.eod_id)
+        left_out = {"max_tokens": self.scored - limit, "end": limit - scored}
+        return self.part(self.tokens[: scored + 1], left_out)
 
     def ended_as(self, other: TokenStream) -> TokenStream:
-        """This stream of whole texts, scored as `other` with spans, whose documents' they are.
+        """Return this stream of whole texts, scored as `other` with spans of the same documents.
 
         A text that is cut is followed by no end; of those that are not, the end is scored.
         """
         parts = np.split(self.tokens, np.flatnonzero(self.tokens == self.eod_id))[1:]
         ended = [other.tokens[stop] == other.eod_id for _, stop in other.spans]
         parts = [np.append(p[1:], p[: int(end)]) for p, end in zip(parts, ended, strict=True)]
-        tokens, spans = _apart(parts, self.eod_id)
-        return replace(self, tokens=tokens, spans=spans)
+        return self._apart(parts)
 
-    def whole_documents(
-        self, choice: Documents, budget: int | None, tokenizer: PreTrainedTokenizerBase
-    ) -> TokenStream:
-        """The documents that are chosen, each after an end-of-document token.
+    def whole_documents(self, choice: Documents, budget: int | None) -> TokenStream:
+        """Return the documents that are chosen, each after an end-of-document token.
 
         Args:
             budget: tokens; documents are taken in their order as long as they fit. A first one
@@ -139,13 +155,38 @@ class TokenStream:
         Raises:
             UserError: no document is long enough.
         """
-        return _document_stream(
-            self.tokens[1:], choice, budget, tokenizer, self.eod_id, self.source, self.left_out
-        )
+        tokens = self.tokens[1:]
+        ends = np.flatnonzero(tokens == self.eod_id) + 1
+        documents = [part for part in np.split(tokens, ends) if (part != self.eod_id).any()]
+        long = [part for part in documents if len(part) >= choice.at_least]
+        if not long:
+            longest = max(len(part) for part in documents)
+            raise UserError(
+                f"{self.source}: too short: no document has {choice.at_least} tokens, the longest "
+                f"has {longest}; use shorter --lengths or --min-document-tokens {longest}"
+            )
+        parts = [part[: choice.at_most] for part in long]
+        totals = np.cumsum([len(part) for part in parts])
+        kept = parts[: int((totals <= (budget or totals[-1])).sum())] or [parts[0][:budget]]
+        of_parts, of_long = int(totals[-1]), sum(map(len, long))
+        left_out = {
+            "max_tokens": of_parts - sum(map(len, kept)),
+            "short_documents": len(tokens) - of_long,
+            "document_rests": of_long - of_parts,
+        }
+        made = self.part(np.concatenate([[self.eod_id], *kept]), left_out)
+        return made._apart(kept) if of_long > of_parts else made
+
+    def _apart(self, parts: Sequence[np.ndarray]) -> TokenStream:
+        """Return the stream of parts that may lack an end; one before each is not scored."""
+        starts = np.cumsum([0] + [len(part) + 1 for part in parts[:-1]]).tolist()
+        spans = tuple((start, start + len(part)) for start, part in zip(starts, parts, strict=True))
+        tokens = np.concatenate([each for part in parts for each in ([self.eod_id], part)])
+        return replace(self, tokens=tokens, spans=spans)
 
 
 def read_text(path: Path | str) -> str:
-    """A UTF-8 text file. Raises UserError where it cannot be read or holds nothing."""
+    """Read a UTF-8 text file. Raises UserError if it cannot be read or holds nothing."""
     text = readers.read_text(path, "--text")
     if not text.strip():
         raise UserError(f"--text {path}: is empty")
@@ -153,11 +194,11 @@ def read_text(path: Path | str) -> str:
 
 
 def split_documents(text: str, separator: str | None) -> list[str]:
-    """The parts of `text` between matches of a regular expression; without one, `text` itself."""
+    """Return the parts of `text` between matches of a regular expression; without one, `text`."""
     if separator is None:
         return [text]
     try:
-        # Not re.split, which returns what groups match among the parts.
+        # re.split would return what groups match among the parts.
         spans = [match.span() for match in re.finditer(separator, text)]
     except re.error as error:
         raise UserError(
@@ -172,7 +213,7 @@ def split_documents(text: str, separator: str | None) -> list[str]:
 def text_stream(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> TokenStream:
-    """All tokens of the documents are scored, the first one after an end-of-document token.
+    """Return all tokens of the documents, the first one after an end-of-document token.
 
     Training text has one before every document, and so it is between documents here; those are
     scored too. Raises UserError for a tokenizer without one.
@@ -185,9 +226,9 @@ def text_stream(
         # As in data preparation: what looks like a special token in a text is ordinary text.
         ids = tokenizer(document, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         tokens += [end, *ids]
-    num_bytes = sum(len(document.encode()) for document in documents)
+    num_bytes, num_words = sum(len(each.encode()) for each in documents), count_words(documents)
     array = np.array(tokens, dtype=np.int64)
-    return TokenStream(array, num_bytes, count_words(documents), end, source)
+    return TokenStream(array, tokenizer, num_bytes, num_words, end, source)
 
 
 def split_stream(
@@ -198,7 +239,7 @@ def split_stream(
     split: str = "validation",
     skip_tokens: int = 0,
 ) -> TokenStream:
-    """A split of a folder written by data_prep.prepare, as it was stored.
+    """Return a split of a folder written by data_prep.prepare, as it was stored.
 
     As in training's validation, all tokens after the first are scored, end-of-document tokens
     too. With `max_tokens`, only that many; with `choice`, only the documents that it chooses (see
@@ -225,6 +266,7 @@ def split_stream(
         raise UserError(
             f"--skip-tokens {skip_tokens}: {source} has {corpus.num_tokens:,} tokens; skip fewer"
         )
+    empty = TokenStream(np.array([], dtype=np.int64), tokenizer, 0, 0, corpus.eod_id, source)
     if choice is not None:
         tokens = corpus.tokens(0, corpus.num_tokens)
         begin = first_document(tokens, corpus.eod_id, skip_tokens)
@@ -232,13 +274,14 @@ def split_stream(
             raise UserError(
                 f"--skip-tokens {skip_tokens}: no document of {source} begins after so many tokens"
             )
-        rest, skipped = tokens[begin:], {"skip_tokens": begin}
-        return _document_stream(rest, choice, max_tokens, tokenizer, corpus.eod_id, source, skipped)
+        rest = np.concatenate([[corpus.eod_id], tokens[begin:]])
+        whole = replace(empty, tokens=rest, left_out={"skip_tokens": begin})
+        return whole.whole_documents(choice, max_tokens)
     rest = corpus.num_tokens - skip_tokens
     count = min(rest, max_tokens + 1) if max_tokens else rest
     tokens = corpus.tokens(skip_tokens, skip_tokens + count)
     left_out = {"first": 1, "max_tokens": rest - count, "skip_tokens": skip_tokens}
-    stream = _stream(tokens, tokenizer, corpus.eod_id, source, left_out)
+    stream = empty.part(tokens, left_out)
     if count < corpus.num_tokens:
         return stream
     return replace(stream, num_bytes=corpus.num_bytes)
@@ -259,84 +302,6 @@ def first_document(tokens: np.ndarray, eod_id: int, skip: int) -> int:
     return skip + int(ends[0]) if len(ends) else len(tokens)
 
 
-def _added(counts: Mapping[str, int], **more: int) -> dict[str, int]:
-    return {name: counts.get(name, 0) + more.get(name, 0) for name in counts.keys() | more.keys()}
-
-
 def count_words(documents: Sequence[str]) -> int:
-    """Words of all documents, by the harness' definition for WikiText."""
+    """Count the words of all documents, by the harness' definition for WikiText."""
     return sum(len(re.split(r"\s+", document)) for document in documents)
-
-
-def _stream(
-    tokens: np.ndarray,
-    tokenizer: PreTrainedTokenizerBase,
-    eod_id: int,
-    source: str,
-    left_out: Mapping[str, int],
-) -> TokenStream:
-    """Bytes and words are exact but for a character or word that is cut at either end."""
-    texts = _texts(tokens[1:], tokenizer, eod_id)
-    num_bytes = sum(len(text.encode()) for text in texts)
-    return TokenStream(tokens, num_bytes, count_words(texts), eod_id, source, left_out)
-
-
-def _texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, eod_id: int) -> list[str]:
-    """The documents that `tokens` spell; end-of-document tokens spell nothing."""
-    parts = np.split(tokens, np.flatnonzero(tokens == eod_id))
-    documents = [part[part != eod_id] for part in parts]
-    return [
-        tokenizer.decode(document, clean_up_tokenization_spaces=False)
-        for document in documents
-        if len(document)
-    ]
-
-
-def _document_stream(
-    tokens: np.ndarray,
-    choice: Documents,
-    budget: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    eod_id: int,
-    source: str,
-    left_out: Mapping[str, int],
-) -> TokenStream:
-    """The stream of the documents that are chosen of `tokens`, and what is left out of them.
-
-    Args:
-        tokens: [N], each of which is of a document; its end is one of its tokens.
-    """
-    ends = np.flatnonzero(tokens == eod_id) + 1
-    documents = [part for part in np.split(tokens, ends) if (part != eod_id).any()]
-    long = [part for part in documents if len(part) >= choice.at_least]
-    if not long:
-        longest = max(len(part) for part in documents)
-        raise UserError(
-            f"{source}: too short: no document has {choice.at_least} tokens, the longest has "
-            f"{longest}; use shorter --lengths or --min-document-tokens {longest}"
-        )
-    parts = [part[: choice.at_most] for part in long]
-    totals = np.cumsum([len(part) for part in parts])
-    kept = parts[: int((totals <= (budget or totals[-1])).sum())] or [parts[0][:budget]]
-    scored, of_long = sum(map(len, kept)), sum(map(len, long))
-    rests = of_long - int(totals[-1])
-    cut = {
-        "max_tokens": int(totals[-1]) - scored,
-        "short_documents": len(tokens) - of_long,
-    }
-    if not rests:
-        stream = np.concatenate([[eod_id], *kept])
-        return _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
-    cut["document_rests"] = rests
-    stream, spans = _apart(kept, eod_id)
-    made = _stream(stream, tokenizer, eod_id, source, _added(left_out, **cut))
-    return replace(made, spans=spans)
-
-
-def _apart(
-    parts: Sequence[np.ndarray], eod_id: int
-) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
-    """Tokens and spans of parts that may lack an end: one that none predicts is before each."""
-    starts = np.cumsum([0] + [len(part) + 1 for part in parts[:-1]]).tolist()
-    spans = tuple((start, start + len(part)) for start, part in zip(starts, parts, strict=True))
-    return np.concatenate([tokens for part in parts for tokens in ([eod_id], part)]), spans

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cat_lm.pretrained.loading import check_vocabulary, load_tokenizer
-from eval.length_sweep.text import WIKITEXT, long_enough
+from eval.length_sweep.options import WIKITEXT
+from eval.length_sweep.text import load_tokenizers, long_enough
 from eval.length_sweep.token_stream import TokenStream
 from eval.zero_shot.harness import quiet, require_harness
 
@@ -24,31 +23,25 @@ if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
     from eval.length_sweep.cells import Subject
+    from eval.length_sweep.options import Options
     from eval.zero_shot.harness_model import Encoder
 
 
-def page_streams(
-    subjects: Sequence[Subject], largest: int, data_dir: Path | str | None
-) -> list[TokenStream]:
-    """The pages in each model's own tokens.
+def page_streams(subjects: Sequence[Subject], asked: Options) -> list[TokenStream]:
+    """Return the pages in each model's own tokens.
 
-    Args:
-        largest: of the lengths; a page must be as long.
-        data_dir: folder with wikitext.jsonl, as of `eval.zero_shot --data-dir`; None: the Hub.
-
-    Raises UserError where the harness, the rows or a tokenizer's beginning are missing, and where
-    no page has `largest` tokens.
+    Raises:
+        UserError: the harness, the rows or a tokenizer's beginning are missing, or no page is as
+            long as the largest length.
     """
     require_harness()
-    tokenizers = [load_tokenizer(subject.folder) for subject in subjects]
-    for subject, tokenizer in zip(subjects, tokenizers, strict=True):
-        check_vocabulary(tokenizer, subject.config)
+    tokenizers = load_tokenizers(subjects)
     with quiet():
         from eval.zero_shot.harness_model import Encoder
         from eval.zero_shot.tasks.catalog import Catalog
         from eval.zero_shot.tasks.sources import Hub, LocalFolder
 
-        source = Hub() if data_dir is None else LocalFolder(data_dir)
+        source = Hub() if asked.data_dir is None else LocalFolder(asked.data_dir)
         task = Catalog([WIKITEXT]).load(WIKITEXT, source)
         version = metadata.version("lm_eval")
         name = f"{source.describe(WIKITEXT)} (WikiText-2 raw as lm-evaluation-harness {version})"
@@ -57,19 +50,20 @@ def page_streams(
             for subject, tokenizer in zip(subjects, tokenizers, strict=True)
         ]
         streams = [_stream(task, encoder, name) for encoder in encoders]
-    return [long_enough(stream, largest) for stream in streams]
+    return [long_enough(stream, asked.largest) for stream in streams]
 
 
 def _stream(task: ConfigurableTask, encoder: Encoder, source: str) -> TokenStream:
-    prefix, tokens, spans = encoder.prefix_token_id, [], []
+    prefix, tokens, pages = encoder.prefix_token_id, [], []
     words = num_bytes = 0
     for row in task.task_docs:
         ids = encoder.tok_encode(task.doc_to_target(row))
         if ids:
-            spans.append((len(tokens), len(tokens) + len(ids)))
+            pages.append((len(tokens), len(tokens) + len(ids)))
             tokens += [prefix, *ids]
         counted = task.process_results(row, (0.0,))
         words += counted["word_perplexity"][1]
         num_bytes += counted["byte_perplexity"][1]
     array = np.array(tokens, dtype=np.int64)
-    return TokenStream(array, num_bytes, words, prefix, source, spans=tuple(spans))
+    spans = tuple(pages)
+    return TokenStream(array, encoder.tokenizer, num_bytes, words, prefix, source, spans=spans)

@@ -17,159 +17,101 @@ The harness's own command gives the same numbers, where they are not in float32 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 
-from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, add_skip_checksums, or_word, output_path, path_name, whole
+from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name
 from cat_lm.core.errors import UserError, command, hard_exit
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import model_folder, quiet_transformers
 from cat_lm.pretrained.record import comparing_files
-from eval.common.precision import DTYPES
-from eval.zero_shot.harness import require_harness
+from eval.common.options import add_options, options_of
+from eval.common.result_files import ZERO_SHOT
+from eval.zero_shot.harness import launched, require_harness
+from eval.zero_shot.settings import Settings
 
-RUN_SUBFOLDER = "zero_shot"  # of a run folder, where no --out is given
 
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m eval.zero_shot",
         description="Zero-shot tasks of lm-evaluation-harness.",
         epilog="Several GPUs: torchrun --nproc-per-node N -m eval.zero_shot MODEL ...",
     )
-    parser.add_argument(
-        "model", nargs="?", type=path_name, metavar="MODEL", help="transformers or run folder"
-    )
-    parser.add_argument(
-        "--tasks",
-        default="table2",
-        metavar="A,B,...",
-        help="harness tasks, groups or tags; table2 (default): those of the paper's Table 2",
-    )
-    parser.add_argument(
-        "--out", type=output_path, metavar="DIR", help="default for a run folder: MODEL/zero_shot"
-    )
-    parser.add_argument(
-        "--data-dir", type=path_name, metavar="DIR", help="rows from DIR/TASK.jsonl, no network"
-    )
-    parser.add_argument(
-        "--include-path", type=path_name, metavar="DIR", help="custom tasks, as YAML of the harness"
-    )
-    parser.add_argument(
-        "--prefetch", type=output_path, metavar="DIR", help="write such a folder from the Hub"
-    )
-    parser.add_argument(
-        "--limit", type=whole(numbers.ROWS), metavar="N", help="the first N rows of every task"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=or_word(whole(numbers.BATCH), "auto"),
-        default="auto",
-        metavar="N",
-        help="rows, or auto (default)",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=whole(numbers.Range(2, numbers.CONTEXT.high)),
-        metavar="T",
-        help="context; default: config.json",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="auto (default): the file's; on a GPU bfloat16 for exports of bf16 runs in float32",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.add_argument("--samples", action="store_true", help="log every prompt and answer")
-    parser.add_argument(
-        "--bootstrap-iterations",
-        type=whole(numbers.BOOTSTRAP_ITERATIONS),
-        default=1000,
-        metavar="N",
-        help="for standard errors of perplexities (default 1000; 0: no standard errors at all)",
-    )
+    folder = {"type": path_name, "metavar": "MODEL", "help": "transformers or run folder"}
+    parser.add_argument("model", nargs="?", **folder)
+    tasks = "harness tasks, groups or tags; table2 (default): those of the paper's Table 2"
+    parser.add_argument("--tasks", default="table2", metavar="A,B,...", help=tasks)
+    for name, text in (
+        ("--out", "default for a run folder: MODEL/zero_shot"),
+        ("--prefetch", "write a folder for --data-dir from the Hub"),
+    ):
+        parser.add_argument(name, type=output_path, metavar="DIR", help=text)
+    add_options(parser, Settings)
     add_skip_checksums(parser)
-    return parser.parse_args(arguments)
+    return parser
 
 
 @command
 def main() -> None:
+    rank, ranks = launched()
     try:
-        arguments = parse_arguments()
+        arguments = _parser().parse_args()
         with comparing_files(skip=arguments.skip_checksums):
-            _main(arguments)
+            _evaluate(arguments, rank, ranks)
     except UserError:
-        if int(os.environ.get("RANK", "0")) != 0:
-            # Rank 0 says it: what it knew from the arguments, or what the ranks agreed on.
+        if rank != 0:  # Rank 0 reports what it or all ranks know.
             raise SystemExit(2) from None
         raise
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if ranks > 1:
         hard_exit(0)
 
 
-def _main(arguments: argparse.Namespace) -> None:
+def _evaluate(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks: names no task; known are table2 and `lm_eval ls tasks`")
     if arguments.model is None and arguments.prefetch is None:
         raise UserError("MODEL: missing; give a transformers folder or a run folder")
+    out = None if arguments.model is None else _out(arguments, rank)
     if arguments.prefetch is not None:
         check_output(arguments.prefetch, "--prefetch")
+        if ranks > 1:
+            raise UserError(
+                "--prefetch: one process writes the folder; run it without torchrun first"
+            )
     require_harness()
-    if arguments.prefetch is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("--prefetch: one process writes the folder; run it without torchrun first")
-    first = int(os.environ.get("RANK", "0")) == 0
-    out = None
-    if arguments.model is not None:
-        if first:  # the others may not see the folder; that is found out together with rank 0
-            model_folder(arguments.model)
-        out = _out(arguments, first)
-    # Read when tqdm is imported: the harness's bars go, those that say `disable=None` stay.
+    # tqdm reads this when it is imported: the harness's own bars are not shown.
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     quiet_transformers()
-    include = _include_path(arguments.include_path)
+    settings = options_of(arguments, Settings)
     if arguments.prefetch is not None:
         from eval.zero_shot.tasks.prefetch import prefetch
 
-        prefetch(names, arguments.prefetch, include)
-        if arguments.model is None:
-            return
-    from eval.zero_shot.results import table
-    from eval.zero_shot.run import Settings, run
+        prefetch(names, arguments.prefetch, settings.include_path)
+        data_dir = settings.data_dir or arguments.prefetch
+        settings = dataclasses.replace(settings, data_dir=data_dir)
+    if out is not None:
+        from eval.zero_shot.results import table
+        from eval.zero_shot.run import run
 
-    data_dir = arguments.data_dir or arguments.prefetch
-    settings = Settings(
-        data_dir=None if data_dir is None else Path(data_dir),
-        include_path=include,
-        limit=arguments.limit,
-        batch_size=arguments.batch_size,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        max_length=arguments.max_length,
-        samples=arguments.samples,
-        bootstrap_iterations=arguments.bootstrap_iterations,
-    )
-    result = run(arguments.model, names, out, settings)
-    if first:
-        print(table(result))
+        result = run(arguments.model, names, out, settings)
+        if rank == 0:
+            print(table(result))
 
 
-def _include_path(folder: str | None) -> Path | None:
-    if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"--include-path {folder}: no such folder")
-    return None if folder is None else Path(folder).absolute()
-
-
-def _out(arguments: argparse.Namespace, first: bool) -> Path:
+def _out(arguments: argparse.Namespace, rank: int) -> Path:
+    if rank == 0:  # Other ranks may not see the folder; all ranks agree on that later.
+        model_folder(arguments.model)
     if arguments.out is not None:
         check_output(arguments.out)
-        return Path(arguments.out)
-    if not first or (Path(arguments.model) / "model" / "config.json").is_file():
-        return Path(arguments.model) / RUN_SUBFOLDER
-    raise UserError(f"--out: missing; it may be left out only for a run folder ({arguments.model})")
+        return arguments.out
+    if rank == 0 and not (Path(arguments.model) / "model" / "config.json").is_file():
+        raise UserError(
+            f"--out: missing; it may be left out only for a run folder ({arguments.model})"
+        )
+    return Path(arguments.model) / ZERO_SHOT
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every use of lm-evaluation-harness begins with; importing this imports none of it."""
+"""Prepare the use of lm-evaluation-harness; importing this module imports none of it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from collections.abc import Iterator
 from cat_lm.core.errors import UserError
 
 
+def launched() -> tuple[int, int]:
+    """Return this process's rank, and how many ranks torchrun or accelerate has started."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def require_harness() -> None:
-    """Raises UserError where lm-evaluation-harness is not installed."""
+    """Raise UserError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the harness's notes and prints out of a command's output."""
+    """Keep the harness's notes and prints out of a command's output."""
     import datasets
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    # Its bootstrap would fork this process, which has threads and perhaps a GPU.
+    # The harness's bootstrap would fork this process, which has threads and perhaps a GPU.
     os.environ["DISABLE_MULTIPROC"] = "1"
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield

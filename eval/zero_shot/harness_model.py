@@ -1,11 +1,10 @@
-"""The model as lm-evaluation-harness sees it: its own HF class, on one or several ranks."""
+"""Give lm-evaluation-harness a model: its own HF class, on one or several ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
 from cat_lm.generate import refuse_nonsense
 from cat_lm.pretrained.loading import check_vocabulary, choose_device, load_model, load_tokenizer
 from cat_lm.pretrained.memory import free_bytes
+from eval.zero_shot.harness import first_line, launched
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,12 +30,11 @@ _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
 
 
 class Scorer(HFLM):
-    """HFLM around a model that was loaded strictly, split over all ranks that were launched.
+    """Score requests as HFLM does, with a model that was loaded strictly, on all launched ranks.
 
-    What is added to HFLM: it never evaluates weights that were not in the folder; ranks count over
-    all nodes and on CPUs too (HFLM takes the rank within a node, and none without a GPU); results
-    are gathered in the order of the rows, so that nothing depends on the number of ranks; and it
-    counts what it runs.
+    HFLM takes the rank within a node, and none without a GPU; here ranks count over all nodes and
+    on CPUs too. Results are gathered in the order of the rows, so that nothing depends on the
+    number of ranks, and what is run is counted.
 
     Args:
         folder: a transformers folder.
@@ -48,7 +48,8 @@ class Scorer(HFLM):
         positions: positions that went through the model on this rank, padding included.
         truncated: requests on this rank that lost the start of their context.
 
-    Raises UserError where the folder has no usable model or tokenizer.
+    Raises:
+        UserError: the folder has no usable model or tokenizer.
     """
 
     def __init__(
@@ -84,60 +85,63 @@ class Scorer(HFLM):
         if batch_size is None and model.device.type == "cpu":
             # HFLM finds the largest batch by running out of memory, which a CPU does not survive.
             self.batch_size_per_gpu = self._batch_size_for_cpu()
-        self.positions = self.truncated = self._repeated = 0
-        self._progress: _Progress | None = None
-
-    # One task at a time: names for the progress bar, counts from zero.
+        self.set_cache_hook(self)
+        self.begin("")
 
     def begin(self, task: str) -> None:
+        """Name the task that follows, and count from zero."""
         self.positions = self.truncated = self._repeated = 0
-        self._progress = _Progress(task) if self.rank == 0 else None
-        self.set_cache_hook(_AnswerCounter(self._progress))
-
-    def end(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        self._task = task
 
     def totals(self, *own: int) -> list[int]:
-        """`positions`, `truncated` and `own` of all ranks together; every rank must call it."""
+        """Return `positions`, `truncated` and `own` summed over ranks; every rank must call it."""
         counts = torch.tensor([[self.positions, self.truncated, *own]], device=self.device)
         return self.all_gather(counts).sum(dim=0).tolist()
 
     def from_first_rank(self, value: Any) -> Any:
-        """Rank 0's value on every rank; every rank must call it."""
+        """Return rank 0's value on every rank; every rank must call it."""
         if self.ranks is None:
             return value
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([value])[0]
 
-    # HFLM's own methods. Each of the first three is called as often on every rank, so that an
-    # error on one of them ends the task on all.
+    @contextlib.contextmanager
+    def _progress(self, total: int, unit: str) -> Iterator[None]:
+        """Show a bar on rank 0 meanwhile; an error on one rank ends the block on all."""
+        # Where stderr is no terminal, a line stands now and then.
+        seconds = 0.1 if sys.stderr.isatty() else _LINE_SECONDS
+        how = {"mininterval": seconds, "delay": seconds, "leave": False}
+        # The environment silences the harness's own bars, but none that says so itself.
+        how |= {"desc": self._task, "unit": f" {unit}", "disable": self.rank != 0}
+        with tqdm(total=total, **how) as self._bar, agreed(self.ranks):
+            yield
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """Count an answer; HFLM calls this as it would call a cache of answers."""
+        if kind != "loglikelihood_rolling":  # Their windows are counted instead.
+            self._bar.update()
+
+    # Methods of HFLM. Each of the first three is called equally often on every rank.
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False):
-        if self._progress is not None:
-            self._progress.add_work(len(requests), "requests")
-        # Where another rank has more, the harness repeats the last one.
+        # Where another rank has more requests, the harness repeats the last one.
         self._repeated = len(requests) - len({id(request) for request in requests})
-        with agreed(self.ranks):
+        with self._progress(len(requests), "requests"):
             answers = super().loglikelihood(requests, disable_tqdm=True)
             _require_numbers([likelihood for likelihood, _ in answers])
             return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False):
-        if self._progress is not None:
-            lengths = [len(self.tok_encode(*request.args)) for request in requests]
-            windows = sum(-(-length // self.max_length) for length in lengths)
-            self._progress.add_work(windows, "windows")
-        with agreed(self.ranks):
+        lengths = [len(self.tok_encode(*request.args)) for request in requests]
+        windows = sum(-(-length // self.max_length) for length in lengths)
+        with self._progress(windows, "windows"):
             answers = super().loglikelihood_rolling(requests, disable_tqdm=True)
             _require_numbers(answers)
             return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False):
-        if self._progress is not None:
-            self._progress.add_work(len(requests), "requests")
-        with agreed(self.ranks):
+        with self._progress(len(requests), "requests"):
             try:
                 return super().generate_until(requests, disable_tqdm=True)
             except AssertionError as error:
@@ -154,19 +158,22 @@ class Scorer(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        if override_bs is None:
-            # Else these are windows of a rolling log-likelihood, which are as long as the context.
+        if override_bs is None:  # Else these are windows, which are as long as the context.
             with agreed(self.ranks):
-                self._check_continuations(requests)
+                longest = max((len(continuation) for *_, continuation in requests), default=0)
+                if longest > self.max_length:
+                    raise UserError(
+                        f"a continuation of {longest} tokens does not fit into a context of "
+                        f"{self.max_length}; a larger --max-length may be given"
+                    )
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1
             for _, context, continuation in requests[: len(requests) - self._repeated]
         )
-        answers = super()._loglikelihood_tokens(
-            requests, disable_tqdm=True, override_bs=override_bs
-        )
-        if override_bs is not None and self._progress is not None:
-            self._progress.advance(len(requests))  # windows of a rolling log-likelihood
+        how = {"disable_tqdm": True, "override_bs": override_bs}
+        answers = super()._loglikelihood_tokens(requests, **how)
+        if override_bs is not None:
+            self._bar.update(len(requests))
         return answers
 
     def tok_batch_encode(
@@ -182,14 +189,6 @@ class Scorer(HFLM):
         self.truncated += int((mask.sum(dim=1) > left_truncate_len).sum())
         return tokens[:, -left_truncate_len:], mask[:, -left_truncate_len:]
 
-    def _check_continuations(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> None:
-        longest = max((len(continuation) for _, _, continuation in requests), default=0)
-        if longest > self.max_length:
-            raise UserError(
-                f"a continuation of {longest} tokens does not fit into a context of "
-                f"{self.max_length}; a larger --max-length may be given"
-            )
-
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.positions += inps.numel()
         return super()._model_call(inps, *args, **kwargs)
@@ -198,25 +197,25 @@ class Scorer(HFLM):
         return super()._model_generate(*args, logits_processor=[refuse_nonsense], **kwargs)
 
     def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]] | None:
-        """Gather what the ranks have of each task in the order of the rows: rank r has every w-th.
+        """Gather each task's values in the order of the rows: of W ranks, rank r has every W-th.
 
-        The harness joins the ranks' lists end to end, and its bootstrapped errors and sums depend
-        on the order.
+        The harness joins the ranks' lists end to end, but bootstrapped errors depend on the order.
         """
         parts = super().gather_object(obj, dst)
         return [_interleaved(parts)] + [_emptied(parts[0])] * (len(parts) - 1) if parts else parts
 
     def _batch_size_for_cpu(self) -> int:
-        """Rows whose logits (three copies in fp32) take at most a quarter of the free memory."""
+        """Return the rows whose logits (three copies in fp32) take a quarter of free memory."""
         row_bytes = 3 * 4 * self.max_length * self.model.config.vocab_size
         free = free_bytes(self.device) or 0  # where that is not known, a single row
         return max(1, min(_LARGEST_CPU_BATCH, free // 4 // row_bytes))
 
 
 class Encoder(HFLM):
-    """The harness's way from text to tokens, and the token before a text, without a model.
+    """Encode text as the harness does, without a model.
 
-    Raises UserError where the tokenizer, of a folder, has no token to begin a text with.
+    Raises:
+        UserError: the tokenizer, of a folder, has no token to begin a text with.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -232,7 +231,7 @@ def _require_prefix(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _require_numbers(likelihoods: Sequence[float]) -> None:
-    """Refuse what is no number: the harness would take the first choice for the likeliest."""
+    """Raise UserError for NaN, of which the harness would choose the first."""
     wrong = sum(not math.isfinite(likelihood) for likelihood in likelihoods)
     if wrong:
         raise UserError(
@@ -242,14 +241,9 @@ def _require_numbers(likelihoods: Sequence[float]) -> None:
         )
 
 
-def launched_ranks() -> int:
-    """The number of processes that torchrun or accelerate has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def launched_accelerator(device: str) -> Accelerator | None:
-    """The harness's own way to several ranks; None where there is only one."""
-    if launched_ranks() == 1:
+    """Return the harness's own access to several ranks; None if there is only one."""
+    if launched()[1] == 1:
         return None
     from accelerate import Accelerator
 
@@ -260,9 +254,9 @@ def launched_accelerator(device: str) -> Accelerator | None:
 
 @contextlib.contextmanager
 def agreed(accelerator: Accelerator | None) -> Iterator[None]:
-    """An error inside the block on one rank is a UserError on all; else they would wait for it.
+    """Make an error inside the block on one rank a UserError on all, which else would wait for it.
 
-    Every rank must come here; in the block no rank may wait for others before it can have failed.
+    Every rank must enter; in the block no rank may wait for others before it can have failed.
     """
     own = None
     try:
@@ -278,7 +272,7 @@ def agreed(accelerator: Accelerator | None) -> Iterator[None]:
     if own is None or isinstance(own, UserError):
         text = own and str(own)
     else:
-        text = f"{type(own).__name__}: {(str(own).splitlines() or ['no message'])[0]}"
+        text = f"{type(own).__name__}: {first_line(own)}"
     texts = gather_object([text])
     if own is not None and not isinstance(own, UserError):
         raise own
@@ -288,7 +282,7 @@ def agreed(accelerator: Accelerator | None) -> Iterator[None]:
 
 
 def _interleaved(parts: Sequence[Any]) -> Any:
-    """Of mappings of mappings of lists: with the lists' elements taken in turn."""
+    """Join nested mappings of lists by taking elements in turn."""
     if isinstance(parts[0], dict):
         return {key: _interleaved([part[key] for part in parts]) for key in parts[0]}
     missing = object()
@@ -298,36 +292,3 @@ def _interleaved(parts: Sequence[Any]) -> Any:
 
 def _emptied(part: Any) -> Any:
     return {key: _emptied(part[key]) for key in part} if isinstance(part, dict) else []
-
-
-class _AnswerCounter:
-    """Hears of every answer in the place of HFLM's cache of answers."""
-
-    def __init__(self, progress: _Progress | None) -> None:
-        self.progress = progress
-
-    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        if self.progress is not None and kind != "loglikelihood_rolling":
-            self.progress.advance(1)
-
-
-class _Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, task: str) -> None:
-        from tqdm import tqdm
-
-        seconds = 0.1 if sys.stderr.isatty() else _LINE_SECONDS
-        # The environment silences the harness's own bars, but not one that says so itself.
-        self.bar = tqdm(total=0, desc=task, mininterval=seconds, delay=seconds, disable=False)
-
-    def add_work(self, count: int, unit: str) -> None:
-        self.bar.unit = f" {unit}"
-        self.bar.total += count
-
-    def advance(self, count: int) -> None:
-        self.bar.update(count)
-
-    def close(self) -> None:
-        self.bar.leave = False
-        self.bar.close()

@@ -1,4 +1,4 @@
-"""Runs harness tasks on a model, task by task, and keeps what is finished.
+"""Run harness tasks on a model, task by task, and keep what is finished.
 
 OUT gets `tasks/`, one file for each finished task under a name that hashes all its numbers depend
 on; a later call with the same settings reads it instead of computing the task again. The result
@@ -10,7 +10,6 @@ and answer.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -47,17 +46,13 @@ from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
     RESULT,
     TABLE,
-    cell_name,
+    Place,
     counted,
     earlier_tasks,
-    finished,
-    left_out,
     number,
-    samples_file,
-    task_store,
     write_result,
-    write_samples,
 )
+from eval.zero_shot.settings import Settings
 from eval.zero_shot.tasks import table2
 from eval.zero_shot.tasks.catalog import Catalog
 from eval.zero_shot.tasks.rows import check_answers
@@ -69,36 +64,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
-BOOTSTRAP_ITERATIONS = 1000  # a standard error to about two per cent
 # Keys of a definition that say where its rows are.
 _OF_DATA = {"metadata", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}
 _OF_DATA |= {"training_split", "validation_split", "test_split", "fewshot_split"}
 PACKAGES = ("lm_eval", "datasets", "accelerate", "tokenizers")
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Hold what a run is asked for besides the model and the tasks; defaults as in the command."""
-
-    data_dir: Path | None = None
-    include_path: Path | None = None
-    limit: int | None = None
-    batch_size: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_length: int | None = None
-    samples: bool = False
-    bootstrap_iterations: int = BOOTSTRAP_ITERATIONS
-
-
 def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) -> dict[str, Any]:
-    """Evaluates the model in a transformers or run folder; returns what zero_shot.json holds.
+    """Evaluate the model in a transformers or run folder; return what zero_shot.json holds.
 
     Every rank that was launched must call it; only rank 0 writes, and returns the whole result.
     Tasks that `out` has already, with the same settings, stay in the result.
 
-    Raises UserError on all ranks: for bad input, before the first task is computed; and for tasks
-    that could not be computed, after all others are done and written.
+    Raises:
+        UserError: on all ranks; for bad input, before the first task is computed, and for tasks
+            that could not be computed, after all others are done and written.
     """
     with quiet():
         accelerator = launched_accelerator(settings.device)
@@ -109,29 +89,45 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
             tasks = {name: catalog.load(name, source) for name in catalog.specs}
             for task in tasks.values():
                 check_answers(task, source, needed_splits(task.config), settings.limit)
-            scorer = _scorer(folder, settings, accelerator)
+            scorer = _load_scorer(folder, settings, accelerator)
             for name, task in tasks.items():
-                _check_rows(name, task, settings.limit, scorer.world_size)
+                rows = min(len(task.task_docs), settings.limit or len(task.task_docs))
+                if rows < (ranks := scorer.world_size):
+                    raise UserError(
+                        f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer"
+                    )
             description = _describe_model(folder, scorer)
             shared = _shared_key(description, settings)
             if scorer.rank == 0:
                 claim_outputs(out, RESULT, [TABLE])
             earlier = earlier_tasks(out, shared) if scorer.rank == 0 else {}
+        made = provenance()
+        made["versions"] |= {name: metadata.version(name) for name in PACKAGES}
         result = {
             "format": 1,
             "model": description,
-            "settings": _describe_settings(settings, scorer),
+            "settings": {
+                "limit": settings.limit,
+                "batch_size": scorer.batch_size,
+                "ranks": scorer.world_size,
+                "device": str(scorer.device),
+                "bootstrap_iterations": settings.bootstrap_iterations,
+                "data_dir": None if settings.data_dir is None else str(settings.data_dir),
+            },
             "tasks": earlier,
             "average": table2.average(earlier),
-            **_provenance(),
+            **made,
         }
-        failed = {}
+        failed = []
         for name, task in tasks.items():
-            key = _key(name, task, folder) | shared
+            place = Place(out, name, _key(name, task, folder) | shared)
             try:
-                values = _task_values(name, task, scorer, settings, out, key)
+                with agreed(accelerator):  # Other ranks than the first may not see the files.
+                    values = place.read(settings.samples) if scorer.rank == 0 else None
+                if not scorer.from_first_rank(values is not None):
+                    values = _compute(place, task, scorer, settings)
             except UserError as error:
-                failed[name] = str(error)
+                failed.append(str(error))
                 if scorer.rank == 0 and len(tasks) > 1:
                     print(f"{error}; the other tasks go on", file=sys.stderr, flush=True)
                 continue
@@ -139,35 +135,15 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
                 result["tasks"][name] = values | {"data": source.records[name]}
                 result["average"] = table2.average(result["tasks"])
                 write_result(out, result)
+    if failed and len(tasks) == 1:
+        raise UserError(failed[0])
     if failed:
-        raise UserError(_failures(failed, len(tasks), out))
+        rest = f"the {len(tasks) - len(failed)} others are in {out}"
+        raise UserError(f"{len(failed)} of {len(tasks)} tasks failed: {'; '.join(failed)}; {rest}")
     return result
 
 
-def _failures(failed: Mapping[str, str], asked: int, out: Path) -> str:
-    if asked == 1:
-        return next(iter(failed.values()))
-    rest = f"the {asked - len(failed)} others are in {out}"
-    return f"{len(failed)} of {asked} tasks failed: {'; '.join(failed.values())}; {rest}"
-
-
-def _task_values(
-    name: str,
-    task: ConfigurableTask,
-    scorer: Scorer,
-    settings: Settings,
-    out: Path,
-    key: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """A task's values on rank 0, read where it is finished; the others may not see the files."""
-    with agreed(scorer.ranks):
-        values = finished(out, name, key, settings.samples) if scorer.rank == 0 else None
-    if scorer.from_first_rank(values is not None):
-        return values
-    return _compute(name, task, scorer, settings, out, key)
-
-
-def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
+def _load_scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
     # For every dtype: a number must not depend on whether its dtype was given or found.
     evaluation_device(settings.device)
     if settings.max_length is not None:
@@ -186,22 +162,15 @@ def _scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -
     )
 
 
-def _check_rows(name: str, task: ConfigurableTask, limit: int | None, ranks: int) -> None:
-    rows = len(task.task_docs)
-    rows = min(rows, limit or rows)
-    if rows < ranks:
-        raise UserError(f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer")
-
-
 def _compute(
-    name: str,
-    task: ConfigurableTask,
-    scorer: Scorer,
-    settings: Settings,
-    out: Path,
-    key: Mapping[str, Any],
+    place: Place, task: ConfigurableTask, scorer: Scorer, settings: Settings
 ) -> dict[str, Any] | None:
-    """Runs one task on all ranks; rank 0 writes its files and returns its values."""
+    """Run one task on all ranks; rank 0 writes its files and returns its values.
+
+    Raises:
+        RuntimeError: the harness has scored other rows than it was asked to.
+    """
+    name = place.name
     if task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
     task.set_fewshot_seed(SEED)
@@ -210,35 +179,34 @@ def _compute(
     torch.manual_seed(SEED)
     scorer.begin(name)
     begin = time.perf_counter()
-    try:
-        with agreed(scorer.ranks), _named(name, scorer):
-            found = evaluate(
-                scorer,
-                {"tasks": {name: task}},
-                limit=settings.limit,
-                bootstrap_iters=settings.bootstrap_iterations,
-                log_samples=settings.samples,
-            )
-    finally:
-        scorer.end()
+    with agreed(scorer.ranks), _named(name, scorer):
+        found = evaluate(
+            scorer,
+            {"tasks": {name: task}},
+            limit=settings.limit,
+            bootstrap_iters=settings.bootstrap_iterations,
+            log_samples=settings.samples,
+        )
     seconds = time.perf_counter() - begin
     answered = [request.doc_id for request in task.instances if request.resps]
     positions, truncated, requests, scored = scorer.totals(len(answered), len(set(answered)))
     if scorer.rank != 0:
         return None
-    if settings.samples:
-        write_samples(samples_file(out, name, key), found["samples"][name])
     values = _values(found, name)
+    rows = values["rows"]
+    if scored != (asked := min(rows, settings.limit or rows)):
+        raise RuntimeError(f"task {name}: {scored} of {asked} rows were scored")
+    there = len(task.dataset[needed_splits(task.config)[0]])
     values |= {
-        "left_out": left_out(task, values["rows"], scored, settings.limit),
+        "left_out": {"by_limit": rows - scored, "by_definition": there - rows},
         "requests": requests,
         "truncated": truncated,
         "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
         "seconds": round(seconds, 3),
         "tokens_per_second": round(positions / seconds, 1),
-        "key": dict(key),
+        "key": place.key,
     }
-    task_store(out).write(cell_name(name, key), values)
+    place.write(values, found["samples"][name] if settings.samples else None)
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
     print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
     return values
@@ -263,7 +231,7 @@ def _named(name: str, scorer: Scorer) -> Iterator[None]:
 
 
 def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The harness's result of a task, its `metric,filter` names taken apart."""
+    """Return the harness's result of a task, its `metric,filter` names taken apart."""
     metrics, stderr = {}, {}
     for key, value in found["results"][name].items():
         metric, comma, filter_ = key.partition(",")
@@ -284,11 +252,8 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-# What is finished
-
-
 def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
-    """All of a task that its numbers depend on, and how the model writes where it is to write."""
+    """Return all of a task that its numbers depend on, and how the model generates if it does."""
     # With its functions: the harness's text of one that has no source has an address in it.
     found = task.config.to_dict(keep_callable=True)
     definition = {key: v for key, v in found.items() if key not in _OF_DATA}
@@ -296,19 +261,23 @@ def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
     definition["fewshot_config"] = {
         key: v for key, v in definition["fewshot_config"].items() if key != "split"
     }
-    text = json.dumps(definition, sort_keys=True, default=_source_of)
-    generates = task.OUTPUT_TYPE == "generate_until"
-    return ({"generation_sha256": _generation_sha256(folder)} if generates else {}) | {
+    key = {}
+    if task.OUTPUT_TYPE == "generate_until":
+        path = folder / "generation_config.json"
+        values = read_object(path) if path.is_file() else {}
+        values.pop("transformers_version", None)
+        key["generation_sha256"] = _sha256(json.dumps(values, sort_keys=True))
+    return key | {
         "task": name,
         "version": task.VERSION,
-        "definition_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "definition_sha256": _sha256(json.dumps(definition, sort_keys=True, default=_source_of)),
         "rows_sha256": rows_sha256(task),
     }
 
 
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """All else that they depend on; not the batch size and not the number of ranks."""
-    used = plugins.describe()  # of which the model may have a part
+    """Return all else that numbers depend on; not the batch size and not the number of ranks."""
+    used = plugins.describe()  # The model may have a part of a plugin.
     return ({"plugins": used} if used else {}) | {
         "harness": metadata.version("lm_eval"),
         "limit": settings.limit,
@@ -320,16 +289,8 @@ def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     }
 
 
-def _generation_sha256(folder: Path) -> str:
-    """Of generation_config.json's values, but of the version that wrote them."""
-    path = folder / "generation_config.json"
-    values = read_object(path) if path.is_file() else {}
-    values.pop("transformers_version", None)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
 def _source_of(value: Any) -> Any:
-    """A function of a definition as text; its `str` has an address in it, new in each process."""
+    """Return a definition's function as text; its `str` has an address in it."""
     if isinstance(value, functools.partial):
         return [_source_of(value.func), value.args, value.keywords]
     if not callable(value):
@@ -339,9 +300,6 @@ def _source_of(value: Any) -> Any:
     except (TypeError, OSError):  # an object that is called, or one of Python's own
         kind = value if hasattr(value, "__qualname__") else type(value)
         return f"{kind.__module__}.{kind.__qualname__}"
-
-
-# What is said about a result
 
 
 def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
@@ -358,23 +316,12 @@ def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
     }
 
 
-def _describe_settings(settings: Settings, scorer: Scorer) -> dict[str, Any]:
-    return {
-        "limit": settings.limit,
-        "batch_size": scorer.batch_size,
-        "ranks": scorer.world_size,
-        "device": str(scorer.device),
-        "bootstrap_iterations": settings.bootstrap_iterations,
-        "data_dir": None if settings.data_dir is None else str(settings.data_dir),
-    }
-
-
 def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Of what the loaded tokenizer does, whatever files it was read from."""
+    """Hash what the loaded tokenizer does, whatever files it was read from."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     if tokenizer.is_fast:
         values = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Of the last call, not of the tokenizer.
+        # These are of the last call, not of the tokenizer.
         values |= {"truncation": None, "padding": None}
         text = json.dumps(values, sort_keys=True)
     else:
@@ -382,11 +329,11 @@ def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
         names |= {"special_tokens_map.json", "added_tokens.json"}
         paths = [folder / name for name in sorted(names)]
         text = joint_sha256([path for path in paths if path.is_file()])
-    return hashlib.sha256(f"{type(tokenizer).__name__} {special} {text}".encode()).hexdigest()
+    return _sha256(f"{type(tokenizer).__name__} {special} {text}")
 
 
 def _stored_dtype(folder: Path) -> str:
-    """The dtype that config.json gives the weights, as transformers' and the harness's "auto"."""
+    """Return the dtype that config.json gives the weights, as transformers' "auto" does."""
     config = read_object(folder / "config.json")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored not in DTYPES:
@@ -397,7 +344,5 @@ def _stored_dtype(folder: Path) -> str:
     return stored
 
 
-def _provenance() -> dict[str, Any]:
-    values = provenance()
-    values["versions"] |= {name: metadata.version(name) for name in PACKAGES}
-    return values
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From the names on the command line to the harness's task objects."""
+"""Find the harness's task objects by the names on the command line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import lm_eval.tasks
 from lm_eval.config.group import GroupConfig
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from cat_lm.core.errors import UserError
+from eval.zero_shot.harness import first_line
 from eval.zero_shot.tasks import table2
+from eval.zero_shot.tasks.sources import sourced_task
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -38,7 +41,8 @@ class Catalog:
     Attributes:
         specs: task name -> the definition's name and what its group changes in it.
 
-    Raises UserError for unknown names, with the nearest known ones.
+    Raises:
+        UserError: an unknown name, with the nearest known ones, or a folder that cannot be used.
     """
 
     def __init__(self, names: Sequence[str], include: Path | None = None) -> None:
@@ -46,15 +50,11 @@ class Catalog:
             task for name in names for task in (table2.TASKS if name == "table2" else (name,))
         ]
         self._manager = _manager(wanted, include)
-        self.specs: dict[str, dict[str, Any]] = {}
-        for name in wanted:
-            for spec in self._leaves(name, {}):
-                self.specs[spec["task"]] = spec
+        specs = [spec for name in wanted for spec in self._leaves(name, {})]
+        self.specs: dict[str, dict[str, Any]] = {spec["task"]: spec for spec in specs}
 
     def load(self, name: str, source: Source) -> ConfigurableTask:
-        """The harness's task with its rows from `source`. Raises UserError where they are bad."""
-        from eval.zero_shot.tasks.sources import sourced_task
-
+        """Return the harness's task with its rows from `source`. Raises UserError for bad rows."""
         spec = self.specs[name] | {"class": sourced_task(source)}
         try:
             # A group of one task: the harness's way to change single keys of a definition.
@@ -65,7 +65,7 @@ class Catalog:
             # Whatever prompts and metrics raise when they meet rows that they do not know.
             raise UserError(
                 f"task {name}: {source.describe(name)}: rows are not in the columns that the "
-                f"harness's definition reads ({type(error).__name__}: {_first_line(error)})"
+                f"harness's definition reads ({type(error).__name__}: {first_line(error)})"
             ) from error
         return loaded["tasks"][name]
 
@@ -75,7 +75,10 @@ class Catalog:
             item = item.get("task") or item.get("group")
         entry = self._manager.task_index.get(item)
         if entry is None:
-            raise UserError(f"--tasks {item}: unknown{_suggestion(item, self._manager)}")
+            near = difflib.get_close_matches(item, [*self._manager.all_tasks, "table2"])
+            known = "known are table2 and the names that `lm_eval ls tasks` prints"
+            hint = f"did you mean {', '.join(near)}?" if near else known
+            raise UserError(f"--tasks {item}: unknown; {hint}")
         match entry.kind.name:
             case "TAG":
                 children = sorted(entry.tags)
@@ -96,8 +99,10 @@ class Catalog:
 
 def _manager(wanted: Sequence[str], include: Path | None) -> TaskManager:
     root = Path(lm_eval.tasks.__file__).parent
-    own = [] if include is None else [include]
-    folders = [*(root / name for name in _TABLE2_FOLDERS), *own]
+    folders = [root / name for name in _TABLE2_FOLDERS]
+    if include is not None:
+        _check_definitions(include)
+        folders.append(include := include.absolute())
     few = TaskManager(include_defaults=False, include_path=folders)
     entries = [few.task_index.get(name) for name in wanted]
     for name in table2.TASKS:
@@ -109,17 +114,18 @@ def _manager(wanted: Sequence[str], include: Path | None) -> TaskManager:
     return few if known else _whole_manager(include)
 
 
+def _check_definitions(folder: Path) -> None:
+    """Raise UserError for YAML that cannot be read, which the harness passes over."""
+    if not folder.is_dir():
+        raise UserError(f"--include-path {folder}: no such folder")
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:  # of YAML, of the file system, of an `include` in it
+            reason = " ".join(str(error).split())
+            raise UserError(f"--include-path: {path}: is no definition: {reason}") from None
+
+
 @functools.cache
 def _whole_manager(include: Path | None) -> TaskManager:
     return TaskManager(include_path=include)
-
-
-def _suggestion(name: str, manager: TaskManager) -> str:
-    near = difflib.get_close_matches(name, [*manager.all_tasks, "table2"], n=3, cutoff=0.6)
-    if near:
-        return f"; did you mean {', '.join(near)}?"
-    return "; known are table2 and the names that `lm_eval ls tasks` prints"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]

@@ -1,4 +1,4 @@
-"""Writes the rows of tasks from the Hub into a folder that `--data-dir` reads without a network."""
+"""Write the rows of tasks from the Hub into a folder that `--data-dir` reads without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eval.zero_shot.tasks.sources import MANIFEST, Hub, file_name, needed_splits
 
 
 def prefetch(names: Sequence[str], folder: Path | str, include: Path | None = None) -> list[Path]:
-    """Fills `folder` with the files of the tasks `names`, and returns those files.
+    """Write the files of the tasks `names` into `folder`, and return those files.
 
     A folder that has a manifest already fixes the revisions: files that are there and whole are
     kept, the others come from the same commits. The manifest is written after every task, so an
@@ -27,27 +27,29 @@ def prefetch(names: Sequence[str], folder: Path | str, include: Path | None = No
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(folder)
+    records = manifest["files"]
     catalog, hub = Catalog(names, include), Hub(manifest["revisions"])
     paths = []
     for name in catalog.specs:
-        files = _whole_files(folder, name, manifest["files"])
-        if not files:
-            files = _fetch(name, catalog, hub, folder, manifest["files"])
-            _write_manifest(folder, hub, manifest["files"])
-        rows = ", ".join(f"{manifest['files'][file]['rows']} rows in {file}" for file in files)
+        files = [file for file, record in records.items() if record["task"] == name]
+        if not files or not all(_is_whole(folder / file, records[file]) for file in files):
+            files = _fetch(name, catalog, hub, folder, records)
+            values = {
+                "format": 1,
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "versions": {name: metadata.version(name) for name in ("lm_eval", "datasets")},
+                "revisions": hub.revisions,
+                "files": records,
+            }
+            write_json(folder / MANIFEST, values)
+        rows = ", ".join(f"{records[file]['rows']} rows in {file}" for file in files)
         print(f"{name}: {rows}", file=sys.stderr)
         paths += [folder / file for file in files]
     return paths
 
 
-def _whole_files(folder: Path, task: str, records: dict[str, Any]) -> list[str]:
-    """The files of a task that the manifest lists, where all are as it says; else none."""
-    files = [name for name, record in records.items() if record["task"] == task]
-    whole = all(
-        (folder / name).is_file() and sha256(folder / name) == records[name]["sha256"]
-        for name in files
-    )
-    return files if whole else []
+def _is_whole(path: Path, record: dict[str, Any]) -> bool:
+    return path.is_file() and sha256(path) == record["sha256"]
 
 
 def _fetch(
@@ -55,36 +57,17 @@ def _fetch(
 ) -> list[str]:
     task = catalog.load(name, hub)
     splits = needed_splits(task.config)
-    paths = {split: folder / file_name(name, split, splits[0]) for split in splits}
+    files = {split: file_name(name, split, splits[0]) for split in splits}
     # Rows of the user's own may have such a name, and the manifest comes after a task's files.
-    if new := [path.name for path in paths.values() if path.name not in records]:
+    if new := [file for file in files.values() if file not in records]:
         claim_outputs(folder, new[0], new[1:], "--prefetch")
-    written = []
-    for split, path in paths.items():
+    for split, file_of_split in files.items():
+        path, rows = folder / file_of_split, task.dataset[split]
         try:
             with atomic_write(path) as file:
-                for row in task.dataset[split]:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except TypeError as error:  # pictures, dates
             raise UserError(f"task {name}: its rows do not fit into jsonl: {error}") from None
-        records[path.name] = hub.records[name] | {
-            "task": name,
-            "split": split,
-            "rows": len(task.dataset[split]),
-            "sha256": sha256(path),
-        }
-        written.append(path.name)
-    return written
-
-
-def _write_manifest(folder: Path, hub: Hub, records: dict[str, Any]) -> None:
-    write_json(
-        folder / MANIFEST,
-        {
-            "format": 1,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {name: metadata.version(name) for name in ("lm_eval", "datasets")},
-            "revisions": hub.revisions,
-            "files": records,
-        },
-    )
+        about = {"task": name, "split": split, "rows": len(rows), "sha256": sha256(path)}
+        records[path.name] = hub.records[name] | about
+    return list(files.values())

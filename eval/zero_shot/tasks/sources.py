@@ -14,44 +14,26 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from datasets import Dataset, load_dataset
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.task import TaskConfig
+from pydantic import ConfigDict
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
-from cat_lm.core.readers import (
-    InsideName,
-    Record,
-    Versioned,
-    check_shape,
-    read_json,
-    read_json_lines,
-)
-from eval.zero_shot.tasks.rows import Places, check_answers
+from cat_lm.core.readers import InsideName, Record, Versioned, read_json, read_json_lines
+from eval.zero_shot.harness import first_line
+from eval.zero_shot.tasks.rows import check_answers
 
 MANIFEST = "manifest.json"
 # What a definition names in the place of a dataset of the Hub, with files of its own.
 FILE_FORMATS = ("json", "csv", "parquet", "arrow", "text")
 
 
-class Source(Places, Protocol):
-    """Gets the rows of tasks.
-
-    Attributes:
-        records: task -> where its rows came from, as far as it has been asked for.
-    """
-
-    records: dict[str, dict[str, Any]]
-
-    def splits(self, config: TaskConfig, options: Mapping[str, Any]) -> Mapping[str, Dataset]:
-        """Split name -> rows; at least those of `needed_splits`."""
-
-
 def needed_splits(config: TaskConfig) -> list[str]:
-    """The split to be evaluated, then the one for few-shot examples where there are any."""
+    """Return the split to be evaluated, then that of few-shot examples where there are any."""
     evaluated = config.test_split or config.validation_split
     if evaluated is None:
         raise UserError(f"task {config.task}: its definition names no split to evaluate on")
@@ -62,7 +44,7 @@ def needed_splits(config: TaskConfig) -> list[str]:
 
 
 def sourced_task(source: Source) -> type[ConfigurableTask]:
-    """The harness's task class, with `source` in the place of `datasets.load_dataset`."""
+    """Return the harness's task class with `source` in place of `datasets.load_dataset`."""
 
     class SourcedTask(ConfigurableTask):
         def __init__(self, config: dict[str, Any]) -> None:
@@ -77,9 +59,6 @@ def sourced_task(source: Source) -> type[ConfigurableTask]:
 
         def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
             self.dataset = source.splits(self.config, dataset_kwargs or {})
-            self._forget_absent_splits()
-
-        def _forget_absent_splits(self) -> None:
             # The harness opens the few-shot split even for zero examples.
             for key in ("training_split", "validation_split", "fewshot_split"):
                 if getattr(self.config, key) not in self.dataset:
@@ -91,7 +70,7 @@ def sourced_task(source: Source) -> type[ConfigurableTask]:
 
 
 def rows_sha256(task: ConfigurableTask) -> str:
-    """Hash of the rows that the task's numbers depend on, whatever source they came from."""
+    """Hash the rows that the task's numbers depend on, whatever source they came from."""
     digest = hashlib.sha256()
     for split in needed_splits(task.config):
         for row in task.dataset[split]:
@@ -101,7 +80,11 @@ def rows_sha256(task: ConfigurableTask) -> str:
 
 
 class LocalFolder:
-    """Rows from the jsonl files of a folder; no network is used. See `Source`."""
+    """The rows in the jsonl files of a folder; no network is used.
+
+    Attributes:
+        records: task -> where its rows came from, as far as it has been asked for.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -112,18 +95,21 @@ class LocalFolder:
         self._prefetched = read_manifest(self.folder)["files"]
 
     def splits(self, config: TaskConfig, options: Mapping[str, Any]) -> dict[str, Dataset]:
-        names = needed_splits(config)
-        files = [self.folder / file_name(config.task, split, names[0]) for split in names]
-        found = {}
-        for split, path in zip(names, files, strict=True):
+        """Return the rows of each of `needed_splits`."""
+        names, found, files = needed_splits(config), {}, {}
+        for split in names:
+            path = self.folder / file_name(config.task, split, names[0])
             found[split], self._places[config.task, split] = _read(path)
-        self.records[config.task] = {"files": {path.name: self._record(path) for path in files}}
+            files[path.name] = self._record(path)
+        self.records[config.task] = {"files": files}
         return found
 
     def describe(self, task: str) -> str:
+        """Return the place of a task's rows, for messages."""
         return str(self.folder / f"{task}.jsonl")
 
     def place(self, task: str, split: str, number: int) -> str:
+        """Return the place of a split's row, counted from 0."""
         return self._places[task, split][number]
 
     def _record(self, path: Path) -> dict[str, Any]:
@@ -138,10 +124,13 @@ class LocalFolder:
 
 
 class Hub:
-    """Rows from the Hub, each dataset at one commit. See `Source`.
+    """The rows on the Hub, each dataset at one commit.
 
     Args:
         revisions: dataset -> commit to use; for others it is the newest one, asked for once.
+
+    Attributes:
+        records: as of `LocalFolder`.
     """
 
     def __init__(self, revisions: Mapping[str, str] | None = None) -> None:
@@ -151,44 +140,44 @@ class Hub:
         }
 
     def splits(self, config: TaskConfig, options: Mapping[str, Any]) -> Mapping[str, Dataset]:
+        """Return the rows of every split."""
         if callable(config.custom_dataset):
             self.records[config.task] = {"generated_by": "the definition"}
             return config.custom_dataset(**(config.metadata or {}), **options)
         path, name = config.dataset_path, config.dataset_name
         options = {k: v for k, v in options.items() if k not in ("trust_remote_code", "revision")}
+        is_local = path in FILE_FORMATS or Path(path).exists()  # files of a custom definition
         try:
-            found = self._load(path, name, options)
+            found = self._load(path, name, options, is_local)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if path in FILE_FORMATS or Path(path).exists():
+            if is_local:
                 raise UserError(
                     f"task {config.task}: the files that its definition names ({options or path}) "
-                    f"cannot be read: {reason}"
+                    f"cannot be read: {first_line(error)}"
                 ) from error
             raise UserError(
-                f"task {config.task}: {path} cannot be had from the Hub ({reason}); with files on "
-                f"this machine give --data-dir DIR (DIR/{config.task}.jsonl), or write such a "
-                f"folder where there is a network with python -m eval.zero_shot --prefetch DIR "
-                f"--tasks {config.task}"
+                f"task {config.task}: {path} cannot be had from the Hub ({first_line(error)}); "
+                f"with files on this machine give --data-dir DIR (DIR/{config.task}.jsonl), or "
+                f"write such a folder where there is a network with python -m eval.zero_shot "
+                f"--prefetch DIR --tasks {config.task}"
             ) from error
-        self.records[config.task] = {
-            "dataset": path,
-            "config": name,
-            "split": needed_splits(config)[0],
-            "revision": self.revisions[path],
-        }
-        if files := options.get("data_files"):
-            self.records[config.task]["files"] = files
+        place = {"dataset": path, "config": name, "split": needed_splits(config)[0]}
+        files = {"files": options["data_files"]} if options.get("data_files") else {}
+        self.records[config.task] = place | {"revision": self.revisions[path]} | files
         return found
 
     def describe(self, task: str) -> str:
+        """Return the place of a task's rows, for messages."""
         return f"the Hub's {self.records.get(task, {}).get('dataset', 'dataset')}"
 
     def place(self, task: str, split: str, number: int) -> str:
+        """Return the place of a split's row, counted from 0."""
         return f"{self.describe(task)}, split {split}, row {number}"
 
-    def _load(self, path: str, name: str | None, options: dict) -> Mapping[str, Dataset]:
-        if path in FILE_FORMATS or Path(path).exists():  # files that a custom definition names
+    def _load(
+        self, path: str, name: str | None, options: dict, is_local: bool
+    ) -> Mapping[str, Dataset]:
+        if is_local:
             self.revisions[path] = None
             return load_dataset(path, name, **options)
         if path not in self.revisions:
@@ -203,34 +192,38 @@ class Hub:
             return load_dataset(path, name, revision=self.revisions[path], **options)
 
 
+Source = LocalFolder | Hub
+
+
 def newest_commit(dataset: str, branch: str) -> str | None:
-    """The commit that a branch of a Hub dataset points to; None in the Hub's offline mode."""
+    """Return the commit at a branch of a Hub dataset; None in the Hub's offline mode."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
         return HfApi().dataset_info(dataset, revision=branch).sha
     except OfflineModeIsEnabled:
-        return None  # what was downloaded before can still be opened
+        return None  # What was downloaded before can still be opened.
 
 
 def file_name(task: str, split: str, evaluated: str) -> str:
+    """Name the file of a split, of which `evaluated` is scored."""
     return f"{task}.jsonl" if split == evaluated else f"{task}.{split}.jsonl"
+
+
+class _PrefetchedFile(Record):
+    model_config = ConfigDict(extra="allow")  # Where it came from stands beside it.
+
+    task: str
+    sha256: str
+    rows: int
 
 
 class _Manifest(Versioned):
     """The file that --prefetch writes beside its files."""
 
     revisions: dict[str, str | None]
-    files: dict[InsideName, dict[str, Any]]
-
-
-class _PrefetchedFile(Record):
-    """Hold what is needed of a prefetched file; where it came from stands beside it."""
-
-    task: str
-    sha256: str
-    rows: int
+    files: dict[InsideName, _PrefetchedFile]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -238,11 +231,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         return {"revisions": {}, "files": {}}
-    advice = "give a folder that --prefetch wrote"
-    manifest = read_json(path, _Manifest, advice).model_dump()
-    for name, record in manifest["files"].items():
-        check_shape(record, _PrefetchedFile, f"{path}, {name}", advice)
-    return manifest
+    return read_json(path, _Manifest, "give a folder that --prefetch wrote").model_dump()
 
 
 def _read(path: Path) -> tuple[Dataset, list[str]]:
@@ -255,13 +244,13 @@ def _read(path: Path) -> tuple[Dataset, list[str]]:
         raise UserError(f"task data {path}: has no rows")
     for row, place in zip(rows, places, strict=True):
         # Arrow would fill up what is missing, and leave out what is too much.
-        if row.keys() != rows[0].keys():
-            other = sorted(row.keys() ^ rows[0].keys())
+        if other := sorted(row.keys() ^ rows[0].keys()):
             raise UserError(
                 f"{place}: rows differ in their columns: {', '.join(other)} not in all of them"
             )
     try:
         return Dataset.from_list(rows), places
     except Exception as error:  # arrow's own kinds, for columns that change their type
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"task data {path}: rows differ in their columns: {reason}") from error
+        raise UserError(
+            f"task data {path}: rows differ in their columns: {first_line(error)}"
+        ) from error

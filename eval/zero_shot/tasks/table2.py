@@ -27,34 +27,31 @@ TASKS = tuple(dict.fromkeys(task for task, _ in COLUMNS.values()))
 AVERAGED = tuple(column for column in COLUMNS if not column.endswith("_ppl"))
 
 
-def columns(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """The values of the table's columns; None where a task was not run.
+def columns(
+    tasks: Mapping[str, Mapping[str, Any]], kind: str = "metrics"
+) -> dict[str, float | None]:
+    """Return the values of the table's columns; None if a task was not run.
 
     Args:
-        tasks: name -> {"metrics": {metric: value}}, as in zero_shot.json.
+        tasks: name -> {kind: {metric: value}}, as in zero_shot.json.
+        kind: metrics, or stderr.
     """
     return {
-        column: tasks.get(task, {}).get("metrics", {}).get(metric)
+        column: tasks.get(task, {}).get(kind, {}).get(metric)
         for column, (task, metric) in COLUMNS.items()
     }
 
 
 def average(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The paper's average: the mean of its seven accuracies; None where one is missing.
+    """Return the paper's average: the mean of its seven accuracies; None if one is missing.
 
     Its standard error takes the seven as independent.
     """
     values = [columns(tasks)[column] for column in AVERAGED]
-    errors = [_stderr(tasks, column) for column in AVERAGED]
+    errors = [columns(tasks, "stderr")[column] for column in AVERAGED]
     whole = None not in values
-    known = None not in errors
     return {
         "value": sum(values) / len(values) if whole else None,
-        "stderr": math.hypot(*errors) / len(errors) if whole and known else None,
+        "stderr": math.hypot(*errors) / len(errors) if whole and None not in errors else None,
         "of": [" ".join(COLUMNS[column]) for column in AVERAGED],
     }
-
-
-def _stderr(tasks: Mapping[str, Mapping[str, Any]], column: str) -> float | None:
-    task, metric = COLUMNS[column]
-    return tasks.get(task, {}).get("stderr", {}).get(metric)

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_model
 from cat_lm.pretrained.loading import load_model, load_tokenizer, model_config
+from eval.length_sweep.options import Options
 from eval.length_sweep.sweep import sweep
 from eval.length_sweep.text import sweep_streams
-from eval.length_sweep.token_stream import Documents, text_stream
+from eval.length_sweep.token_stream import text_stream
+from tests.eval.length_sweep.calls import DOCUMENTS, TEXT
 from tests.finished_runs import CONTEXT, tiny_model
-from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 
 
 def merging_tokenizer():
@@ -207,9 +208,9 @@ class TestNumbers:
             sweep(
                 [models["cat"]], [2000], tmp_path / "c", data=tiny_corpus, documents="per-document"
             )
-        with pytest.raises(UserError, match="too short for length 200: the longest document has"):
-            small = {"documents": "per-document", "min_document_tokens": 50, "max_tokens": 150}
-            sweep([models["cat"]], [200], tmp_path / "c", data=tiny_corpus, **small)
+        with pytest.raises(UserError, match="too short for length 2000: the longest document has"):
+            small = {"documents": "per-document", "min_document_tokens": 50}
+            sweep([models["cat"]], [2000], tmp_path / "c", data=tiny_corpus, **small)
 
     def test_model_with_another_tokenizer_gets_the_same_text(
         self, models, tmp_path, documents, tiny_corpus
@@ -234,8 +235,9 @@ class TestNumbers:
             SimpleNamespace(folder=place, label=place.name, config=model_config(place))
             for place in (models["cat"], folder)
         ]
-        choice = Documents(100, 120)
-        bytes_, merged = sweep_streams(subjects, 32, path, None, "==", None, choice)
+        part = {"min_document_tokens": 100, "max_document_tokens": 120, "document_separator": "=="}
+        asked = Options(lengths=(32,), text=path, documents="per-document", **part)
+        bytes_, merged = sweep_streams(subjects, asked)
         assert bytes_.scored == len(DOCUMENTS[3]) + 1 + 120
         parts = [merged.tokens[start : stop + 1].tolist() for start, stop in merged.spans]
         end, encode = merged.eod_id, merging_tokenizer().encode

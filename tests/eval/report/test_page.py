@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from cat_lm.core.files import write_json
-from tests.unit.report.results import report, samples, sweep, sweep_row, zero_shot
+from tests.eval.report.results import report, samples, sweep, sweep_row, zero_shot
 
 ZERO_SHOT = """{"format": 1, "model": {"sha256": "", "max_length": 1, "dtype": ""},
 "settings": {"limit": null}, "tasks": %s}"""
@@ -82,7 +82,7 @@ class TestPage:
             ),
             ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
             ("eval/length_sweep.json", "{}", "length_sweep.json: has no format, must be 1"),
-            ("eval/length_sweep.json", SWEEP % "[{}]", "length_sweep.json: has no rows.0.label"),
+            ("eval/length_sweep.json", SWEEP % "[{}]", "length_sweep.json: has no rows.0.perplexity"),
             ("eval/samples.json", "3", "samples.json: holds 3, must be an object"),
             ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no format, must be 1"),
             ("eval/samples.json", SAMPLES % "[{}]", "samples.json: has no samples.0.prompt"),

@@ -12,8 +12,8 @@ from cat_lm import architectures
 from cat_lm.core.files import write_json
 from eval.common.runs import read_run
 from eval.report import table2
+from tests.eval.report.results import KEY, report, zero_shot
 from tests.finished_runs import finished_run
-from tests.unit.report.results import KEY, report, zero_shot
 
 # What the paper underlines, column by column; bold is the best of each column.
 SECOND = {

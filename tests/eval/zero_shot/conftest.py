@@ -8,8 +8,8 @@ import pytest
 
 from cat_lm.export import export_model
 from cat_lm.pretrained.loading import load_tokenizer
+from tests.eval.zero_shot.calls import CONTEXT
 from tests.finished_runs import tiny_model
-from tests.unit.zero_shot.runs import CONTEXT
 from tests.zero_shot_rows import write_rows
 
 

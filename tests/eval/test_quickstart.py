@@ -321,7 +321,7 @@ class TestReport:
 def test_help_imports_nothing_heavy(module):
     code = (
         f"import sys, runpy; sys.argv = ['x', '--help']\n"
-        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        f"try: runpy.run_module('{module}', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as e: code = e.code\n"
         "heavy = {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\n"
         "sys.exit(f'{code} {heavy}' if code or heavy else 0)"

@@ -9,8 +9,8 @@ import pytest
 from cat_lm.export import export_model
 from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep import sweep as length_sweep
+from tests.eval.length_sweep.calls import DOCUMENTS, TEXT
 from tests.finished_runs import tiny_model
-from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import re
 
@@ -19,7 +17,7 @@ from eval.length_sweep.token_stream import (
     split_stream,
     text_stream,
 )
-from tests.unit.length_sweep.sweeps import DOCUMENTS, TEXT
+from tests.eval.length_sweep.calls import DOCUMENTS, TEXT
 
 
 class TestStreams:
@@ -34,7 +32,7 @@ class TestStreams:
         stream = text_stream(["a<|endoftext|>b"], load_tokenizer(models["cat"]), "text")
         assert stream.tokens[1:].tolist() == list(b"a<|endoftext|>b")
 
-    @pytest.mark.parametrize("separator", [r"\n(=+)\n", r"(\n)(=)+(\n)", r"\n=+\n|(x)"])
+    @pytest.mark.parametrize("separator", [r"(\n)(=)+(\n)", r"\n=+\n|(x)"])
     def test_groups_of_a_separator_are_no_documents(self, separator):
         parts = split_documents("\n===\n".join(DOCUMENTS), separator)
         assert parts == list(DOCUMENTS)
@@ -45,53 +43,49 @@ class TestStreams:
         tokenizer = load_tokenizer(models["cat"])
         stream = text_stream(parts, tokenizer, "text")
         assert stream.num_documents == 4
-        assert stream.texts(tokenizer) == parts
+        assert stream.texts() == parts
         assert stream.num_bytes == sum(map(len, DOCUMENTS))
         assert stream.num_words == sum(len(re.split(r"\s+", part)) for part in DOCUMENTS)
-        long = stream.whole_documents(Documents(120), None, tokenizer)
-        assert long.texts(tokenizer) == [DOCUMENTS[0], DOCUMENTS[2]]
+        long = stream.whole_documents(Documents(120), None)
+        assert long.texts() == [DOCUMENTS[0], DOCUMENTS[2]]
         assert long.tokens[0] == 256
-        assert stream.whole_documents(Documents(120), 200, tokenizer).texts(tokenizer) == [
-            DOCUMENTS[0]
-        ]
-        assert stream.whole_documents(Documents(120), 130, tokenizer).texts(tokenizer) == [
-            DOCUMENTS[0][:130]
-        ]
+        assert stream.whole_documents(Documents(120), 200).texts() == [DOCUMENTS[0]]
+        assert stream.whole_documents(Documents(120), 130).texts() == [DOCUMENTS[0][:130]]
 
     def test_beginnings_of_documents(self, models):
         tokenizer = load_tokenizer(models["cat"])
         stream = text_stream(list(DOCUMENTS), tokenizer, "text")
-        begun = stream.whole_documents(Documents(120, 125), None, tokenizer)
+        begun = stream.whole_documents(Documents(120, 125), None)
         texts = [DOCUMENTS[0][:125], DOCUMENTS[2][:125]]
-        assert begun.texts(tokenizer) == texts and begun.num_documents == 2
+        assert begun.texts() == texts and begun.num_documents == 2
         assert (begun.scored, begun.num_bytes) == (250, 250)
         assert begun.counts["text_tokens"] == stream.scored
         assert begun.counts["left_out_document_rests"] > 0
         for (start, stop), text in zip(begun.spans, texts, strict=True):
             assert begun.tokens[start] == stream.eod_id
             assert bytes(begun.tokens[start + 1 : stop + 1].tolist()).decode() == text
-        one = stream.whole_documents(Documents(120, 125), 249, tokenizer)
-        assert one.texts(tokenizer) == texts[:1]
+        one = stream.whole_documents(Documents(120, 125), 249)
+        assert one.texts() == texts[:1]
         # As long as they are: the documents themselves, whose ends are scored too.
-        long = stream.whole_documents(Documents(120), None, tokenizer)
-        same = stream.whole_documents(Documents(120, 10_000), None, tokenizer)
+        long = stream.whole_documents(Documents(120), None)
+        same = stream.whole_documents(Documents(120, 10_000), None)
         assert same.spans is None and same.sha256 == long.sha256
 
     def test_split_has_the_manifest_s_bytes_and_a_part_of_it_its_own(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
         whole = split_stream(tiny_corpus, tokenizer)
         assert whole.num_bytes == (whole.tokens != whole.eod_id).sum()
-        part = split_stream(tiny_corpus, tokenizer, max_tokens=500)
+        part = split_stream(tiny_corpus, tokenizer, 500)
         assert len(part.tokens) == 501
         assert part.num_bytes == (part.tokens[1:] != part.eod_id).sum()
         assert part.tokens.tolist() == whole.tokens[:501].tolist()
-        assert whole.cut(300, tokenizer).num_bytes == (whole.tokens[1:301] != 256).sum()
+        assert whole.cut(300).num_bytes == (whole.tokens[1:301] != 256).sum()
 
     def test_scored_and_left_out_are_all_tokens_of_a_split(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
         whole = split_stream(tiny_corpus, tokenizer)
         total = len(whole.tokens)
-        lengths = [len(text) + 1 for text in whole.texts(tokenizer)]
+        lengths = [len(text) + 1 for text in whole.texts()]
         lengths[0] += 1  # the first token is no part of what is scored
         assert total == sum(lengths)  # every document and its end
         longer = sum(length for length in lengths if length >= 200)
@@ -99,7 +93,7 @@ class TestStreams:
             (whole, {"first": 1}),
             (split_stream(tiny_corpus, tokenizer, 500), {"first": 1, "max_tokens": total - 501}),
             (
-                split_stream(tiny_corpus, tokenizer, 500).cut(490, tokenizer, multiple_of=64),
+                split_stream(tiny_corpus, tokenizer, 500).cut(490, multiple_of=64),
                 {"first": 1, "max_tokens": total - 491, "end": 490 - 448},
             ),
             (
@@ -177,18 +171,18 @@ class TestStreams:
         assert stream.counts["text_tokens"] == stream.scored == total
         assert stream.account == f"text: {total} of {total} tokens are scored"
         for cut in (
-            stream.cut(300, tokenizer, multiple_of=64),
-            stream.whole_documents(Documents(120), None, tokenizer),
-            stream.whole_documents(Documents(120), 130, tokenizer),
+            stream.cut(300, multiple_of=64),
+            stream.whole_documents(Documents(120), None),
+            stream.whole_documents(Documents(120), 130),
         ):
             counts = cut.counts
             assert counts.pop("text_tokens") == total == cut.scored + sum(counts.values())
 
     def test_long_documents_of_a_split(self, tiny_corpus, models):
         tokenizer = load_tokenizer(models["cat"])
-        texts = [t for t in split_stream(tiny_corpus, tokenizer).texts(tokenizer) if len(t) >= 199]
+        texts = [t for t in split_stream(tiny_corpus, tokenizer).texts() if len(t) >= 199]
         stream = split_stream(tiny_corpus, tokenizer, choice=Documents(200))
-        assert stream.texts(tokenizer)[1:] == texts[-stream.num_documents + 1 :]
+        assert stream.texts()[1:] == texts[-stream.num_documents + 1 :]
         assert stream.tokens[0] == stream.tokens[-1] == 256
         with pytest.raises(UserError, match="no document has 100000 tokens, the longest has"):
             split_stream(tiny_corpus, tokenizer, choice=Documents(100_000))
@@ -215,13 +209,3 @@ def test_harness_rolling_perplexity_agrees(models):
         assert ours.nll == pytest.approx(-float(theirs), rel=1e-5)
         words = len(re.split(r"\s+", TEXT))
         assert ours.word_perplexity == pytest.approx(math.exp(-float(theirs) / words), rel=1e-4)
-
-
-def test_scores_are_plain_values(models):
-    """What goes into a cell's file is what json reads back."""
-    from eval.length_sweep.perplexity import score_tokens
-
-    stream = text_stream([TEXT], load_tokenizer(models["cat"]), "text")
-    score = score_tokens(load_model(models["cat"]), stream.tokens, 64, num_bytes=1, num_words=1)
-    values = dataclasses.asdict(score)
-    assert json.loads(json.dumps(values)) == values

@@ -15,7 +15,7 @@ import pytest
 from eval.zero_shot.run import run
 from eval.zero_shot.tasks import table2
 from tests.conftest import REPOSITORY
-from tests.unit.zero_shot.runs import settings
+from tests.eval.zero_shot.calls import settings
 
 
 class TestOtherProcesses:

@@ -10,7 +10,7 @@ import pytest
 from cat_lm.core.errors import UserError
 from eval.length_sweep.sweep import sweep
 from eval.zero_shot.run import Settings, run
-from tests.unit.length_sweep.sweeps import command
+from tests.eval.length_sweep.calls import command
 from tests.zero_shot_rows import ROWS, write_rows
 
 LENGTH = 64

@@ -13,9 +13,7 @@ from cat_lm.core.files import write_json
 from cat_lm.data.opening import open_splits
 from eval.common.runs import read_run, unigram_loss
 from eval.report.page import _data_facts, _length_warning, _notes, unlike
-from tests.finished_runs import checkpoint, tiny_model
-from tests.prepared_data import write_prepared
-from tests.unit.report.results import (
+from tests.eval.report.results import (
     change_weights,
     edit_config,
     edit_export,
@@ -27,6 +25,8 @@ from tests.unit.report.results import (
     validations_end_with,
     zero_shot,
 )
+from tests.finished_runs import checkpoint, tiny_model
+from tests.prepared_data import write_prepared
 
 
 class TestDivergedRuns:

@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
 from eval.length_sweep import perplexity
@@ -17,7 +19,6 @@ from eval.length_sweep.perplexity import (
     position_curve,
     score_tokens,
     span_windows,
-    standard_error,
 )
 from tests.finished_runs import tiny_model
 
@@ -62,9 +63,7 @@ def test_agrees_with_dense_logits(model, tokens, length, stride, batch_tokens):
     np.testing.assert_allclose(nlls, dense_nlls(model, tokens, length, stride), atol=2e-5)
 
 
-@pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 100])
-@pytest.mark.parametrize("length", [1, 7, 20])
-@pytest.mark.parametrize("stride", [None, 1, 6, 20, 50])
+@given(count=st.integers(1, 100), length=st.integers(1, 40), stride=st.none() | st.integers(1, 50))
 def test_every_token_is_scored_once_and_windows_are_full(count, length, stride):
     windows = span_windows(5, 5 + count, length, stride)
     scored = [i for window in windows for i in range(window.first, window.stop)]
@@ -113,19 +112,14 @@ def test_loss_by_position_is_the_mean_over_windows(model, tokens):
 
 
 def test_chunks_of_logits_change_nothing(model, tokens, monkeypatch):
-    whole = token_nlls(model, tokens, 20)
-    monkeypatch.setattr(perplexity, "LOGIT_ELEMENTS", 3 * VOCABULARY)
-    np.testing.assert_allclose(token_nlls(model, tokens, 20), whole, atol=1e-6)
-
-
-def test_logits_of_a_window_never_exist_at_once(model, tokens, monkeypatch):
+    whole, rows = token_nlls(model, tokens, 100), []
     monkeypatch.setattr(perplexity, "LOGIT_ELEMENTS", 8 * VOCABULARY)
-    rows = []
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    token_nlls(model, tokens, 100)
+    chunked = token_nlls(model, tokens, 100)
     handle.remove()
-    assert max(rows) == 8  # the check of the head makes 8 rows of its own
+    np.testing.assert_allclose(chunked, whole, atol=1e-6)
+    assert max(rows) == 8  # The check of the head makes 8 rows of its own.
 
 
 def test_only_scored_tokens_get_logits(model, tokens):
@@ -135,23 +129,6 @@ def test_only_scored_tokens_get_logits(model, tokens):
     token_nlls(model, tokens, 50, 5, batch_tokens=1)
     handle.remove()
     assert rows[2:] == [50] + [5] * 10, "after the two of the head's check"
-
-
-def test_stock_gpt_neox_is_scored_too(tokens):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    model = GPTNeoXForCausalLM(config).eval()
-    np.testing.assert_allclose(
-        token_nlls(model, tokens, 25), dense_nlls(model, tokens, 25), atol=2e-5
-    )
 
 
 def test_score_sums_up_in_the_stated_units(model, tokens):
@@ -177,21 +154,16 @@ def test_uniform_model_has_the_vocabulary_as_its_perplexity(model, tokens):
 
 def test_standard_error_is_over_documents_where_there_are_some(model, tokens):
     documents = tokens.copy()
-    documents[[29, 64, 100]] = 0  # ends of three documents
+    documents[[25, 50, 75, 100]] = 0  # ends of four documents, equally long
     score = score_tokens(model, documents, 20, num_bytes=1, num_words=1, eod_id=0)
-    assert (score.groups, score.group_kind) == (3, "documents")
-    nlls = token_nlls(model, documents, 20)
-    parts = [nlls[:29], nlls[29:64], nlls[64:]]  # nlls[i] belongs to token i + 1
-    expected = standard_error(nlls, np.repeat([0, 1, 2], [len(part) for part in parts]))[0]
-    assert score.standard_error == pytest.approx(expected, rel=1e-6)
-
-
-def test_standard_error_of_equal_groups_is_the_textbook_one():
-    means = np.array([1.0, 2.0, 4.0, 5.5])
-    error, groups = standard_error(np.repeat(means, 10), np.repeat(np.arange(4), 10))
-    assert groups == 4
-    assert error == pytest.approx(means.std(ddof=1) / 2)
-    assert math.isnan(standard_error(np.ones(5), np.zeros(5))[0])
+    assert (score.groups, score.group_kind) == (4, "documents")
+    # nlls[i] belongs to token i + 1; of equal groups the error is the textbook's.
+    means = token_nlls(model, documents, 20).reshape(4, 25).mean(axis=1, dtype=np.float64)
+    assert score.standard_error == pytest.approx(means.std(ddof=1) / 2, rel=1e-6)
+    assert score.document_tokens == [25] * 4
+    assert score.document_nlls == pytest.approx((means * 25).tolist())
+    single = score_tokens(model, tokens, 100, num_bytes=1, num_words=1)
+    assert math.isnan(single.standard_error)
 
 
 def test_token_of_another_tokenizer_is_named(model):
@@ -212,6 +184,7 @@ def test_model_that_changes_its_logits_after_the_head_is_refused(tokens):
         token_nlls(capped, tokens, 10)
 
 
+@pytest.mark.long
 def test_memory_stays_small_at_a_long_length():
     """8,192 tokens × 12,576 logits in fp32 are 393 MiB, attention maps of 2 heads 0.5 GiB.
 
@@ -222,7 +195,7 @@ def test_memory_stays_small_at_a_long_length():
 import resource
 import numpy as np
 from tests.finished_runs import tiny_model
-from eval.length_sweep.memory import forward_bytes
+from cat_lm.pretrained.memory import forward_bytes
 from eval.length_sweep.perplexity import Window, token_nlls
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

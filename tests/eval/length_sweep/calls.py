@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 from tests.unit.calls import call_main
 
 TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
@@ -16,11 +14,7 @@ DOCUMENTS = (
 
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    """Runs the command in this process; its exit code, stdout and stderr."""
-    return call_main(
-        importlib.import_module("eval.length_sweep.__main__").main,
-        monkeypatch,
-        capsys,
-        "length_sweep",
-        *arguments,
-    )
+    """Run the command in this process; return its exit code, stdout and stderr."""
+    from eval.length_sweep import __main__ as length_sweep
+
+    return call_main(length_sweep.main, monkeypatch, capsys, "length_sweep", *arguments)

@@ -10,7 +10,7 @@ import pytest
 from eval.common.filters import Filters, own_taps, read_filters
 from eval.common.runs import read_run
 from eval.report.figures import filters_figure, views
-from tests.unit.report.results import report
+from tests.eval.report.results import report
 
 
 class TestFilters:

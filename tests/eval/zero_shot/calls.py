@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from eval.zero_shot.run import Settings
+from eval.zero_shot.settings import Settings
 from tests.unit.calls import call_main
 
 CONTEXT = 160
@@ -16,8 +16,12 @@ def settings(rows: Path | None, **changes) -> Settings:
     return Settings(**{"data_dir": rows, "device": "cpu", "bootstrap_iterations": 20} | changes)
 
 
+def read_result(out: Path) -> dict:
+    return json.loads((out / "zero_shot.json").read_text(encoding="utf-8"))
+
+
 def answers(out: Path) -> dict[str, list]:
-    """Task -> every row's log-likelihoods and greedy flags, from the per-sample logs."""
+    """Return each task's rows' log-likelihoods and greedy flags, from the per-sample logs."""
     found = {}
     for path in sorted((out / "samples").glob("*.jsonl")):
         samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -27,9 +31,9 @@ def answers(out: Path) -> dict[str, list]:
 
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    """Runs the command in this process; its exit code, stdout and stderr."""
+    """Run the command in this process; return its exit code, stdout and stderr."""
     from eval.zero_shot import __main__ as zero_shot
 
-    for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM"):  # which it sets; later tests go without
+    for name in ("TQDM_DISABLE", "TOKENIZERS_PARALLELISM"):  # Later tests go without them.
         monkeypatch.setenv(name, "")
     return call_main(zero_shot.main, monkeypatch, capsys, "zero_shot", *arguments)

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from cat_lm.pretrained.loading import load_model
-from eval.length_sweep.__main__ import parser
-from eval.length_sweep.cells import checked_scaling
+from eval.length_sweep.scaling import checked_scaling
 from eval.length_sweep.sweep import sweep
 from tests.finished_runs import CONTEXT
 
@@ -56,11 +55,3 @@ class TestScaling:
             checked_scaling(load_model(models["cat"]), fields)
         with pytest.raises(RuntimeError, match=r"attention_temperature 1\.0, not 0\.8"):
             checked_scaling(load_model(models["nope"]), {"attention_temperature": 0.8})
-
-    def test_help_names_the_methods(self):
-        from cat_lm.model.rope_scaling import NOPE_METHODS, ROPE_METHODS
-
-        text = " ".join(parser().format_help().split())
-        assert ",".join(ROPE_METHODS) in text
-        assert ",".join(NOPE_METHODS) in text
-        assert "{logits,rotary}" in text

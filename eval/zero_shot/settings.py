@@ -1,0 +1,48 @@
+"""Declare the options of a zero-shot evaluation; imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cat_lm.core import numbers
+from cat_lm.core.cli import path
+from eval.common.options import Option
+from eval.common.precision import Dtype
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Say how tasks are evaluated, whatever the model; each field is an option of the command."""
+
+    data_dir: Annotated[
+        Path | None, Option("rows from DIR/TASK.jsonl, no network", metavar="DIR", kind=path)
+    ] = None
+    include_path: Annotated[
+        Path | None, Option("custom tasks, as YAML of the harness", metavar="DIR", kind=path)
+    ] = None
+    limit: Annotated[
+        int | None, Option("the first N rows of every task", numbers.ROWS, metavar="N")
+    ] = None
+    batch_size: Annotated[
+        int | None, Option("rows, or auto (default)", numbers.BATCH, word="auto", metavar="N")
+    ] = None
+    max_length: Annotated[
+        int | None,
+        Option("context; default: config.json", numbers.CONTEXT.at_least(2), metavar="T"),
+    ] = None
+    dtype: Annotated[
+        Dtype,
+        Option("auto: the file's; on a GPU bfloat16 for exports of bf16 runs in float32"),
+    ] = "auto"
+    device: Annotated[str, Option("auto, cpu, cuda, cuda:1, …")] = "auto"
+    samples: Annotated[bool, Option("log every prompt and answer")] = False
+    bootstrap_iterations: Annotated[
+        int,
+        Option(
+            "for standard errors of perplexities; 0: no standard errors at all",
+            numbers.BOOTSTRAP_ITERATIONS,
+            metavar="N",
+        ),
+    ] = 1000
