@@ -128,11 +128,6 @@ def test_every_mixer_learns_and_ignores_padding(mixer):
         assert parts and all(p.grad.isfinite().all() for p in parts)
 
 
-def test_an_embedding_starts_at_deviation_1_as_s4s():
-    made = model("imdb", "las", d_model=64)
-    assert 0.9 < made.encoder.weight.std() < 1.1
-
-
 def test_two_towers_and_the_last_position():
     made = model("aan:max_length=8", "las", pool="last", norm="batch", norm_first=True)
     ids, lengths = torch.randint(1, 90, (2, 2, 8)), torch.tensor([[8, 3], [1, 8]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eval.long_range.tasks import SPLITS, Place, make_task
-from tests.eval.long_range.test_data_commands import run
+from tests.eval.long_range.test_data import run
 
 DIGITS = {  # of each class, as published
     "train": [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
@@ -67,27 +67,6 @@ def test_prepare_counts_real_samples(task, counts, shares, place, capsys):
         assert line.startswith(f"{split}: {count:,} rows")
         classes = [float(share) for share in line.rpartition("classes ")[2].split()]
         assert len(classes) == shares and min(classes) > 0.5 / shares
-
-
-def test_reviews_are_read_byte_for_byte(sample, place):
-    wanted = {
-        split: sorted(
-            (review["text"].encode()[:2_048], review["label"])
-            for number, review in enumerate(sample[1])
-            if (number % 5 == 0) == (split == "test")
-        )
-        for split in ("train", "test")
-    }
-    found = rows_of("imdb:level=bytes", place)
-    texts = {
-        split: [
-            (bytes(int(i) - 1 for i in row[:length]), int(label))
-            for row, length, label in zip(x.inputs, x.lengths, x.labels, strict=True)
-        ]
-        for split, x in found.items()
-    }
-    assert sorted(texts["test"]) == wanted["test"]
-    assert sorted(texts["train"] + texts["validation"]) == wanted["train"]
 
 
 def test_digits_are_those_that_were_published(place):

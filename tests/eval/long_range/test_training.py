@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -199,20 +198,6 @@ class TestCells:
 
 
 class TestCommand:
-    def test_run_keeps_what_is_finished(self, tmp_path, monkeypatch, capsys):
-        command = ("run", "--task", SUMS, "--mixer", "las:position=none", "--out", tmp_path)
-        command += ("--d-model", 16, "--layers", 1, "--device", "cpu", "--patience", "none")
-        run(monkeypatch, *command)
-        said = capsys.readouterr().out.splitlines()[-1]
-        (path,) = (tmp_path / "cells").glob("*.json")
-        assert said.startswith("r2 ") and said.endswith(str(path))
-        before = path.stat().st_mtime_ns
-        monkeypatch.setattr(training, "Trial", None)
-        run(monkeypatch, *command)
-        assert path.stat().st_mtime_ns == before and capsys.readouterr().out.endswith(f"{said}\n")
-        record = json.loads(path.read_text())
-        assert record["cell"]["feed_forward"] is False and record["cell"]["patience"] is None
-
     def test_run_trains_the_papers_models_as_its_figure_does(self, tmp_path, monkeypatch):
         trained = []
 
@@ -260,23 +245,6 @@ class TestCommand:
 
 
 class TestFigures:
-    def test_every_figure_fits_at_every_scale(self):
-        for name in TASKS:
-            for scale_name, scale in SCALES.items():
-                points = plan(name, scale_name)
-                for point in points:
-                    point.run.cell.make_mixer()
-                    rows = {"data": {"train": {"rows": 1}}}
-                    assert place_on_axis(point.run, rows) > 0
-                    assert point.run.cell.make_task().name in TASKS[name]
-                runs = [p.run for p in points]
-                assert len({r.cell for r in runs}) == len(runs)
-                for row in {r.row for r in runs} - {CONTROL}:
-                    assert [r.line for r in runs if r.row == row].count(NEGATIVE) == 1
-                    has_classes = make_task(scale.tasks[row]).classes > 0
-                    beside = [r.line for r in runs if r.row == CONTROL and r.column == row]
-                    assert (len(beside) - beside.count(NEGATIVE)) == has_classes
-
     def test_the_papers_grids(self):
         points = plan("lra", "paper")
         assert {p.run.row for p in points} - {CONTROL} == {
@@ -320,20 +288,3 @@ class TestFigures:
         told = (tmp_path / "atomic.md").read_text()
         assert STUDIES.get("atomic").source in told and record["command"] in told
         assert told.count("0.7830") == 1 and told.count("1.0000") == 1  # what the paper printed
-
-    def test_a_figure_with_a_model_that_diverged(self, tmp_path, monkeypatch):
-        def diverge(trial, batch):
-            trial.model.head.weight.data[:] = torch.nan
-            return torch.tensor(torch.nan)
-
-        monkeypatch.setattr(training.Trial, "update", diverge)
-        monkeypatch.setattr(execution, "execute", _here)
-        asked = Asked("smoke", 1, ("nope",), ("cummax",))
-        command = (STUDIES.get("atomic"), asked, tmp_path, Execution("cpu"))
-        record = run_study(*command)
-        assert [x["line"] for x in record["diverged"]] == ["nope", NEGATIVE]
-        assert not record["controls"][0]["passed"]
-        text = (tmp_path / "atomic.json").read_text()
-        written = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-        assert written["lines"][0]["runs"]["0"] is None
-        run_study(*command)  # from what is finished

@@ -15,8 +15,8 @@ import pytest
 
 from eval import study
 from eval.recall.__main__ import main
-from tests.conftest import REPOSITORY
 from tests.calls import call_main
+from tests.conftest import REPOSITORY
 
 RUN = "run --task mqar:vocab_size=64 --mixer cat --d-model 16 --seq-len 16 --out OUT"
 SHORT = " --epochs 1 --train-examples 8 --test-examples 4 --device cpu"
@@ -41,7 +41,6 @@ def folder(tmp_path, monkeypatch):
 
 # what follows a command that is right -> what the line must say
 RUNS = {
-    "--mixer attention:heads=0": "heads=0: must be at least 1",
     f"--seed {2**70}": "must be from 0 to 4,611,686,018,427,387,904",
     "--device meta": "--device meta: cannot be used",
     "--fixed-items": "fixed_items: needs test_lengths",
@@ -49,35 +48,24 @@ RUNS = {
     "--task mqr": "--task='mqr': must be one of ar, nar",
     "--task mqar:keys": "'keys' must be key=value",
     "--task mqar:": "must be name or name:key=value,key=value, without spaces",
-    "--task mqar:keys=2,keys=3": "keys is given twice",
     "--task mqar:keys=5": "keys=5: seq_len=16 fits 1 to 4",
     "--task mqar:keys=two": "keys=two: must be a whole number such as",
-    "--task mqar:length=3": "unknown option 'length'",
     "--task mqar:filler=spaces": "filler='spaces': choose one of unused, random, zeros",
     "--task mqar:vocab_size=4": "vocab_size=4",
     "--task mqar:power_a=nan": "power_a=nan",
-    "--task mqnar:ngram=8": "seq_len=16 is too short",
     "--task mqnar:ngram=0": "ngram=0: must be at least 1",
     "--task hard-mqnar:pool=1": "pool=1: 1 2-grams",
     "--task mqar:unmatched=7": "7 queries without a match need 18 tokens; seq_len=16 is too short",
     "--task ar:unmatched=1": "unknown option 'unmatched'",
     "--validation-examples 0": "--validation-examples: '0' must be from 1 to 1,000,000,000",
-    "--task nar:ngram=9": "seq_len=16 is too short",
     "--task ar:layout=pair": "layout='pair': choose one of pairs, free",
     "--task selective-copy": "copies=16: 32 tokens are needed",
     "--task selective-copy:copies=4,signals=3": "need as many signals",
-    "--task selective-copy:copies=4,mode=both": "mode='both'",
-    "--task selective-copy:copies=4,unique=2": "must be true or false",
     "--mixer kat": "--mixer='kat': must be one of attention",
-    "--mixer cat:stream=k": "did you mean streams?",
-    "--mixer cat:streams=qx": "streams='qx'",
-    "--mixer cat:window=0": "window=0: must be at least 1",
     "--mixer cat:heads=3": "heads=3 do not divide d_model=16",
-    "--mixer cat:dropout=2": "dropout",
     "--d-model 0": "--d-model: '0' must be from 1 to 16,384",
     "--seq-len 3": "seq_len=3 is too short",
     "--lr nan": "--lr: 'nan' must be",
-    "--lr -1": "--lr: '-1' must be",
     "--stop-above never": "'never' must be a number, or none",
     "--embedding-dropout 1": "--embedding-dropout: '1' must be from 0 to 0.99",
     "--mixer cat:conv_mixing=maps": "needs conv_type=multihead and the stream v",
@@ -87,9 +75,7 @@ RUNS = {
     "--test-lengths 2": "--test-lengths 2: is shorter than the training's 16 tokens",
     "--test-lengths 16,x": "'x' must be a whole number such as",
     "--train-examples 1_000_000_000 --seq-len 1024": "are more than 68,719,476,736 tokens",
-    "--mixer cat:window=99999999": "window=99999999: must be from -1,048,576 to 1,048,576",
     "--test-lengths 128": "--test-lengths 128: vocab_size=64",
-    "--device tpu7": "--device tpu7",
     "--out FILE": "--out FILE: is a file; give a folder",
     "--out FILE/a/b": "/FILE is a file; give a folder",
 }
@@ -100,8 +86,6 @@ OTHERS = {
     "plot": "invalid choice: 'plot'",
     "run --task mqar": "the following arguments are required: --mixer",
     "study acuracy --out OUT": "invalid choice: 'acuracy'",
-    "study accuracy": "the following arguments are required: --out",
-    "study accuracy --scale huge --out OUT": "invalid choice: 'huge'",
     "study accuracy --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
     "study accuracy --out OUT --stack 0": "'0' must be from 1 to 10,000, or auto",
     "study accuracy --out OUT --device cuda:99": "--device cuda:99",
@@ -113,12 +97,10 @@ OTHERS = {
     ),
     "study accuracy --out OUT --models cat:window={copies}": "window={copies}: must be a wh",
     "study width --out OUT --models cat cat": "--models cat: is given twice",
-    "study width --out OUT --models cat none:": "'none:': must be name or name:key=value",
     "study width --out OUT --models cat none": "--models none: is in every figure",
     "study length --out OUT --rows MQNAR": "--rows 'MQNAR': choose among MQAR; ha",
     "tradeoff --scale smoke --out FILE": "--out FILE: is a file",
     "study streams --out OUT --data": "--data: expected at least one argument",
-    "study streams --data NOWHERE --out OUT --workers 0": "--workers: '0' must be from 1 to 4,096",
     "study streams --data NOWHERE --out OUT": "NOWHERE: no such folder",
     "study streams --data . --out OUT": "holds no finished data",
     "study streams --data '' --out OUT": "--data: \"''\" is no path",
@@ -135,12 +117,6 @@ COMMANDS += [pytest.param(words, told, id=words or "nothing") for words, told in
 def test_bad_input_is_refused(words, told, capsys, monkeypatch):
     assert told in fails(words, capsys, monkeypatch)
     assert not list(Path().glob("OUT/cells/*.json"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(capsys, monkeypatch, tmp_path):
-    tmp_path.chmod(0o500)
-    assert "may not be written to" in fails(f"{RUN}{SHORT}", capsys, monkeypatch)
 
 
 def test_a_damaged_cell_is_named(capsys, monkeypatch):

@@ -17,7 +17,7 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
 from cat_lm.model.streams.pipeline import StreamPipeline
-from eval.recall.language import LanguageCell, _rate, held_out, over_documents
+from eval.recall.language import LanguageCell, _rate, held_out
 from eval.studies import streams
 
 
@@ -114,14 +114,6 @@ def test_a_short_document_ends_with_its_eod_and_one_without_text_counts_nothing(
     assert rest.documents.tolist() == [0, 1, 1]
     with pytest.raises(UserError, match=r"small: 1 documents .* have no token to predict; prepare"):
         held_out(corpus, 1, 8, 2, range(1, 2))
-
-
-def test_the_error_over_documents_is_that_of_their_ratio():
-    nats, tokens = [10.0, 30.0, 20.0], [10, 10, 10]
-    found = over_documents(nats, tokens)
-    assert found["loss"] == 2 and found["tokens_scored"] == 30
-    assert found["standard_error"] == pytest.approx(1 / math.sqrt(3))  # of 1, 3 and 2
-    assert over_documents([3.0], [2])["standard_error"] is None
 
 
 def tiny(scale: str) -> streams.Scale:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict, replace
 
 import numpy as np
-import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from eval.lab.places import Run
 from eval.recall import filter_plots as portraits
@@ -67,16 +64,6 @@ def test_a_picture_has_a_panel_for_each_stream_and_a_line_for_each_head():
     # Delays 0 and 2, whose rule fails; 1 and 0 with a single tap of 0.8 of the squares.
     assert [text.get_text() for text in right.get_yticklabels()] == ["0.500  no"] * 2
     assert drawing.get_suptitle().startswith("a title\n")
-
-
-@pytest.mark.parametrize("taps", [3, 64])
-def test_the_numbers_of_lags_stand_apart(taps):
-    record = {"accuracy": 0.5, "filters": [{"q": [[1.0] * taps]}]}
-    drawing = portraits.draw(portraits.table([(RUN, record)]), "a title")
-    FigureCanvasAgg(drawing).draw()
-    boxes = [label.get_window_extent() for label in drawing.axes[0].get_xticklabels()]
-    assert len(boxes) > 1
-    assert all(left.x1 + 2 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_one_runs_portrait_stands_beside_its_file(tmp_path):

@@ -148,16 +148,6 @@ def test_its_table_of_scales_is_that_of_the_plan():
     assert told == scales_table(), "run python -m tests.eval.recall.test_readme"
 
 
-def test_its_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", TEXT)
-    for link in links:
-        name, _, heading = link.partition("#")
-        text = (README.parent / name).read_text(encoding="utf-8") if name else TEXT
-        titles = re.findall(r"^#+ (.+)$", text, re.M)
-        assert heading in ("", *(title.lower().replace(" ", "-") for title in titles)), link
-    assert links
-
-
 def scales_table() -> str:
     """A row for each field of a scale, a column for each scale."""
 

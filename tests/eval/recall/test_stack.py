@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from cat_lm import mixers
-from cat_lm.core.errors import UserError
 from cat_lm.mixers import make_mixer
 from eval.lab import cell as cells
 from eval.lab.execution import Execution, run_unfinished, stacks
 from eval.lab.places import Run
-from eval.lab.training import Trial as AnyTrial
 from eval.recall import cell as recall_cell
 from eval.recall import training
 from eval.recall.cell import Cell
@@ -232,16 +230,3 @@ def test_a_model_keeps_less_than_is_set_aside_for_it(name):
     # The moments, the gradients and two more of the logits' size come on top.
     others = 3 * 4 * sum(p.numel() for p in trial.model.parameters()) + 2 * 4 * logits.numel()
     assert sum(kept.values()) + others < cell.bytes_needed()
-
-
-def test_no_memory_is_one_clear_line(tmp_path, monkeypatch):
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setattr(training.Stack, "update", no_memory)
-    monkeypatch.setattr(AnyTrial, "update", no_memory)
-    for group in (three(), three()[:1]):
-        said = rf"no memory for {len(group)} x cat:dropout=0.*--stack"
-        with pytest.raises(UserError, match=said) as error:
-            cells.run_together(tmp_path, group, "cpu")
-        assert "\n" not in str(error.value)

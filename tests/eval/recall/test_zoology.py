@@ -93,23 +93,6 @@ def test_the_frame_is_zoologys(name, training):
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("mamba", 0.1), ("based", 0.0), ("attention", 0.2)])
-def test_another_dropout_is_not_zoologys_and_shows_in_training_alone(name, wrong):
-    model = model_of(name, dropout=wrong)
-    found, wanted = both(name, model.train())
-    assert not torch.allclose(found, wanted, atol=1e-3)
-    torch.testing.assert_close(*both(name, model.eval()))
-
-
-@pytest.mark.parametrize("name", mixers.names())
-def test_only_attention_drops_something_inside(name):
-    """As in Zoology: its mixers that are no softmax attention draw nothing at random."""
-    torch.manual_seed(0)
-    layer, x = make_mixer(name).build(Setting(WIDTH, 1, 2)), torch.randn(2, TIME, WIDTH)
-    trained, used = layer.train()(x, Context()), layer.eval()(x, Context())
-    assert torch.equal(trained, used) != (name in INSIDE)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_attention_is_zoologys_mha(training):
     """Its mask of −10,000, its scale on the keys, dropout of 0.1 on the map after the softmax."""
