@@ -10,22 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    StaticLayer,
-)
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.attention.settings import AttentionSettings
 
 
 class LayerStateMixin:

@@ -9,13 +9,7 @@ import torch
 
 from cat_lm import counts
 from cat_lm.config import RunConfig
-from cat_lm.counts import (
-    count_parameters,
-    fake_model,
-    flops_per_token,
-    saved_bytes,
-    state_bytes,
-)
+from cat_lm.counts import count_parameters, fake_model, flops_per_token, saved_bytes, state_bytes
 from cat_lm.ops.runtime.flops import FlopCounter, flops
 from cat_lm.training.building import build_model
 from cat_lm.training.estimate import meta_model

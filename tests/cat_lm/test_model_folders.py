@@ -16,10 +16,7 @@ from safetensors.torch import load_file, save_file
 from cat_lm import generate
 from cat_lm.core.errors import UserError
 from cat_lm.export import export_checkpoint, export_model
-from cat_lm.pretrained.loading import (
-    load_model,
-    load_tokenizer,
-)
+from cat_lm.pretrained.loading import load_model, load_tokenizer
 from cat_lm.upcycle import Convolution, upcycle
 from tests.finished_runs import checkpoint, tiny_model
 
@@ -334,10 +331,7 @@ WRONG_GENERATION = [
     ({"num_beams": 10**6}, "num_beams is 1000000: should be less than or equal to 1024"),
     ({"encoder_no_repeat_ngram_size": 10**9}, "encoder_no_repeat_ngram_size is 1000000000"),
     ({"prefill_chunk_size": 0}, "prefill_chunk_size is 0"),
-    (
-        {"num_beams": 2, "length_penalty": 1e300},
-        "cannot generate with its generation_config.json",
-    ),
+    ({"num_beams": 2, "length_penalty": 1e300}, "cannot generate with its generation_config.json"),
 ]
 
 

@@ -74,9 +74,7 @@ class ForgettingCore(nn.Module):
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         output = F.scaled_dot_product_attention(
-            *(query, key, value, added.to(query.dtype)),
-            dropout_p=call.dropout,
-            scale=call.scaling,
+            *(query, key, value, added.to(query.dtype)), dropout_p=call.dropout, scale=call.scaling
         )
         return output.transpose(1, 2).contiguous(), None
 

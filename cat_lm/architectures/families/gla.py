@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cat_lm.architectures.base import Architecture, Classes, Summary, sizes_of
 from cat_lm.model.hf.sections.recurrent import GlaSection, LinearSection, exact
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class LinearArchitecture(Architecture):
@@ -47,7 +44,7 @@ class LinearArchitecture(Architecture):
         causal_lm = getattr(models, f"{self.library_prefix}ForCausalLM")
         return Classes(causal_lm.config_class, causal_lm)
 
-    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+    def library_problems(self, config: Any) -> list[str]:
         """Return where the package, which truncates products, would make fewer channels."""
         width = getattr(config, "head_dim", config.hidden_size)
         return [
@@ -69,7 +66,7 @@ class LinearArchitecture(Architecture):
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
         return {"num_heads": heads} if self.Section.model_fields["num_heads"].is_required() else {}
 
-    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+    def describe_backend(self, key: str, config: Any, *how: Any) -> str:
         if key == "mixer_backend":
             from cat_lm.ops.recurrence.backends import describe_backend
 

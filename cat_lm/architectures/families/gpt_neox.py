@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
 from cat_lm.model import attention, rules
@@ -10,9 +10,6 @@ from cat_lm.model.attention import Objective
 from cat_lm.model.hf.sections.transformer import GPTNeoXSection
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class Transformer(Architecture):
@@ -43,7 +40,7 @@ class Transformer(Architecture):
         "value_transform": "none",
     }
 
-    def library_problems(self, config: PreTrainedConfig) -> list[str]:
+    def library_problems(self, config: Any) -> list[str]:
         return [
             f"has {key}={value!r}; plain {self.title} has {plain!r}"
             for key, plain in self._PLAIN.items()
@@ -52,7 +49,7 @@ class Transformer(Architecture):
 
     # Sections
 
-    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def section_values(self, config: Any) -> dict[str, Any]:
         """Return it as the base does; bases and parts of the rotation are in `rope_parameters`.
 
         What computes attention is the usual choice for it: a configuration does not say.
@@ -130,7 +127,7 @@ class Transformer(Architecture):
         state = filters.get(variant).usual_state
         return window | {"conv_type": "head", "conv_filter": variant, "conv_state": state}
 
-    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+    def describe_backend(self, key: str, config: Any, *how: Any) -> str:
         if key != "conv_backend":
             return super().describe_backend(key, config, *how)
         from cat_lm.model.hf.inspection import describe_backend
@@ -161,7 +158,7 @@ class GPTNeoX(Transformer):
     is_packed = True
     old_constants = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
 
-    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def section_values(self, config: Any) -> dict[str, Any]:
         part = config.rope_parameters["partial_rotary_factor"]
         return super().section_values(config) | {"rotary_pct": part}
 

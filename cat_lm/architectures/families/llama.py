@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.architectures.families.gpt_neox import Transformer
 from cat_lm.model.hf.sections.transformer import LlamaSection
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class Llama(Transformer):
@@ -25,7 +22,7 @@ class Llama(Transformer):
     unoffered_keys = ("hidden_act",)
     old_constants = r"\.self_attn\.rotary_emb\.inv_freq$"
 
-    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def section_values(self, config: Any) -> dict[str, Any]:
         values = super().section_values(config)
         heads = values["num_attention_heads"]
         usual = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
 from cat_lm.model.hf.sections.recurrent import MambaSection, usual_rank
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class StateSpace(Architecture):
@@ -29,7 +26,7 @@ class StateSpace(Architecture):
         facts = {"state_size": section.state_size}
         return Summary(self.title, words, facts, sizes_of(section))
 
-    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+    def describe_backend(self, key: str, config: Any, *how: Any) -> str:
         if key == "mixer_backend":
             from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, describe_backend
 
@@ -52,7 +49,7 @@ class Mamba(StateSpace):
     Section = MambaSection
     short_names: ClassVar[dict[str, str]] = {"": "mamba"}
 
-    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def section_values(self, config: Any) -> dict[str, Any]:
         values = super().section_values(config)
         usual = values["time_step_rank"] == usual_rank(values["hidden_size"])
         return values | ({"time_step_rank": "auto"} if usual else {})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cat_lm.architectures.base import Summary, sizes_of
 from cat_lm.architectures.families.mamba import StateSpace
 from cat_lm.model.hf.sections.recurrent import NO_LIMIT, Mamba2Section
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class Mamba2(StateSpace):
@@ -23,7 +20,7 @@ class Mamba2(StateSpace):
     Section = Mamba2Section
     short_names: ClassVar[dict[str, str]] = {"": "mamba2"}
 
-    def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def section_values(self, config: Any) -> dict[str, Any]:
         values = super().section_values(config)
         limit = tuple(config.time_step_limit)
         usual = values["expand"] * values["hidden_size"] == values["num_heads"] * values["head_dim"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cat_lm import mixers
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
 from cat_lm.mixers import mixer_of
 from cat_lm.model.attention import Objective
 from cat_lm.model.hf.sections.recurrent import MixerSection
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # Options that change no weight's meaning, or only what it starts from.
 _FREE_OPTIONS = frozenset({"dropout", "init"})
@@ -65,7 +62,7 @@ class MixerArchitecture(Architecture):
             keys["learned_positions"] = context_length
         return keys
 
-    def describe_backend(self, key: str, config: PreTrainedConfig, *how: Any) -> str:
+    def describe_backend(self, key: str, config: Any, *how: Any) -> str:
         if how[-1] != "auto":
             raise ValueError("a mixer chooses what computes it by itself; use auto")
         if key == "mixer_backend":

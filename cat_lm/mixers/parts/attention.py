@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import (
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from cat_lm.core.parameters import start
 from cat_lm.mixers.parts.base import ConvolutionOptions, StreamSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,11 @@ from cat_lm.model.attention.modules.scores import (
     attend_with_scores,
     scale_queries_and_keys,
 )
-from cat_lm.model.attention.settings import renamed
+from cat_lm.model.attention.settings import AttentionSettings, renamed
 from cat_lm.model.context import Context
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
 from cat_lm.model.streams.operations import QueryKeyNorm
-
-if TYPE_CHECKING:
-    from cat_lm.model.attention.settings import AttentionSettings
 
 # Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
 _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")

@@ -7,11 +7,7 @@ from torch import Tensor, nn
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXLayer
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
 
 from cat_lm.model.attention.core import AttentionMixin
 from cat_lm.model.attention.settings import AttentionSettings

@@ -28,12 +28,7 @@ from cat_lm.core.parameters import start
 from cat_lm.core.registry import one_of
 from cat_lm.model.attention.core import check_attention
 from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
-from cat_lm.model.cache import (
-    CatCache,
-    attach_layer_state,
-    count_tokens,
-    without_plans,
-)
+from cat_lm.model.cache import CatCache, attach_layer_state, count_tokens, without_plans
 from cat_lm.model.context import Context, layer_context
 from cat_lm.model.sequence import SequenceGroup, check_divided
 from cat_lm.ops import BACKENDS
@@ -146,8 +141,7 @@ class CausalBody:
                 hidden_states = layer(hidden_states, layer_context(context, index))
         count_tokens(past_key_values, inputs_embeds.shape[1])
         return BaseModelOutputWithPast(
-            last_hidden_state=self._leave(hidden_states),
-            past_key_values=past_key_values,
+            last_hidden_state=self._leave(hidden_states), past_key_values=past_key_values
         )
 
     def _usable_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from cat_lm.model import attention
 from cat_lm.model.attention.core import AttentionMixin
@@ -18,9 +19,6 @@ from cat_lm.model.streams.pipeline import StreamPipeline, fused
 from cat_lm.ops import BACKENDS, choose_backend
 from cat_lm.ops.long_filter import LENGTH
 from cat_lm.ops.long_filter import api as long_filter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def describe_backend(

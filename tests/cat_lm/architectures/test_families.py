@@ -10,12 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import cat_lm  # noqa: F401
 from cat_lm import architectures

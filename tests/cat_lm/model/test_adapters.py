@@ -6,11 +6,7 @@ import peft
 import torch
 from torch import nn
 
-from tests.tiny_models import (
-    cat_model,
-    each_model,
-    random_ids,
-)
+from tests.tiny_models import cat_model, each_model, random_ids
 
 IDS = random_ids(2, 24)
 

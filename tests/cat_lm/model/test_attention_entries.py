@@ -13,12 +13,7 @@ from cat_lm.model.attention import ScoreTransform
 from tests.cat_lm.model.attention_entries import LearnedDecay, SoftCap, entries  # noqa: F401
 from tests.conftest import REPOSITORY
 from tests.readme import blocks
-from tests.tiny_models import (
-    GROUPED,
-    VARIANTS,
-    cat_model,
-    random_ids,
-)
+from tests.tiny_models import GROUPED, VARIANTS, cat_model, random_ids
 
 pytestmark = pytest.mark.usefixtures("entries")
 DECAY = {"score_transform": "decay", "score_options": {"start": 0.3}}

@@ -8,12 +8,7 @@ from torch.nn import functional as F
 
 from cat_lm.ops.loss import linear_cross_entropy as loss_module
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead, linear_cross_entropy
-from tests.tiny_models import (
-    SIZES,
-    cat_model,
-    random_ids,
-    stock_model,
-)
+from tests.tiny_models import SIZES, cat_model, random_ids, stock_model
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
-
-if TYPE_CHECKING:
-    from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.attention.settings import AttentionSettings
 
 
 class ChunkCore(nn.Module):

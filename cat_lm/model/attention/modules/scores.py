@@ -10,12 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.model.attention.modules.call import (
-    AttentionCall,
-    only_visible,
-    softmax,
-    visible_keys,
-)
+from cat_lm.model.attention.modules.call import AttentionCall, only_visible, softmax, visible_keys
 from cat_lm.model.sequence import SequenceGroup
 
 ROWS = 128  # queries whose logits are computed at a time, where no maps of [T, S] are held
