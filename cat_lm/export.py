@@ -274,10 +274,7 @@ def main() -> None:
     if (method == "none") != (options["factor"] == 1):
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
     if scope != "logits" and method in ("none", "pi"):
-        raise UserError(
-            f"--temperature-scope {scope}: does nothing with --method {method}, which has no "
-            "temperature"
-        )
+        raise UserError(f"--temperature-scope {scope}: does nothing with --method {method}")
     loading.quiet_transformers()
     out = export_checkpoint(**options)
     written = record.read_record(out)

@@ -150,10 +150,8 @@ def _with_attention(
         raise UserError(f"model {folder}: {problem}")
     entry = attention.pattern(own_config(source))
     if entry.name not in ("softmax", "landmark"):
-        raise UserError(
-            f"model {folder}: has {entry.title} (attention={entry.name}); only what is in one "
-            "softmax can be made sparse"
-        )
+        title = f"{entry.title} (attention={entry.name})"
+        raise UserError(f"model {folder}: has {title}; only one softmax can be made sparse")
     try:
         return own_config(source, attention=pattern, attention_options=options)
     except ValueError as error:

@@ -159,10 +159,8 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
             raise ValueError(f"crop({tokens_to_remove}): give the tokens to remove as a negative")
         removed = -tokens_to_remove
         if removed and self.recurrent:
-            raise RuntimeError(
-                f"cannot remove {removed} tokens: the recurrent states {', '.join(self.recurrent)} "
-                "cannot go back"
-            )
+            states = f"the recurrent states {', '.join(self.recurrent)}"
+            raise RuntimeError(f"cannot remove {removed} tokens: {states} cannot go back")
         self.inputs.update({name: self._cropped(name, removed) for name in self.inputs})
         super().crop(tokens_to_remove)
         if self.real is not None:

@@ -47,10 +47,7 @@ def model_folder(path: Path | str) -> Path:
     for folder in (path, path / "model"):
         if (folder / "config.json").is_file():
             if not weight_files(folder):
-                raise UserError(
-                    f"model {folder}: has config.json but no weights (model.safetensors or "
-                    "pytorch_model.bin)"
-                )
+                raise UserError(f"model {folder}: has config.json but no weights")
             return folder
     if (path / "checkpoints").is_dir():
         raise UserError(
@@ -367,7 +364,5 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """Raise UserError where the tokenizer has ids for which the model has no embedding."""
     entries = 1 + max(tokenizer.get_vocab().values(), default=-1)
     if entries > config.vocab_size:
-        raise UserError(
-            f"tokenizer has {entries} entries, the model {config.vocab_size}: "
-            "it is not the one the model was trained with"
-        )
+        counts = f"tokenizer has {entries} entries, the model {config.vocab_size}"
+        raise UserError(f"{counts}: the model was trained with another one")

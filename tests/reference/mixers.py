@@ -17,6 +17,39 @@ Options = dict[str, Any]
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
+def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log1p(x.exp())
+
+
+def filtered(x: Tensor, weights: Weights, name: str = "conv1d") -> Tensor:
+    """Return SiLU of the depthwise convolution of x [T, C]; the library's taps are oldest first."""
+    taps = weights[f"{name}.weight"][:, 0]
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        for lag in range(min(taps.shape[1], t + 1)):
+            y[t] += taps[:, -1 - lag] * x[t - lag]
+    return silu(y + weights.get(f"{name}.bias", 0))
+
+
+def projected(x: Tensor, weights: Weights, heads: int) -> list[Tensor]:
+    """Return q, k and v [T, H, D], convolved where there are filters."""
+    found = []
+    for name in "qkv":
+        y = linear(x, weights, f"{name}_proj")
+        if f"{name}_conv1d.weight" in weights:
+            y = filtered(y, weights, f"{name}_conv1d")
+        found.append(y.view(len(x), heads, -1))
+    return found
+
+
 def decayed_recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
     """Return GLA's outputs, with q / sqrt(K), of tensors [T, H, ·] and decays of keys [T, H, K]."""
     one = decay.new_ones(1, 1, 1)
@@ -64,7 +97,7 @@ def streams(x: Tensor, weights: Weights, options: Options) -> list[Tensor]:
         y = (read @ own[span].T + bias[span]).view(len(x), heads, -1)
         if taps is not None and options["place"] == "after":
             y = parts.convolve(kind, y, taps)
-        found.append(y * y.sigmoid() if options.get("activation") == "silu" else y)
+        found.append(silu(y) if options.get("activation") == "silu" else y)
     return found
 
 
@@ -122,21 +155,12 @@ def based(x: Tensor, weights: Weights, options: Options) -> Tensor:
 
 
 def gla(x: Tensor, weights: Weights, options: Options) -> Tensor:
-    """Gated linear attention, with the output gate of its paper."""
+    """Gated linear attention (Yang et al., 2024): S ← diag(α) S + k vᵀ, α = σ(·)^{1/16}."""
+    q, k, v = projected(x, weights, options.get("heads") or options["num_heads"])
     gates = linear(linear(x, weights, "gk_proj.0"), weights, "gk_proj.1").sigmoid() ** (1 / 16)
-    heads = (
-        linear(x, weights, "q_proj"),
-        linear(x, weights, "k_proj"),
-        linear(x, weights, "v_proj"),
-    )
-    q, k, v, gates = (y.view(len(x), options["heads"], -1) for y in (*heads, gates))
-    y = normed(decayed_recurrence(q, k, v, gates), weights["g_norm_swish_gate.weight"]).flatten(1)
-    gate = linear(x, weights, "g_proj")
-    return linear(y * gate * gate.sigmoid(), weights, "o_proj")
-
-
-def normed(y: Tensor, weight: Tensor) -> Tensor:
-    return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    y = decayed_recurrence(q, k, v, gates.view_as(k))
+    y = rms(y, weights["g_norm_swish_gate.weight"], options.get("norm_eps", 1e-5)).flatten(1)
+    return linear(y * silu(linear(x, weights, "g_proj")), weights, "o_proj")
 
 
 def deltanet(x: Tensor, weights: Weights, options: Options) -> Tensor:
@@ -147,30 +171,27 @@ def deltanet(x: Tensor, weights: Weights, options: Options) -> Tensor:
         y = linear(x, weights, f"{projected}_proj")
         if (taps := weights.get(f"convolution.{name}_filter")) is not None:
             y = parts.convolve(options["conv_type"], y.view(len(x), heads, -1), taps).flatten(1)
-        y = y * y.sigmoid() if options["activation"] == "silu" else y
+        y = silu(y) if options["activation"] == "silu" else y
         made[name] = y.view(len(x), heads, -1)
     q, k = (made[n] / made[n].norm(dim=-1, keepdim=True).clamp(min=1e-12) for n in "qk")
     rate = linear(x, weights, "b_proj").sigmoid()
     decay = torch.ones_like(rate)
     if "A_log" in weights:
-        steps = torch.log1p((linear(x, weights, "a_proj") + weights["dt_bias"]).exp())
+        steps = softplus(linear(x, weights, "a_proj") + weights["dt_bias"])
         decay = (-weights["A_log"].exp() * steps).exp()
     y = delta_rule(q, k, made["v"], rate, decay)
-    return linear(normed(y, weights["o_norm.weight"]).flatten(1), weights, "o_proj")
+    return linear(rms(y, weights["o_norm.weight"], 1e-5).flatten(1), weights, "o_proj")
 
 
 def mamba(x: Tensor, weights: Weights, options: Options) -> Tensor:
-    """Mamba's mixer (Gu and Dao, 2023)."""
+    """Mamba (Gu and Dao, 2023), algorithm 2."""
     u, gate = linear(x, weights, "in_proj").chunk(2, dim=-1)
-    taps = weights["conv1d.weight"].transpose(0, 1).flip(-1)
-    u = parts.convolve("depthwise", u[:, None], taps)[:, 0] + weights["conv1d.bias"]
-    u, states = u * u.sigmoid(), options["state"]
+    u, states = filtered(u, weights), weights["A_log"].shape[1]
     low = linear(u, weights, "x_proj")
-    rank = low.shape[1] - 2 * states
-    low, b, c = low.split([rank, states, states], dim=-1)
-    delta = torch.log1p(linear(low, weights, "dt_proj").exp())
+    low, b, c = low.split([low.shape[1] - 2 * states, states, states], dim=-1)
+    delta = softplus(linear(low, weights, "dt_proj"))
     y = selective_scan(u, delta, -weights["A_log"].exp(), b, c) + weights["D"] * u
-    return linear(y * gate * gate.sigmoid(), weights, "out_proj")
+    return linear(y * silu(gate), weights, "out_proj")
 
 
 MIXERS = dict.fromkeys(("attention", "cat", "chunk", "landmark", "multi-token"), attention)

@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.reference import mixers
+from tests.reference.mixers import filtered, projected, rms, silu, softplus
 from tests.reference.transformer import Weights, below, linear
-
-
-def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
-
-
-def silu(x: Tensor) -> Tensor:
-    return x * x.sigmoid()
-
-
-def softplus(x: Tensor) -> Tensor:
-    return torch.log1p(x.exp())
 
 
 def unit(x: Tensor) -> Tensor:
@@ -28,39 +17,9 @@ def unit(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def filtered(x: Tensor, weights: Weights, name: str = "conv1d") -> Tensor:
-    """Return SiLU of the depthwise convolution of x [T, C]; the library's taps are oldest first."""
-    taps = weights[f"{name}.weight"][:, 0]
-    y = torch.zeros_like(x)
-    for t in range(len(x)):
-        for lag in range(min(taps.shape[1], t + 1)):
-            y[t] += taps[:, -1 - lag] * x[t - lag]
-    return silu(y + weights.get(f"{name}.bias", 0))
-
-
-def streams(x: Tensor, weights: Weights, heads: int) -> list[Tensor]:
-    """Return q, k and v [T, H, D], convolved where there are filters."""
-    found = []
-    for name in "qkv":
-        y = linear(x, weights, f"{name}_proj")
-        if f"{name}_conv1d.weight" in weights:
-            y = filtered(y, weights, f"{name}_conv1d")
-        found.append(y.view(len(x), heads, -1))
-    return found
-
-
-def gla(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
-    """Gated linear attention (Yang et al., 2024): S ← diag(α) S + k vᵀ, α = σ(·)^{1/16}."""
-    q, k, v = streams(x, weights, config["num_heads"])
-    gates = linear(linear(x, weights, "gk_proj.0"), weights, "gk_proj.1").sigmoid() ** (1 / 16)
-    y = mixers.decayed_recurrence(q, k, v, gates.view_as(k))
-    y = rms(y, weights["g_norm_swish_gate.weight"], config["norm_eps"])
-    return linear(y.flatten(1) * silu(linear(x, weights, "g_proj")), weights, "o_proj")
-
-
 def delta_net(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
     """(Gated) DeltaNet (Yang et al., 2024; 2025)."""
-    q, k, v = streams(x, weights, config["num_heads"])
+    q, k, v = projected(x, weights, config["num_heads"])
     rate = linear(x, weights, "b_proj").sigmoid()
     decay, gate = torch.ones_like(rate), 1
     if "A_log" in weights:
@@ -70,16 +29,6 @@ def delta_net(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
     y = mixers.delta_rule(unit(q), unit(k), v, rate, decay)
     y = rms(y, weights["o_norm.weight"], config["norm_eps"])
     return linear(y.flatten(1) * gate, weights, "o_proj")
-
-
-def mamba(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
-    """Mamba (Gu and Dao, 2023), algorithm 2."""
-    u, gate = linear(x, weights, "in_proj").chunk(2, dim=-1)
-    u, states = filtered(u, weights), config["state_size"]
-    low, b, c = linear(u, weights, "x_proj").split([config["time_step_rank"], states, states], -1)
-    delta = softplus(linear(low, weights, "dt_proj"))
-    y = mixers.selective_scan(u, delta, -weights["A_log"].exp(), b, c) + weights["D"] * u
-    return linear(y * silu(gate), weights, "out_proj")
 
 
 def mamba2(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
@@ -109,10 +58,10 @@ def mixer(x: Tensor, weights: Weights, config: dict[str, Any]) -> Tensor:
 
 
 LAYERS = {
-    "gla": gla,
+    "gla": mixers.gla,
     "delta_net": delta_net,
     "gated_deltanet": delta_net,
-    "mamba": mamba,
+    "mamba": mixers.mamba,
     "mamba2": mamba2,
     "mixer": mixer,
 }

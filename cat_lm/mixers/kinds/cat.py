@@ -220,10 +220,8 @@ class LandmarkOptions(Options):
         if self.conv_mixing == "maps":
             raise ValueError("conv_mixing=maps: cannot be combined with landmark attention")
         if landmark.is_sharp(self.landmark_filter) and self.training != "guided":
-            raise ValueError(
-                f"training={self.training}: gives the landmarks' parameters no gradient; choose "
-                "guided"
-            )
+            problem = "gives the landmarks' parameters no gradient; choose guided"
+            raise ValueError(f"training={self.training}: {problem}")
 
     @property
     def of_landmarks(self) -> dict[str, Any]:

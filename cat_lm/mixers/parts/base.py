@@ -261,10 +261,7 @@ class ConvolutionOptions(FilterOptions):
         for problem in filters.problems(self.filter, self.filter_state or 0, self.conv_type, keys):
             raise ValueError(problem)
         if self.filter != filters.TAPS and self.window != ConvolutionOptions.window:
-            raise ValueError(
-                f"window={self.window}: is for taps, of which filter={self.filter} has none; leave "
-                "it out"
-            )
+            raise ValueError(f"window={self.window}: is for taps, not filter={self.filter}")
         check_choice(self, "place", ("after", "before"))
         if self.place == "before" and self.heads > 1:
             raise ValueError("place=before needs heads=1: before the projection there are no heads")

@@ -68,9 +68,6 @@ class AttentionMixin:
         self.score_transform = attention.build(ScoreTransform, config)
         self.value_transform = attention.build(ValueTransform, config)
 
-    def _take_library_names(self) -> None:
-        self.register_load_state_dict_pre_hook(_rename_library_parameters)
-
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, T, C] for x [B, T, C], and maps if the function returns them."""
         streams = self._divided(self._streams, self._project(x), context)
@@ -189,7 +186,7 @@ def entry_weights(model: nn.Module) -> set[str]:
     }
 
 
-def _rename_library_parameters(
+def rename_library_parameters(
     module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
     renamings = module.config.renamings(convolved=True)

@@ -329,10 +329,8 @@ def _is_plain_mask(mask: Any) -> bool:
 def _check_width(name: str, mask: Any, past: Any, time: int) -> None:
     # How many tokens a static cache has is not known to the host.
     if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
-        raise ValueError(
-            f"{name}: says what {mask.shape[1]} tokens are, of {past + time} with those in the "
-            "cache; give [B, S] with all of them"
-        )
+        said = f"says what {mask.shape[1]} tokens are, of {past + time} with those in the cache"
+        raise ValueError(f"{name}: {said}; give [B, S] with all of them")
 
 
 def check_gaps(real: Tensor, documents: Tensor | None) -> None:

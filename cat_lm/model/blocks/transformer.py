@@ -9,7 +9,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPT
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
 
-from cat_lm.model.attention.core import AttentionMixin
+from cat_lm.model.attention.core import AttentionMixin, rename_library_parameters
 from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.context import Context
 from cat_lm.model.streams.pipeline import StreamPipeline
@@ -36,7 +36,7 @@ class ConvolvedAttention(AttentionMixin):
             for projection in biased.values():
                 projection.register_parameter("bias", None)
             self.add_module(self.output_name, output)
-            self._take_library_names()
+            self.register_load_state_dict_pre_hook(rename_library_parameters)
         output.writes_residual = True
         self._add_parts(config)
 

@@ -341,10 +341,8 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
         rows = self.config.learned_positions
         has_numbers = not torch.compiler.is_compiling() and not is_fake(position_ids)
         if has_numbers and int(position_ids.max()) >= rows:
-            raise UserError(
-                f"a sequence of {int(position_ids.max()) + 1} tokens: the model's table of "
-                f"positions has learned_positions={rows} rows; give fewer tokens"
-            )
+            length, table = int(position_ids.max()) + 1, f"learned_positions={rows} rows"
+            raise UserError(f"a sequence of {length} tokens: the model's table has {table}")
         return self.embed_positions(position_ids)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,7 @@ from cat_lm.mixers import MixerKind, Setting, make, make_mixer
 from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.cache import CatCache
 from cat_lm.model.context import Context
+from tests.conftest import REPOSITORY
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
 
@@ -105,6 +107,18 @@ def test_a_mixer_from_outside(outside):
     same(module(x, Context()), module.linear(2 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
     with pytest.raises(UserError, match=r"^mixer running-mean: d_model=3: must be even$"):
         make_mixer("running-mean").build(Setting(3))
+
+
+def test_readme_shows_a_whole_mixer_and_every_name(monkeypatch):
+    text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
+    exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
+    mixer, x = make_mixer("running-mean:gain=3"), rows()
+    module = mixer.build(Setting(WIDTH))
+    same(module(x, Context()), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+    shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
+    assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
 
 
 def test_what_cannot_be_registered(outside):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cat_lm.core.numbers import WINDOW
-from cat_lm.core.readers import short
 from cat_lm.model.attention import ValueTransform, whole_problems
 from cat_lm.model.rules import chunk_size, tap_problems
 
@@ -24,18 +23,13 @@ class Smoothing(ValueTransform):
     title = words = "smoothed values"
     takes_any_weights = True
     divides = True  # no head knows of another
-    options: ClassVar[dict[str, Any]] = {"width": 5, "mode": "causal"}
+    options: ClassVar[dict[str, Any]] = {"width": 5}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        width, mode = options["width"], options["mode"]
+        width = options["width"]
         found = whole_problems("value_options.width", width, WINDOW)
         if not found and width == 1:
             found.append("value_options.width=1: smooths nothing; use value_transform=none")
-        if mode != "causal":
-            found.append(
-                f"value_options.mode={short(mode)}: must be causal; others average values of later "
-                "tokens, which a language model is to predict"
-            )
         return found
 
     def length_problems(self, model: Any, length: int) -> list[str]:
