@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from eval.common.text_table import markdown_table
 FOLDER = Path(__file__).with_name("records")
 _NOTE_WORDS = 120
 _DPI, _COLOURS = 90, 96  # of pictures
+# The folders of a web sample in SlimPajama's layout, which committed records name their text by.
+_TEXT, _SHOWN = re.compile(r"\bslimpajama(-held-out)?\b"), "web text (13 MB)"
 
 
 @command
@@ -66,7 +69,7 @@ def render(folder: Path) -> dict[str, str]:
     from eval.studies import STUDIES
 
     texts, studies, others = {}, [], []
-    for file, record in _records(folder):
+    for file, record in read_records(folder):
         note = _note(file.with_suffix(".note.md"))
         if _is_study(record):
             study = STUDIES.get(record["study"])
@@ -97,7 +100,7 @@ def _draw(folder: Path) -> None:
     from eval.lab.run import pictures
     from eval.studies import STUDIES
 
-    for file, record in filter(lambda pair: _is_study(pair[1]), _records(folder)):
+    for file, record in filter(lambda pair: _is_study(pair[1]), read_records(folder)):
         for ending, picture in pictures(STUDIES.get(record["study"]), record).items():
             picture.savefig(drawn := io.BytesIO(), format="png", dpi=_DPI)
             # Few colours are enough, and a third of the bytes.
@@ -105,10 +108,25 @@ def _draw(folder: Path) -> None:
                 Image.open(drawn).convert("RGB").quantize(_COLOURS).save(out, "png", optimize=True)
 
 
-def _records(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield a folder's records with their files."""
+def read_records(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield a folder's records with their files; texts have the names that reports show."""
     for file in sorted(folder.glob("*.json")):
-        yield file, json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
+        yield file, _with_shown_names(record) if _is_study(record) else record
+
+
+def _with_shown_names(value: Any) -> Any:
+    """Rename texts in all of a record but its command."""
+    if isinstance(value, str):
+        return _TEXT.sub(_SHOWN, value)
+    if isinstance(value, list):
+        return [_with_shown_names(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            _with_shown_names(key): each if key == "command" else _with_shown_names(each)
+            for key, each in value.items()
+        }
+    return value
 
 
 def _is_study(record: Any) -> bool:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
 CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
 LIMIT = "one_token_ceiling"  # of `also`: how far matching one token goes, drawn as a dotted line
+_AXES = {"length": "context length (tokens)"}  # in words, where there is room for them
 _WIDE = 2.9  # inches of a panel
 _LETTERS, _NAME_LETTERS = 12, 14  # of a title and of a legend, to an inch
 _MARGIN, _LEAST = 0.08, 0.02  # of a strip's range, at both sides; the least range
@@ -86,7 +87,7 @@ def draw_curves(
             _curves(axes, part, names, bottom)
             axes.set_title(", ".join(filter(None, place)), loc="left", fontsize=9, color=INK)
         for axes in panels[-1]:
-            axes.set_xlabel(axis)
+            axes.set_xlabel(_AXES.get(axis, axis))
         for axes, row in zip(panels[:, 0], places, strict=True):
             axes.set_ylabel(measure(row[0][0]))
         handles = _keys(names, "every run (line: the mean)")
@@ -132,7 +133,9 @@ def draw_losses(
                 else:
                     _curves(axes, shown, names, None)
                     axes.set_ylabel(measure(place[0]), fontsize=8)
-                label = f"{measure(place[0])}, {axis} {trained:,}" if is_strip else axis
+                label = _AXES.get(axis, axis)
+                if is_strip:
+                    label = f"{measure(place[0])}, {axis} {trained:,}"
                 axes.set_xlabel(label, fontsize=8)
                 axes.set_title(", ".join(place), loc="left", fontsize=9, color=INK)
         handles = _keys(names, "every run (bar, line: the mean)")
