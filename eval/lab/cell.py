@@ -25,7 +25,7 @@ _NAME = 200  # characters of a cell's name at most, without its hash
 
 
 class Step(NamedTuple):
-    """A step: its number and epoch from 1, its rows, and whether validation and an epoch end it."""
+    """Describe a step: number and epoch from 1, rows, whether validation and an epoch end it."""
 
     number: int
     epoch: int
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 def plan_steps(
     epochs: int, examples: int, rows: int, eval_steps: int | None = None
 ) -> Iterator[Step]:
-    """All steps without an early stop, in order.
+    """Yield all steps without an early stop, in order.
 
     Args:
         examples: of training; rows: in a batch, the last of an epoch may have fewer.
@@ -53,7 +53,7 @@ def plan_steps(
 
 
 class Cell:
-    """All that decides a result: the base of frozen dataclasses, whose keys name their files.
+    """Hold all that decides a result: the base of frozen dataclasses, whose keys name their files.
 
     Attributes:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
@@ -86,27 +86,27 @@ class Cell:
         raise NotImplementedError
 
     def plan(self) -> Iterator[Step]:
-        """All steps without an early stop, in order."""
+        """Yield all steps without an early stop, in order."""
         raise NotImplementedError
 
     @property
     def all_steps(self) -> int:
-        """Steps without an early stop."""
+        """Return the number of steps without an early stop."""
         return sum(1 for _ in self.plan())
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Return the rows of a step."""
         return self.batch_size
 
     @property
     def tested_rows(self) -> float:
-        """Rows of the trained length that cost as much as those of all tests do."""
+        """Return the rows of the trained length that cost as much as those of all tests do."""
         raise NotImplementedError
 
     @property
     def kind(self) -> Self:
-        """Equal for cells that can be trained as one stack; the cell itself where none can."""
+        """Return what is equal for cells that can be trained as one; the cell where none can."""
         return self
 
     def timed(self) -> Self:
@@ -199,7 +199,7 @@ def _key(cell: Cell) -> dict[str, Any]:
 
 
 def cell_path(folder: Path, cell: Cell) -> Path:
-    """FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
+    """Return FOLDER/cells/TASK-MIXER-dD-LT-lrX-seedS-HASH.json."""
     return _store(folder, cell).path(_name(cell))
 
 
@@ -214,7 +214,7 @@ def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[str, Any]:
-    """The record of a cell: read if it is finished, else trained, tested and written."""
+    """Return the record of a cell: read if it is finished, else trained, tested and written."""
     record = finished(folder, cell)
     if record is None:
         with _computing([cell], device):
@@ -224,7 +224,7 @@ def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[s
 
 
 def run_together(folder: Path, group: Sequence[Cell], device: str) -> list[dict[str, Any]]:
-    """The records of cells of one kind; unfinished ones are trained as one stack.
+    """Return the records of cells of one kind; unfinished ones are trained as one stack.
 
     A cell's file is written when it has stopped, so that a kill loses those still in the stack.
 

@@ -44,17 +44,8 @@ LEVEL = 0.05  # chance of a wrong word among all comparisons made together
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Mean and standard deviation (n - 1) over seeds; the deviation of one seed is None."""
-
-    mean: float
-    sd: float | None
-    n: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Difference:
-    """One model's value minus another's, paired by seed.
+    """Hold one model's value minus another's, paired by seed.
 
     Attributes:
         mean: over the seeds that both have; nan where none is left.
@@ -80,14 +71,6 @@ class Difference:
     document_error: float | None = None
     documents: int | None = None
     lost: int = 0
-
-
-def summarise(values: Sequence[float]) -> Summary:
-    """Raises ValueError without values."""
-    if not values:
-        raise ValueError("no values")
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Summary(statistics.fmean(values), sd, len(values))
 
 
 def compare(
@@ -161,7 +144,7 @@ def _is_usable(document_error: float | None, documents: int | None) -> bool:
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
-    """The standard error of sum(sums) / sum(counts) when G groups are a sample of many.
+    """Return the standard error of sum(sums) / sum(counts) when G groups are a sample of many.
 
     Linearised: sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g, with m the ratio; nan for one
     group, and for sums that are not finite.

@@ -26,7 +26,7 @@ _FEW = 32  # on a CPU, at most this share of a batch is timed, and a quarter of 
 
 
 def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, float]:
-    """Hours of all cells without early stops, for each mixer, in one process at a time.
+    """Estimate the hours of all cells without early stops, for each mixer, in one process.
 
     Args:
         groups: cells that run together; a group's steps are timed together.
@@ -86,7 +86,7 @@ def _seconds(step: Callable[[int], object], rows: int) -> float:
 
 @contextmanager
 def _one_thread(device: str) -> Iterator[None]:
-    """As in the processes that will run the cells; see execution.py and cells.py."""
+    """Compute as the processes that will run the cells; see execution.py and cell.py."""
     before = torch.get_num_threads()
     if torch.device(device).type == "cpu":
         torch.set_num_threads(1)

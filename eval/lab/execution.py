@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
-from eval.common.interrupts import held, terminated_as_interrupt
+from eval.common.interrupts import terminated_as_interrupt
 from eval.lab.cell import Cell, finished, run_together
 from eval.lab.estimate import hours_by_mixer
 
@@ -32,7 +31,7 @@ _SHARE = 0.8  # of a GPU's free memory that stacks may take
 
 @dataclass(frozen=True)
 class Execution:
-    """Fix how cells are run.
+    """Say how cells are run.
 
     Attributes:
         device: of torch.
@@ -48,20 +47,6 @@ class Execution:
     stack: int | None = None
 
 
-@contextmanager
-def alone_in(out: Path, execution: Execution) -> Iterator[None]:
-    """Keep other grids out of OUT, which would train the same cells again; an estimate may look.
-
-    Raises:
-        UserError: another call works in it.
-    """
-    if execution.estimate_only:
-        yield
-        return
-    with held(out):
-        yield
-
-
 def run_unfinished(
     title: str,
     runs: Sequence[Run],
@@ -71,14 +56,14 @@ def run_unfinished(
     later: Sequence[Run] = (),
     estimated: bool = False,
 ) -> bool:
-    """Estimates and runs the cells that OUT does not hold; whether all are there now.
+    """Estimate and run the cells that OUT does not hold; return True if all are there now.
 
     Args:
         later: runs that will follow, or others as costly: they are estimated too.
         estimated: whether these runs were estimated before.
     """
-    todo = {run.cell: run for run in _unfinished(runs, out)}
-    afterwards = {run.cell for run in _unfinished(later, out)} - todo.keys()
+    todo = {run.cell: run for run in runs if finished(out, run.cell) is None}
+    afterwards = {run.cell for run in later if finished(out, run.cell) is None} - todo.keys()
     count = len({run.cell for run in (*runs, *later)})
     print(f"{title}: {count} runs, {len(todo) + len(afterwards)} to do", flush=True)
     groups = stacks(list(todo), execution)
@@ -93,34 +78,25 @@ def run_unfinished(
 
 
 def _estimate(groups: Sequence[Sequence[Cell]], execution: Execution) -> None:
-    """Prints how long groups of cells will take."""
+    """Print how long groups of cells will take."""
     largest = max(map(len, groups), default=1)
     if largest > 1:
         alone = sum(len(group) == 1 for group in groups)
         print(f"{len(groups) - alone} stacks of up to {largest} models, {alone} models alone")
     by_mixer = hours_by_mixer(groups, execution.device)
     hours = sum(by_mixer.values())
-    print(f"at most {hours:.2f} {execution.device} hours, {_together(hours, execution)}")
+    workers = execution.workers
+    together = f"less with {workers} at once where a stack leaves the GPU idle"
+    if torch.device(execution.device).type == "cpu":  # processes share out cores
+        together = f"{hours / workers:.2f} h with {workers} at once"
+    print(f"at most {hours:.2f} {execution.device} hours, {together}")
     costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
     if costly:
         print("hours by mixer: " + ", ".join(f"{m} {by_mixer[m]:.2f}" for m in costly), flush=True)
 
 
-def _unfinished(runs: Sequence[Run], out: Path) -> list[Run]:
-    """Runs whose cell OUT does not hold."""
-    return [run for run in runs if finished(out, run.cell) is None]
-
-
-def _together(hours: float, execution: Execution) -> str:
-    """Processes share out CPU cores, but take turns on one GPU."""
-    workers = execution.workers
-    if torch.device(execution.device).type == "cpu":
-        return f"{hours / workers:.2f} h with {workers} at once"
-    return f"less with {workers} at once where a stack leaves the GPU idle"
-
-
 def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
-    """Cells in groups that are trained as one; one that is its own kind is a group by itself."""
+    """Group cells that are trained as one; one that is its own kind is a group by itself."""
     kinds: dict[Cell, list[Cell]] = defaultdict(list)
     for cell in todo:
         kinds[cell.kind].append(cell)
@@ -135,7 +111,7 @@ def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
 
 
 def _fitting(cell: Cell, execution: Execution) -> int:
-    """Models that fit beside those of the other workers."""
+    """Return how many models fit beside those of the other workers."""
     if torch.device(execution.device).type != "cuda":
         return 1
     free = torch.cuda.mem_get_info(execution.device)[0]
@@ -143,7 +119,7 @@ def _fitting(cell: Cell, execution: Execution) -> int:
 
 
 def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: int) -> None:
-    """Runs stacks of cells in processes of one thread each; a finished cell has its file."""
+    """Run stacks of cells in processes of one thread each; a finished cell has its file."""
     context = multiprocessing.get_context("spawn")
     started, done, count = time.monotonic(), 0, sum(map(len, groups))
     with (
@@ -183,8 +159,11 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
 
 
 def _start() -> None:
-    """One thread a process: the processes share the cores. A terminal's Ctrl-C reaches them too;
-    the one that started them ends them, and where that is killed they end by themselves."""
+    """Prepare a process of the pool, with one thread, as the processes share the cores.
+
+    A terminal's Ctrl-C reaches them too; the one that started them ends them, and where that is
+    killed they end by themselves.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     tqdm.set_lock(threading.RLock())  # its own would be a semaphore that an ended process leaves

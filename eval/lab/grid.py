@@ -41,7 +41,7 @@ class Choice:
 
 
 def choose(tried: Mapping[float, float]) -> Choice:
-    """The best of rates by their scores; see above."""
+    """Choose the best of rates by their scores; see above."""
     rates = sorted(tried)
     best = max(tried.values())
     middle = (math.log(rates[0]) + math.log(rates[-1])) / 2
@@ -51,7 +51,7 @@ def choose(tried: Mapping[float, float]) -> Choice:
 
 
 def beyond(choice: Choice) -> float | None:
-    """The next rate of LADDER on the side on which a chosen one, of it or not, lies on the edge."""
+    """Return the next rate of LADDER beyond the edge on which a chosen one, of it or not, lies."""
     if not choice.on_edge:
         return None
     if choice.rate == min(choice.tried):
@@ -62,7 +62,7 @@ def beyond(choice: Choice) -> float | None:
 def run_tuned(
     title: str, places: Sequence[Place], out: Path, execution: Execution
 ) -> list[tuple[Run, dict[str, Any], Choice]] | None:
-    """Tunes and runs all places.
+    """Tune and run all places.
 
     Returns:
         The reported runs with their records and choices; none after an estimate alone.
@@ -86,7 +86,7 @@ def run_tuned(
 
 
 def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
-    """All runs of places as far as they are known before they begin."""
+    """Return all runs of places as far as they are known before they begin."""
     trials, later = _planned(places, out)
     return [*trials, *later]
 
@@ -103,7 +103,6 @@ def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:
-    """The trials, and what follows them."""
     trials = [run for place in places for run in _trials(place)]
     return trials, [run for place in places for run in _later(place, out)]
 
@@ -118,7 +117,7 @@ def _reported(place: Place, rate: float) -> list[Run]:
 
 
 def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
-    """Rate -> score; none if not all are finished."""
+    """Return the score of each rate; None if not all runs are finished."""
     scores: dict[float, list[float]] = {}
     for run in runs:
         if (record := _finished(out, run.cell)) is None:
@@ -130,14 +129,14 @@ def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
 
 
 def _beyond(place: Place, out: Path) -> list[Run]:
-    """The trials beyond the grid's edge, if the best of the grid lies on it."""
+    """Return the trials beyond the grid's edge, if the best of the grid lies on it."""
     tried = _tried(_trials(place), out)
     rate = beyond(choose(tried)) if tried else None
     return [] if rate is None else place.tried_at(rate)
 
 
 def _choice(place: Place, out: Path) -> Choice | None:
-    """None where trials are not finished."""
+    """Return a place's choice; None where trials are not finished."""
     trials = _trials(place)
     if not trials:
         return Choice(place.rates[0], {}, False)

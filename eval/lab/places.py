@@ -15,7 +15,7 @@ TUNING_SEED = 10_000  # the first of the runs that choose a rate, which are not 
 
 @dataclass(frozen=True)
 class Run:
-    """A cell, and where it goes in a figure: the panel's row and column, and its line.
+    """Hold a cell, and where it goes in a figure: the panel's row and column, and its line.
 
     Attributes:
         across: what the panel's axis is. Of recall `lengths`, with the cell at all its test
@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """A point or line of a figure whose rate is chosen first.
+    """Hold a point or line of a figure whose rate is chosen first.
 
     Attributes:
         run: its run but for the rate and the seed.

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.files import finite, write_json, write_text
 from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from eval.common.interrupts import held
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.lab.contrasts import compute
-from eval.lab.execution import Execution, alone_in
+from eval.lab.execution import Execution
 from eval.lab.figures import draw
 from eval.lab.frame import Found, Line, diverged_runs, frame, gather_lines, origin_of
 from eval.lab.grid import all_records, foreseen, run_tuned
@@ -37,7 +39,8 @@ def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> di
         UserError: what is asked does not fit, or another study works in OUT.
     """
     places = study.places(asked)
-    with alone_in(out, execution):
+    # An estimate may look at a folder in which another call works.
+    with nullcontext() if execution.estimate_only else held(out):
         if not execution.estimate_only:
             claim_outputs(out, f"{study.name}.json", named(study.name, ".md", ".csv", *PICTURES))
         if study.check is not None:

@@ -48,7 +48,7 @@ class CellStore:
     shape: type[Versioned]
 
     def path(self, name: str) -> Path:
-        """FOLDER/NAME.json."""
+        """Return FOLDER/NAME.json."""
         return self.folder / f"{name}.json"
 
     def write(self, name: str, values: dict[str, Any]) -> None:

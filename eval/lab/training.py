@@ -23,7 +23,7 @@ from eval.lab.cell import Cell, Step
 
 
 class Trial(ABC):
-    """A cell's model, optimizer and rows, and what training has found.
+    """Hold a cell's model, optimizer and rows, and what training has found.
 
     Attributes:
         chosen_by: the number of a validation by which models are chosen, more being better; empty

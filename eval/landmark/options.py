@@ -95,7 +95,7 @@ class Grid(_Choice):
 
     @property
     def choices(self) -> list[Selection]:
-        """All ways to choose."""
+        """Return all ways to choose."""
         chosen = itertools.product(dict.fromkeys(self.select), self.blocks, self.top_k)
         return [Selection(*choice, self.local) for choice in chosen]
 

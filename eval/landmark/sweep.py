@@ -130,7 +130,7 @@ def _lesson_length(grid: Grid, config: Any) -> int:
 
 
 class Cells:
-    """Computes or reads the cells of one model, which is loaded when an unfinished one is met."""
+    """Compute or read the cells of one model, which is loaded when an unfinished one is met."""
 
     def __init__(
         self, out: Path, subject: Subject, stream: TokenStream, device: str, grid: Grid

@@ -39,7 +39,7 @@ _VOCABULARY = 2048  # that estimates count with
 
 
 class _Training(Versioned):
-    """What is known of a finished training, and of its export."""
+    """Hold what is known of a finished training, and of its export."""
 
     diverged: bool
     loss: float | None  # nats a token at the last validation
@@ -57,7 +57,7 @@ class _Record(_Training):
 
 @dataclass(frozen=True)
 class Cell(cell.Cell):
-    """All that decides a language model's result.
+    """Hold all that decides a language model's result.
 
     Attributes:
         model: of configs/study/models.yaml; recipe: `cpu` or `gpu`.
@@ -87,14 +87,12 @@ class Cell(cell.Cell):
 
     @property
     def config(self) -> RunConfig:
-        """The training's configuration, but for its folder."""
+        """Return the training's configuration, but for its folder."""
         return self._config()
 
     def _config(self, output_dir: str = "runs/study") -> RunConfig:
-        data = self.texts[0][0]
-        return configuration(
-            self.model, self.recipe, data, self.tokens, self.lr, self.seed, output_dir
-        )
+        given = self.model, self.recipe, self.texts[0][0], self.tokens, self.lr, self.seed
+        return configuration(*given, output_dir)
 
     @property
     def task(self) -> str:
@@ -111,9 +109,6 @@ class Cell(cell.Cell):
     @property
     def seq_len(self) -> int:
         return self.config.data.context_length
-
-    def key(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def resolved(self) -> dict[str, Any]:
         return {"config": deciding(self.config)}
@@ -139,21 +134,27 @@ class Cell(cell.Cell):
         """
         quiet_transformers()
         folder = folder.resolve()  # commands run in the checkout
-        training = self._trained(folder, device)
-        run, rows = folder / "runs" / self._name, []
-        found: dict[str, Any] = {}
-        if self.lengths and not training["diverged"]:
-            for number, (data, _) in enumerate(self.texts):
-                rows += self._swept(run, Path(data), number == 0, device)
-            model, data, longest = run / "model", Path(self.texts[0][0]), max(self.lengths)
-            if self.recall:
-                dtype = evaluation_dtype("auto", [model], device)
-                numbers = (self.documents, longest, self.seq_len, self.skip)
-                found["recall"] = recalled(model, dtype, device, data, *numbers)
-            if self.attention:
-                found["attention"] = sharpness(model, device, data, self.seq_len, self.skip)
-        found |= {"rows": rows, "facts": self._facts(training)}
+        training, found = self._trained(folder, device), {"rows": []}
+        if not training["diverged"]:
+            found |= self._measured(folder / "runs" / self._name, device)
+        found["facts"] = self._facts(training)
         return {"cell": self.key(), **self.resolved(), **training, **found}
+
+    def _measured(self, run: Path, device: str) -> dict[str, Any]:
+        """Measure a finished run; `rows` of what is found are a sweep's."""
+        found: dict[str, Any] = {"rows": []}
+        if not self.lengths:
+            return found
+        for number, (text, _) in enumerate(self.texts):
+            found["rows"] += self._swept(run, Path(text), number == 0, device)
+        model, data, longest = run / "model", Path(self.texts[0][0]), max(self.lengths)
+        if self.recall:
+            dtype = evaluation_dtype("auto", [model], device)
+            numbers = (self.documents, longest, self.seq_len, self.skip)
+            found["recall"] = recalled(model, dtype, device, data, *numbers)
+        if self.attention:
+            found["attention"] = sharpness(model, device, data, self.seq_len, self.skip)
+        return found
 
     def _facts(self, training: dict[str, Any]) -> dict[str, float | None]:
         """Return what reports say of the model: the decoding state is of one sequence in bf16."""
@@ -229,7 +230,7 @@ class Cell(cell.Cell):
 
     @property
     def tested_rows(self) -> float:
-        """Rows of the trained length that cost as much as validations and sweeps do."""
+        """Return the rows of the trained length that cost as much as validations and sweeps do."""
         from cat_lm import counts
         from cat_lm.training.estimate import meta_model
 

@@ -37,7 +37,7 @@ REFERENCE, TOLERANCE = "pythia", 0.02  # whose parameters rows of equal size hav
 
 @dataclass(frozen=True)
 class Scale:
-    """Fix how large a study is.
+    """Say how large a study is.
 
     Attributes:
         recipe: of configs/study/models.yaml.
@@ -97,7 +97,7 @@ class Question:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All that are compared."""
+        """Return all models that are compared."""
         return in_order(model for pair in self.contrasts for model in pair)
 
 

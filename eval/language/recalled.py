@@ -45,7 +45,7 @@ SLICES = (*BINS, RECALL, REST, LAST)
 
 @dataclass(frozen=True)
 class Counts:
-    """What a training text says of the pairs of another text.
+    """Hold what a training text says of the pairs of another text.
 
     Attributes:
         pairs: [N] how often each pair stands in training.
@@ -61,7 +61,7 @@ class Counts:
     vocabulary: int
 
     def bigram_nlls(self) -> np.ndarray:
-        """Nats of each pair's second token under counts, the unigram model as a prior."""
+        """Return nats of each pair's second token under counts, the unigram model as a prior."""
         unigram = (self.second + 1) / (self.total + self.vocabulary)
         return -np.log((self.pairs + PRIOR * unigram) / (self.first + PRIOR))
 
@@ -93,13 +93,13 @@ def count_pairs(tokens: np.ndarray, chunks: Iterable[np.ndarray], vocabulary: in
 
 
 def overlapping(corpus: TokenCorpus) -> Iterator[np.ndarray]:
-    """A corpus's tokens in parts, each of which begins with the last of the one before."""
+    """Yield a corpus's tokens in parts, each of which begins with the last of the one before."""
     for start in range(0, corpus.num_tokens - 1, _CHUNK):
         yield corpus.tokens(start, min(start + _CHUNK + 1, corpus.num_tokens))
 
 
 def _previous(keys: np.ndarray) -> np.ndarray:
-    """The last place before each one with the same key, −1 where there is none: int64 [N]."""
+    """Return the last place before each one with the same key, −1 without: int64 [N]."""
     order = np.argsort(keys, kind="stable")
     found = np.full(len(keys), -1, np.int64)
     same = keys[order[1:]] == keys[order[:-1]]
@@ -110,7 +110,7 @@ def _previous(keys: np.ndarray) -> np.ndarray:
 def slices(
     tokens: np.ndarray, windows: Sequence[Window], counts: np.ndarray, vocabulary: int
 ) -> dict[str, np.ndarray]:
-    """Which predictions are in each of `SLICES`: name -> bool [N].
+    """Return which predictions are in each of `SLICES`: name -> bool [N].
 
     Args:
         tokens: int64 [N+1].
@@ -140,7 +140,7 @@ def slices(
 def _text(
     data: Path, documents: int, longest: int, skip_tokens: int
 ) -> tuple[TokenStream, Counts, list[tuple[int, int]]]:
-    """The documents that a sweep of the same arguments scores, with counts and their spans."""
+    """Return the documents that a sweep of the same arguments scores, with counts and spans."""
     from cat_lm.data.opening import open_verified
     from cat_lm.pretrained.loading import load_tokenizer
 

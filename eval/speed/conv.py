@@ -23,7 +23,7 @@ from torch import Tensor
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
 from eval.speed.choices import QKV
-from eval.speed.kernels import Contender, ConvCase, Work, work_of
+from eval.speed.kernels import Contender, ConvCase, work_of
 from eval.speed.timing import copy_bandwidth, log, time_in_turn, times_as_fast, without_home
 
 DIRECTIONS = ("forward", "forward_backward")
@@ -83,36 +83,14 @@ def measure(case: ConvCase, options: ConvOptions, copy_rate: float) -> dict[str,
     contenders, absent = work.contenders(names)
     choice = ops.choose_backend(**case.backend_arguments)
     runs = ops.BACKENDS.get(choice.name).describe(case.kind.name, case.torch_dtype, case.window)
-    return {
-        "case": asdict(case),
-        "backend": {"name": choice.name, "reason": choice.reason, "runs": without_home(runs)},
-        "floor_bytes": work.floors(),
-        "copy_bytes_per_second": copy_rate,
-        "kernels": _contest(work, contenders, case, options, copy_rate),
-        "absent": absent,
-    }
-
-
-def _contest(
-    work: Work,
-    contenders: Sequence[Contender],
-    case: ConvCase,
-    options: ConvOptions,
-    copy_rate: float,
-) -> list[dict[str, Any]]:
+    expected, floors = work.expected(), work.floors()
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    expected, floors = work.expected(), work.floors()
     for contender in contenders:
         name = contender.kernel.name
-        errors, refused = _checked(contender, expected, case.dtype)
-        rows[name] = {
-            "kernel": name,
-            "timed": contender.kernel.timed,
-            "errors": errors,
-            "refused": refused,
-        }
-        if refused is None:
+        rows[name] = {"kernel": name, "timed": contender.kernel.timed}
+        rows[name] |= _checked(contender, expected, case.dtype)
+        if rows[name]["refused"] is None:
             calls |= {(name, direction): getattr(contender, direction) for direction in DIRECTIONS}
     device = torch.device(case.device)
     timings = time_in_turn(calls, device, options.repeats, title=case.describe())
@@ -127,7 +105,14 @@ def _contest(
                 "of_copy_bandwidth": rate / copy_rate,
                 **compared[name],
             }
-    return list(rows.values())
+    return {
+        "case": asdict(case),
+        "backend": {"name": choice.name, "reason": choice.reason, "runs": without_home(runs)},
+        "floor_bytes": floors,
+        "copy_bytes_per_second": copy_rate,
+        "kernels": list(rows.values()),
+        "absent": absent,
+    }
 
 
 def against_rival(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
@@ -153,10 +138,8 @@ def against_rival(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str,
     return found
 
 
-def _checked(
-    contender: Contender, expected: Mapping[str, Tensor], dtype: str
-) -> tuple[dict[str, dict[str, float]] | None, str | None]:
-    """Return the errors of a contender's results, and why it is refused, or None."""
+def _checked(contender: Contender, expected: Mapping[str, Tensor], dtype: str) -> dict[str, Any]:
+    """Return the `errors` of a contender's results, and why it is `refused`, or None."""
     # Memory that is handed out again now holds no number: an element that is never written shows.
     for tensor in expected.values():
         torch.full(tensor.shape, float("nan"), dtype=getattr(torch, dtype), device=tensor.device)
@@ -164,7 +147,7 @@ def _checked(
         found = contender.results()
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines() or ["no message"]
-        return None, f"failed with {type(error).__name__}: {reason[0]}"
+        return {"errors": None, "refused": f"failed with {type(error).__name__}: {reason[0]}"}
     errors = {name: _distances(found[name], expected[name]) for name in expected}
     tolerance = TOLERANCES[dtype]
     wrong = [
@@ -173,7 +156,8 @@ def _checked(
         # Not `>`: a NaN must not pass.
         if not all(value <= tolerance for value in kinds.values())
     ]
-    return errors, f"{'; '.join(wrong)} (tolerance {tolerance:g})" if wrong else None
+    refused = f"{'; '.join(wrong)} (tolerance {tolerance:g})" if wrong else None
+    return {"errors": errors, "refused": refused}
 
 
 def _distances(found: Tensor, expected: Tensor) -> dict[str, float]:

@@ -37,7 +37,7 @@ Outputs = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class ConvCase:
-    """What is convolved: x [B, T, H, D] by filters of W taps.
+    """Describe what is convolved: x [B, T, H, D] by filters of W taps.
 
     `conv_type` is a kind's name, or qkv for the whole step.
     """
@@ -90,7 +90,7 @@ def _unchanged(*tensors: Tensor) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to do the work.
+    """Describe one way to do the work.
 
     Attributes:
         name: its row in the table.
@@ -111,13 +111,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work.
+    """Describe a piece of work.
 
     Attributes:
         learned: [B, T, …], what is convolved; then filters and bias.
         upstream: the gradients of the outputs.
         names: of the outputs and of the gradients of `learned`.
-        define: from `learned` to the outputs, by the definition.
+        define: from `learned` to the outputs, by the reference in float64.
         constants: bytes of what is read beside `learned`.
         find: from one of `choices.KERNELS` to the kernels that serve; raises `Absent`.
     """
@@ -171,7 +171,7 @@ class Work:
 
 
 class Contender:
-    """A kernel with its inputs, filters and gradients in its own layout."""
+    """Hold a kernel with its inputs, filters and gradients in its own layout."""
 
     def __init__(self, kernel: Kernel, work: Work) -> None:
         self.kernel, self.work = kernel, work
@@ -218,23 +218,12 @@ def work_of(case: ConvCase, seed: int = 0) -> Work:
     filters = filters / case.window**0.5
 
     def define(x: Tensor, filters: Tensor) -> list[Tensor]:
-        return [convolve_by_lags(case.kind, x, filters)]
+        return [ops.convolve(case.kind.name, x, filters, backend="reference")]
 
     def find(name: str) -> list[Kernel]:
         return FINDERS[name](case)
 
     return Work([x, filters], [dy], ("y", "dx", "dfilters"), define, 0, find)
-
-
-def convolve_by_lags(kind: kinds.Kind, x: Tensor, filters: Tensor) -> Tensor:
-    """Convolve x [B, T, H, D] by the kind's definition (`Kind.add_lag`).
-
-    Of the kernels only the reference shares code with it.
-    """
-    y, time = torch.zeros_like(x), x.shape[1]
-    for lag in range(min(kind.window_of(filters), time)):
-        y = y + F.pad(kind.add_lag(filters, lag, x[:, : time - lag]), (0, 0, 0, 0, lag, 0))
-    return y
 
 
 def _own(backend: str, case: ConvCase) -> list[Kernel]:
@@ -389,7 +378,7 @@ def _step_work(case: ConvCase, draw: Callable[..., Tensor]) -> Work:
         ]
 
     names = (*"qkv", "dqkv", "dfilter_q", "dfilter_k", "dfilter_v", "dbias")
-    define = partial(_defined_step, case.kind, rotary)
+    define = partial(_in_one_call, "reference", tuple(x.double() for x in rotary))
     return Work(learned, upstream, names, define, sum(x.nbytes for x in rotary), find)
 
 
@@ -412,23 +401,3 @@ def _in_parts(
     )
     query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
     return query.transpose(1, 2), key.transpose(1, 2), value
-
-
-def _defined_step(
-    kind: kinds.Kind, rotary: tuple[Tensor, Tensor], qkv: Tensor, *learned: Tensor
-) -> list[Tensor]:
-    cosines, sines = (angle.double()[0, :, None] for angle in rotary)
-    *filters, bias = learned
-    query, key, value = (
-        convolve_by_lags(kind, qkv[:, :, :, index], taps) + bias[:, index]
-        for index, taps in enumerate(filters)
-    )
-    return [_rotate(query, cosines, sines), _rotate(key, cosines, sines), value]
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Channels (r, r + R/2) as complex numbers times cos + i sin, for r < R/2: x [B, T, H, D]."""
-    half = cosines.shape[-1] // 2
-    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
-    pairs = pairs * torch.complex(cosines[..., :half], sines[..., :half])
-    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1)

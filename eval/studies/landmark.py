@@ -20,7 +20,6 @@ from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import read_object
 from cat_lm.data.manifest import read_manifest
-from cat_lm.pretrained.loading import quiet_transformers
 from eval.lab.contrasts import Contrast, difference_of
 from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
@@ -66,7 +65,7 @@ SEEDS = {"smoke": 2, "cpu": 3}
 
 @dataclass(frozen=True)
 class Cell(language.Cell):
-    """All that decides the results of a model with landmarks.
+    """Hold all that decides the results of a model with landmarks.
 
     Attributes:
         model: POSITION-WAY, of POSITIONS and WAYS; recipe: of RECIPES.
@@ -97,17 +96,6 @@ class Cell(language.Cell):
         given = [f"{key}={value}" for key, value in changes.items()]
         return load_config(CONFIG, [*RECIPES[self.recipe], *given])
 
-    def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        """Train and measure in the study's folder; what is finished there is not made again."""
-        quiet_transformers()
-        folder = folder.resolve()  # commands run in the checkout
-        training = self._trained(folder, device)
-        found: dict[str, Any] = {"rows": [], "diagnosis": {}}
-        if not training["diverged"]:
-            found = self._measured(folder / "runs" / self._name, device)
-        found["facts"] = self._facts(training)
-        return {"cell": self.key(), **self.resolved(), **training, **found}
-
     def _measured(self, run: Path, device: str) -> dict[str, Any]:
         out, log, (length,) = run / "landmark", run.with_name(f"{run.name}.log"), self.lengths
         data = self.texts[0][0]
@@ -129,7 +117,7 @@ class Cell(language.Cell):
 
     @property
     def tested_rows(self) -> float:
-        """Rows of the trained length that cost as much as validations and the sweep do."""
+        """Return the rows of the trained length that cost as validations and the sweep do."""
         return super().tested_rows * (1 + len(self.select) * len(self.top_k))
 
 

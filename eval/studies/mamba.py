@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from eval.lab.contrasts import Contrast, difference_of
 from eval.lab.frame import Line, Record
@@ -40,29 +41,27 @@ def found_at(record: Record) -> int | None:
     return next((p["step"] for p in record["history"] if p["accuracy"] > FOUND), None)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Fix how large the study is.
+class Scale(NamedTuple):
+    """Say how large the study is; `how` are options of its cells."""
 
-    Attributes:
-        eval_steps: steps between two looks at the accuracy.
-    """
-
-    d_model: int
     vocab_size: int
     lengths: tuple[int, ...]
-    examples: int
-    epochs: int
-    batch_size: int
     rates: tuple[float, ...]
     seeds: int
-    eval_steps: int
+    how: dict[str, int]
 
 
+def _how(d_model: int, rows: int, epochs: int, batch_size: int, eval_steps: int) -> dict[str, int]:
+    """Return options of a cell, with `eval_steps` steps between two looks at the accuracy."""
+    sizes = {"d_model": d_model, "train_examples": rows, "epochs": epochs}
+    return sizes | {"batch_size": batch_size, "eval_steps": eval_steps}
+
+
+_PAPER_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 SCALES = {
-    "smoke": Scale(16, 64, (8,), 128, 2, 32, (3e-3, 1e-2), 1, 4),
-    "cpu": Scale(64, 128, (16,), 16_000, 48, 64, (1e-3, 3e-3, 1e-2, 3e-2), 3, 125),
-    "paper": Scale(64, 8192, (64, 128), 100_000, 64, 512, (1e-4, 1e-3, 1e-2, 1e-1), 3, 195),
+    "smoke": Scale(64, (8,), (3e-3, 1e-2), 1, _how(16, 128, 2, 32, 4)),
+    "cpu": Scale(128, (16,), (1e-3, 3e-3, 1e-2, 3e-2), 3, _how(64, 16_000, 48, 64, 125)),
+    "paper": Scale(8192, (64, 128), _PAPER_RATES, 3, _how(64, 100_000, 64, 512, 195)),
 }
 
 
@@ -73,30 +72,19 @@ def _name(dropout: float, start: str) -> str:
 def places(asked: Asked) -> list[Place]:
     """Return a row a length, a line a dropout and a start, and the controls of each length."""
     scale = SCALES[asked.scale]
-
-    def cell_of(length: int, mixer: str, **how: float) -> PlateauCell:
-        return PlateauCell(
-            f"mqar:vocab_size={scale.vocab_size}",
-            mixer,
-            scale.d_model,
-            length,
-            epochs=scale.epochs,
-            train_examples=scale.examples,
-            batch_size=scale.batch_size,
-            eval_steps=scale.eval_steps,
-            **how,
-        )
-
+    task = f"mqar:vocab_size={scale.vocab_size}"
     found = []
     for length in scale.lengths:
         for dropout in DROPOUTS:
             for start in STARTS:
-                cell = cell_of(length, f"mamba:init={start}", embedding_dropout=dropout)
+                how = {"seq_len": length, "embedding_dropout": dropout, **scale.how}
+                cell = PlateauCell(task, f"mamba:init={start}", **how)
                 run = Run(f"L = {length}", "", _name(dropout, start), cell)
                 found.append(Place(run, scale.rates, asked.seeds or scale.seeds))
         middle = scale.rates[len(scale.rates) // 2]
         for mixer in (POSITIVE, NEGATIVE):
-            run = Run(CONTROL, f"L = {length}", mixer, cell_of(length, mixer))
+            cell = PlateauCell(task, mixer, seq_len=length, **scale.how)
+            run = Run(CONTROL, f"L = {length}", mixer, cell)
             found.append(Place(run, (middle,), 1))
     return found
 

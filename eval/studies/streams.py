@@ -15,8 +15,8 @@ identity, and none has positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,39 +77,43 @@ PAIRS = (
 GAINS = (Streams("k"), Streams("qkv"), Streams("none", shared_kv=True))
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Fix how large the study is: recall with one layer, then text with `layers`.
+class Scale(NamedTuple):
+    """Fix how large the study is: recall with one layer, then text.
 
     Attributes:
-        rates, text_rates: learning rates to choose from.
-        documents: held-out ones of each text that are scored.
-        choosing: held-out ones of each text before them, by which rates are chosen.
+        recall, text: options of their cells; rates, text_rates: learning rates to choose from.
     """
 
-    d_model: int
     vocab_size: int
-    seq_len: int
-    examples: int
-    epochs: int
-    batch_size: int
+    recall: dict[str, int]
     rates: tuple[float, ...]
     seeds: int
-    layers: int
-    text_len: int
-    text_steps: int
+    text: dict[str, int]
     text_rates: tuple[float, ...]
-    documents: int
-    choosing: int
 
 
-_RATES = (3e-3, 1e-2, 3e-2)
+def _recall(d_model: int, seq_len: int, rows: int, epochs: int, batch_size: int) -> dict[str, int]:
+    sizes = {"d_model": d_model, "seq_len": seq_len, "train_examples": rows}
+    return sizes | {"epochs": epochs, "batch_size": batch_size}
+
+
+def _text(
+    d_model: int, layers: int, seq_len: int, steps: int, documents: int, choosing: int
+) -> dict[str, int]:
+    """Return options of a cell: `choosing` held-out documents before those scored choose rates."""
+    sizes = {"d_model": d_model, "layers": layers, "seq_len": seq_len, "steps": steps}
+    return sizes | {"documents": documents, "choosing_documents": choosing}
+
+
+_RATES, _PAPER_RATES = (3e-3, 1e-2, 3e-2), (1e-3, 3e-3, 1e-2)
 SCALES = {
-    "smoke": Scale(16, 64, 16, 256, 1, 64, (1e-2,), 2, 1, 32, 4, (3e-3,), 4, 2),
-    "cpu": Scale(64, 128, 32, 16_000, 2, 64, _RATES, 3, 2, 64, 1_000, _RATES, 200, 50),
+    "smoke": Scale(64, _recall(16, 16, 256, 1, 64), (1e-2,), 2, _text(16, 1, 32, 4, 4, 2), (3e-3,)),
+    "cpu": Scale(
+        *(128, _recall(64, 32, 16_000, 2, 64), _RATES, 3, _text(64, 2, 64, 1_000, 200, 50), _RATES)
+    ),
     "paper": Scale(
-        *(128, 8192, 128, 100_000, 32, 256, (1e-3, 3e-3, 1e-2), 3),
-        *(12, 1024, 20_000, (3e-4, 1e-3, 3e-3), 400, 100),
+        *(8192, _recall(128, 128, 100_000, 32, 256), _PAPER_RATES, 3),
+        *(_text(128, 12, 1024, 20_000, 400, 100), (3e-4, 1e-3, 3e-3)),
     ),
 }
 
@@ -130,56 +134,29 @@ def places(asked: Asked) -> list[Place]:
             another; a row or column that is not there.
     """
     scale = SCALES[asked.scale]
-    bases: dict[str, tuple[Callable[[str], Any], tuple[float, ...]]]
-    bases = {RECALL: (_recall(scale), scale.rates)}
+    fixed = {"layers": 1, "test_examples": 1_000}
+    # One that learns sooner is not to be trained for less.
+    base = Cell(f"mqar:vocab_size={scale.vocab_size}", "", stop_above=None, **fixed, **scale.recall)
+    bases: dict[str, tuple[Any, tuple[float, ...]]] = {RECALL: (base, scale.rates)}
     for data in asked.more.get("data", ()):
-        row = f"{TEXT}: {Path(data).resolve().name}"
+        row, manifest = f"{TEXT}: {Path(data).resolve().name}", read_manifest(data)
         if row in bases:
             raise UserError(f"--data {data}: there is another folder of this name")
-        bases[row] = (_language(scale, data), scale.text_rates)
+        documents, text = manifest["splits"]["validation"]["documents"], scale.text
+        check_documents(f"--data {data}", documents, text["documents"], text["choosing_documents"])
+        how = {"mixer": "", "lr": scale.text_rates[0], **text}
+        bases[row] = LanguageCell(data, manifest["fingerprint"], **how), scale.text_rates
     columns = {f"{name}, {kind}": (name, kind) for name in MIXERS for kind in CONV_TYPES}
     found = []
     for row in choose("--rows", bases, asked.rows):
-        make, rates = bases[row]
+        base, rates = bases[row]
         for column in choose("--columns", columns, asked.columns):
             name, kind = columns[column]
             for line in LINES:
-                run = Run(row, column, line.name, make(specification(MIXERS[name], kind, line)))
+                cell = replace(base, mixer=specification(MIXERS[name], kind, line))
+                run = Run(row, column, line.name, cell)
                 found.append(Place(run, rates, asked.seeds or scale.seeds))
     return found
-
-
-def _recall(scale: Scale) -> Callable[[str], Cell]:
-    return lambda mixer: Cell(
-        f"mqar:vocab_size={scale.vocab_size}",
-        mixer,
-        scale.d_model,
-        scale.seq_len,
-        layers=1,
-        epochs=scale.epochs,
-        train_examples=scale.examples,
-        test_examples=1_000,
-        batch_size=scale.batch_size,
-        stop_above=None,  # one that learns sooner is not to be trained for less
-    )
-
-
-def _language(scale: Scale, data: str) -> Callable[[str], LanguageCell]:
-    manifest = read_manifest(data)
-    documents = manifest["splits"]["validation"]["documents"]
-    check_documents(f"--data {data}", documents, scale.documents, scale.choosing)
-    return lambda mixer: LanguageCell(
-        data,
-        manifest["fingerprint"],
-        mixer,
-        scale.d_model,
-        scale.text_len,
-        scale.layers,
-        scale.text_steps,
-        scale.text_rates[0],
-        documents=scale.documents,
-        choosing_documents=scale.choosing,
-    )
 
 
 def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
