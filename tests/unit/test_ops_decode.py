@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from tests.cat_lm.model.test_gpu_counts import WIDTH, model
 from tests.tiny_models import LLAMA_VARIANTS, VARIANTS
 from tests.unit.fake_gpu import Counts, fake_gpu, on_fake_gpu
-from tests.unit.test_gpu_counts import WIDTH, model
 from tests.unit.test_ops_triton_compile import HOPPER, compiled
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import pytest
 
 from eval.speed import timing
 from eval.speed.__main__ import main
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 TINY = ("--layers", 1, "--hidden-size", 32, "--heads", 2, "--vocab-size", 61, "--window", 3)
 

@@ -13,29 +13,11 @@ from eval.speed import choices, kernels
 from eval.speed.choices import KERNELS
 from eval.speed.conv import against_rival
 from eval.speed.kernels import ConvCase, Kernel
+from tests.reference import convolution as reference
 
 
 def conv_case(**changes) -> ConvCase:
     return replace(ConvCase("head", 2, 12, 3, 4, 5, "float32", "cpu"), **changes)
-
-
-def loop_over_numbers(conv_type, x, filters, dy):
-    """y, dx and dfilters, one product of three numbers at a time."""
-    y, dx, dfilters = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(filters)
-    batch, time, heads, width = x.shape
-    for b, t, h, d in torch.cartesian_prod(*map(torch.arange, (batch, time, heads, width))):
-        window = filters.shape[0 if conv_type == "multihead" else -1]
-        for lag in range(min(window, int(t) + 1)):
-            for other in range(heads) if conv_type == "multihead" else [h]:
-                tap = {
-                    "head": (h, lag),
-                    "depthwise": (h, d, lag),
-                    "multihead": (lag, h, other),
-                }[conv_type]
-                y[b, t, h, d] += filters[tap] * x[b, t - lag, other, d]
-                dx[b, t - lag, other, d] += filters[tap] * dy[b, t, h, d]
-                dfilters[tap] += dy[b, t, h, d] * x[b, t - lag, other, d]
-    return {"y": y, "dx": dx, "dfilters": dfilters}
 
 
 @pytest.mark.parametrize("conv_type", ["head", "depthwise", "multihead"])
@@ -43,10 +25,11 @@ def loop_over_numbers(conv_type, x, filters, dy):
 def test_expected_results_are_the_definition(conv_type, time, window):
     sizes = {"batch": 2, "time": time, "heads": 2, "head_dim": 3, "window": window}
     work = kernels.work_of(conv_case(conv_type=conv_type, **sizes))
-    given = [x.double() for x in (*work.learned, *work.upstream)]
-    expected = loop_over_numbers(conv_type, *given)
-    for name, tensor in work.expected().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+    leaves = [x.double().requires_grad_() for x in work.learned]
+    y = reference.convolve(conv_type, *leaves)
+    wanted = (y, *torch.autograd.grad(y, leaves, work.upstream[0].double()))
+    for found, tensor in zip(work.expected().values(), wanted, strict=True):
+        torch.testing.assert_close(found, tensor, rtol=1e-12, atol=1e-12)
 
 
 def test_expected_step_is_transformers_rotation_after_the_convolution():
@@ -175,8 +158,9 @@ def test_wrong_kernel_is_refused(conv, monkeypatch, spoil, named, dtype):
 def test_unrotated_step_is_refused(conv, monkeypatch):
     in_one_call = kernels.ops.head_conv_qkv
 
-    def unrotated(*arguments, rotary, **options):
-        return in_one_call(*arguments, rotary=None, **options)
+    def unrotated(qkv, filters, bias, rotary, backend):
+        is_timed = qkv.dtype == torch.float32  # and not what is expected, in fp64
+        return in_one_call(qkv, filters, bias, rotary=None if is_timed else rotary, backend=backend)
 
     monkeypatch.setattr(kernels.ops, "head_conv_qkv", unrotated)
     code, record, _, _ = conv(conv_type="qkv", kernels="reference")

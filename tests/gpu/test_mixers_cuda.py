@@ -1,6 +1,8 @@
-"""The recall mixers on a CUDA GPU: as on the CPU; flash-linear-attention's operators as torch's."""
+"""Mixers on a CUDA GPU: as on the CPU; flash-linear-attention's operators as torch's."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch
 from cat_lm import mixers
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
+from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
+from tests.cat_lm.architectures.test_families import model_of, tokens
 from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 pytestmark = [
@@ -50,6 +54,33 @@ def test_mixers_are_the_same_on_the_gpu(name, time):
     layer, x = layer_and_input(name, time)
     wanted = results(layer, x, "cpu")
     same(results(layer, x, "cuda"), wanted)
+
+
+FLA = {
+    "gla": backends.GLA,
+    "delta_net": backends.DELTA_RULE,
+    "gated_deltanet": backends.GATED_DELTA_RULE,
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="fla-core is not installed")
+@pytest.mark.parametrize("family", FLA)
+def test_operators_of_fla_are_near_ours(family):
+    """In bf16, which both round, with documents; auto takes them."""
+    assert backends.choose_backend(FLA[family], "cuda", torch.bfloat16).name == "fla"
+    model, rows = model_of(family).to("cuda", torch.bfloat16), tokens(2, 160).cuda()
+    documents, found = torch.arange(160, device="cuda").expand(2, -1) // 70, []
+    for backend in ("torch", "fla"):
+        model.set_mixer_backend(backend)
+        model.zero_grad()
+        logits = model(rows, document_ids=documents).logits.float()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+        found.append([s.detach().float() for s in (logits, *(p.grad for p in model.parameters()))])
+    for index, (wanted, other) in enumerate(zip(*found, strict=True)):
+        assert (other - wanted).norm() <= 0.1 * wanted.norm() + 1e-6, f"tensor {index}"
+    with torch.no_grad():
+        text = model.generate(rows[:, :9], max_new_tokens=5, eos_token_id=None)
+    assert text.shape == (2, 14)
 
 
 def like(found: torch.Tensor, wanted: torch.Tensor) -> None:

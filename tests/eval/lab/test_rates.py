@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eval.lab import cell as cells
 from eval.lab import execution as running
@@ -16,30 +18,36 @@ from eval.recall.cell import Cell
 from eval.recall.training import Trial
 
 
-def test_the_best_rate_is_taken_and_of_equals_the_middle_one():
+def test_the_middle_of_equally_good_rates_is_taken():
     assert choose({1e-3: 0.5, 1e-2: 0.9, 1e-1: 0.2}).rate == 1e-2
     assert choose({1e-3: 0.999, 1e-2: 0.996, 1e-1: 0.2}).rate == 1e-2  # as good
     assert choose({1e-3: 0.999, 1e-2: 0.993, 1e-1: 0.2}).rate == 1e-3
-    edges = [
-        choose(dict(zip((1e-3, 1e-2, 1e-1), found, strict=True)))
-        for found in ((1, 0, 0), (0, 0, 1))
-    ]
-    assert [choice.on_edge for choice in edges] == [True, True]
-    assert [beyond(choice) for choice in edges] == [3e-4, 3e-1]
-    inside = choose({3e-3: 0.1, 1e-2: 0.2, 3e-2: 0.1})
-    assert not inside.on_edge and beyond(inside) is None
-    assert beyond(choose({LADDER[-2]: 0.1, LADDER[-1]: 0.9})) is None
     assert not choose({1e-2: 0.9}).on_edge  # nothing was chosen
 
 
-def test_beyond_a_rate_that_is_not_on_the_ladder():
-    assert beyond(choose({1e-4: 0.5, 1e-3: 0.6, 4e-3: 0.7})) == 1e-2
-    assert beyond(choose({2e-3: 0.7, 3e-3: 0.6, 1e-2: 0.5})) == 1e-3
+scores = st.dictionaries(st.sampled_from((*LADDER, 2e-3, 4e-3)), st.floats(0, 1), min_size=2)
 
 
-def place(rates: tuple[float, ...], seeds: int = 2) -> Place:
+@given(scores)
+def test_beyond_is_the_next_of_the_ladder_outside_of_what_was_tried(tried):
+    choice = choose(tried)
+    assert tried[choice.rate] >= max(tried.values()) - 0.005
+    assert choice.on_edge == (choice.rate in (min(tried), max(tried)))
+    if (rate := beyond(choice)) is None:
+        assert not choice.on_edge or choice.rate in (LADDER[0], LADDER[-1])
+    else:
+        assert rate in LADDER and not min(tried) <= rate <= max(tried)
+        assert not any(min(rate, choice.rate) < x < max(rate, choice.rate) for x in LADDER)
+
+
+def place(rates: tuple[float, ...], seeds: int = 2, trials: int = 1) -> Place:
     cell = Cell("mqar:vocab_size=64", "none", 16, 16, epochs=1, train_examples=8, stop_above=None)
-    return Place(Run("MQAR", "d = 16", "none", cell), rates, seeds)
+    return Place(Run("MQAR", "d = 16", "none", cell), rates, seeds, trials)
+
+
+def test_several_seeds_choose_by_their_mean():
+    runs = place((1e-3, 1e-2), trials=2).tried_at(1e-3)
+    assert [run.cell.seed for run in runs] == [TUNING_SEED, TUNING_SEED + 1]
 
 
 @pytest.fixture
@@ -77,7 +85,6 @@ def test_trials_come_first_then_one_beyond_the_edge_then_the_seeds(imitated, tmp
     assert first.tried == {3e-3: 0.5, 1e-2: 0.5, 3e-2: 0.9, 1e-1: 0.5} and not first.on_edge
     assert last.tried == {} and not last.on_edge
     # Again: nothing to do; with more seeds, those alone.
-    assert "at most 7.00" in capsys.readouterr().out
     run_tuned("all", [several, one], tmp_path, Execution())
     assert "7 runs, 0 to do" in capsys.readouterr().out and len(ran) == 7
     run_tuned("all", [place((3e-3, 1e-2, 3e-2), seeds=3)], tmp_path, Execution())
@@ -90,52 +97,32 @@ def test_trials_come_first_then_one_beyond_the_edge_then_the_seeds(imitated, tmp
     assert all(choice.on_edge and choice.rate == 1e-1 for *_, choice in found)
 
 
-def test_validation_chooses_the_step_and_test_is_looked_at_once(monkeypatch):
+@pytest.mark.parametrize(("stop", "epochs", "chosen"), [(0.99, 4, 3), (0.8, 2, 2), (None, 4, 4)])
+def test_validation_chooses_the_step_and_test_is_looked_at_once(stop, epochs, chosen, monkeypatch):
     """Accuracies are given: what is looked at, when, and which model is tested."""
-    cell = Cell(
-        "mqar:vocab_size=64",
-        "none",
-        16,
-        16,
-        epochs=4,
-        train_examples=32,
-        test_examples=8,
-        validation_examples=12,
-        batch_size=32,
-        test_lengths=(32,),
-    )
-    import eval.recall.training as training
+    rows = {"train_examples": 32, "test_examples": 8, "validation_examples": 12, "batch_size": 32}
+    cell = Cell("mqar:vocab_size=64", "none", 16, 16, epochs=4, test_lengths=(32,), **rows)
+    looked, weights = [], []
+    wanted = iter((0.7, 0.9, 0.9, 0.1, 0.0, 0.0))
 
-    for stop, epochs, chosen in ((0.99, 4, 3), (0.8, 2, 2), (None, 4, 4)):
-        looked, weights = [], []
-        wanted = iter((0.7, 0.9, 0.9, 0.1, 0.0, 0.0))
+    def measured(self, examples, *_):
+        looked.append(len(examples))
+        weights.append(self.model.embedding.weight.detach().clone())
+        return {"accuracy": next(wanted)}
 
-        def measured(model, examples, looked=looked, weights=weights, wanted=wanted):
-            looked.append(len(examples))
-            weights.append(model.embedding.weight.detach().clone())
-            return {"accuracy": next(wanted)}
-
-        monkeypatch.setattr(training, "measure", measured)
-        record = dataclasses.replace(cell, stop_above=stop).run(quiet=True)
-        assert looked == [12] * epochs + [8, 8]
-        assert record["steps"] == epochs and record["validation"]["step"] == chosen
-        assert record["validation"]["accuracy"] == (0.7, 0.9, 0.9, 0.1)[chosen - 1]
-        # One model at all lengths: that of the chosen step.
-        assert all(tested.equal(weights[chosen - 1]) for tested in weights[epochs:])
-        assert not weights[0].equal(weights[1])
+    monkeypatch.setattr(Trial, "_measure", measured)
+    record = dataclasses.replace(cell, stop_above=stop).run(quiet=True)
+    assert looked == [12] * epochs + [8, 8]
+    assert record["steps"] == epochs and record["validation"]["step"] == chosen
+    assert record["validation"]["accuracy"] == (0.7, 0.9, 0.9, 0.1)[chosen - 1]
+    # One model at all lengths: that of the chosen step.
+    assert all(tested.equal(weights[chosen - 1]) for tested in weights[epochs:])
+    assert not weights[0].equal(weights[1])
 
 
-def test_the_splits_of_a_trial_are_apart():
-    cell = Cell(
-        "mqar:vocab_size=16,keys=1,filler=zeros",
-        "none",
-        8,
-        4,
-        train_examples=200,
-        test_examples=200,
-        validation_examples=50,
-    )
-    trial = Trial(cell, "cpu")
+def test_splits_of_a_trial_are_apart():
+    rows = {"train_examples": 200, "test_examples": 200, "validation_examples": 50}
+    trial = Cell("mqar:vocab_size=16,keys=1,filler=zeros", "none", 8, 4, **rows).trial("cpu")
     trial.load()
     parts = [trial.inputs.numpy(), trial.examples["trained length"].inputs, trial.validation.inputs]
     rows = [{tuple(row) for row in part.tolist()} for part in parts]
