@@ -49,13 +49,12 @@ ONLY_OF_PIP = ("no-index", "no-binary", "only-binary", "pre", "require-hashes")
 # Patterns of pip's output and what they mean; the first that is found is the reason of a failure.
 REASONS = (
     (r"No space left on device|Disk quota exceeded", "the disk is full"),
+    # pip goes on after this, and says that the index has no such package.
     (
         r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
         r"|Network is unreachable|Connection (?:refused|reset|aborted)|Temporary failure in name",
         "the package index cannot be reached; check the network, proxy and `pip config list`",
     ),
-    (r"Failed (?:building wheel for|to build) '?([\w.-]+)", "{} could not be built"),
-    (r"No matching distribution found for (\S+)", "the package index has no {}"),
     (r"^ERROR: (.+)$", "pip: {}"),
     (r"(.+)\s*\Z", "{}"),
 )
@@ -73,15 +72,13 @@ def is_supported_torch(version: str | None) -> bool:
 
     `packaging` is not used because nothing is installed yet.
     """
+
+    def minor(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
     setup_cfg = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    bounds = re.search(r"torch>=([\d.]+),<([\d.]+)", setup_cfg)
-    parsed = re.match(r"([\d.]*\d)(a|b|rc|\.dev)?", version or "")
-    if bounds is None or parsed is None:
-        return False
-    release, low, high = (
-        tuple(map(int, (text + ".0.0").split(".")[:3])) for text in (parsed[1], *bounds.groups())
-    )
-    return low <= release < high and not (release == low and parsed[2])
+    low, high = re.search(r"torch>=([\d.]+),<([\d.]+)", setup_cfg).groups()
+    return minor(low) <= minor(version or "") < minor(high)
 
 
 def pins() -> dict[str, str]:
@@ -107,25 +104,27 @@ def base_python() -> str:
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
+LOOK = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, distribution
+found = {"python": "%d.%d" % sys.version_info[:2]}
+for name in ("triton", "torch"):
+    try:
+        found[name] = distribution(name).version
+        found["folder"] = str(distribution(name).locate_file(""))
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
 def look_into(python: str | Path) -> dict[str, Any]:
     """Return the versions of an interpreter, and of the torch and triton that it would import.
 
     Empty where it does not run; `folder` is where that torch is installed.
     """
-    code = (
-        "import json, sys\n"
-        "from importlib.metadata import PackageNotFoundError, distribution\n"
-        "found = {'python': '%d.%d' % sys.version_info[:2]}\n"
-        "for name in ('triton', 'torch'):\n"
-        "    try:\n"
-        "        found[name] = distribution(name).version\n"
-        "        found['folder'] = str(distribution(name).locate_file(''))\n"
-        "    except PackageNotFoundError:\n"
-        "        pass\n"
-        "print(json.dumps(found))"
-    )
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(subprocess.run([python, "-c", code], capture_output=True).stdout)
+        return json.loads(subprocess.run([python, "-c", LOOK], capture_output=True).stdout)
     return {}
 
 
@@ -153,17 +152,19 @@ def is_current() -> bool:
     )
 
 
-def missing_modules() -> str | None:
-    """Name what the interpreter lacks for making environments; None where it lacks nothing."""
-    if Path(sys.prefix) == VENV and importlib.util.find_spec("pip"):
-        return None  # The environment is there already.
-    lacking = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
-    if not lacking:
-        return None
-    return (
-        f"has no {' and no '.join(lacking)} module "
-        f"(Debian, Ubuntu: apt install python{THIS_PYTHON}-venv)"
-    )
+def probe() -> int:
+    """Print whether this Python will do: the version of its torch, if any, or what it lacks."""
+    has = importlib.util.find_spec
+    lacking = [name for name in ("venv", "ensurepip") if has(name) is None]
+    if lacking and not (Path(sys.prefix) == VENV and has("pip")):  # the environment is there
+        print(
+            f"has no {' and no '.join(lacking)} module "
+            f"(Debian, Ubuntu: apt install python{THIS_PYTHON}-venv)"
+        )
+        return 1
+    torch = look_into(base_python()).get("torch")
+    print(torch if is_supported_torch(torch) else "")
+    return 0
 
 
 # Making it
@@ -185,18 +186,11 @@ def phase(title: str) -> Iterator[None]:
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
     """Let one installation run at a time; a second one waits and then finds everything done."""
-    descriptor = os.open(ROOT, os.O_RDONLY)
-    try:
-        # Some network file systems lock no folder: there the user must not start two at once.
+    with open(ROOT / "setup.cfg", "rb") as file:
+        # Some network file systems lock no file: there the user must not start two at once.
         with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print("environment: waiting for another run that is installing", flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def explain(log: str) -> str:
@@ -243,15 +237,10 @@ def make_usable() -> None:
         )
     for path in contents:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    create(system_site_packages=is_supported_torch(look_into(base_python()).get("torch")))
-
-
-def create(system_site_packages: bool) -> None:
-    """Make a new virtual environment, its record begun before anything else is in it."""
     VENV.mkdir(exist_ok=True)
-    write_record(finished=False, created_here=True)
+    write_record(finished=False, created_here=True)  # before anything else is in it
     arguments = [base_python(), "-m", "venv", str(VENV)]
-    if system_site_packages:
+    if is_supported_torch(look_into(base_python()).get("torch")):
         arguments.append("--system-site-packages")
     with phase(f"making .venv with Python {sys.version.split()[0]}"):
         run_logged(arguments, "the virtual environment could not be made")
@@ -297,11 +286,9 @@ def write_requirements(kept_torch: str | None, has_triton: bool) -> None:
         if has_triton:
             # A torch for GPUs comes with the triton that it was built for.
             del wanted["triton"]
-    for name, lines in (
-        ("requirements.txt", [f"{package}=={version}" for package, version in wanted.items()]),
-        ("constraints.txt", fixed),
-    ):
-        (VENV / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [f"{package}=={version}" for package, version in wanted.items()]
+    (VENV / "requirements.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (VENV / "constraints.txt").write_text("\n".join([*fixed, ""]), encoding="utf-8")
 
 
 def uv_settings() -> dict[str, str]:
@@ -348,8 +335,8 @@ def install_packages(kept_torch: str | None) -> None:
         print(f"{error}; pip installs instead ...", end=" ", flush=True)
         # Relative paths, because pip splits the variables at spaces.
         limits = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), ".venv/constraints.txt")
-        limits["PIP_USE_PEP517"] = "1"
-        run_logged([*pip, *requirements], "installation failed", **plain, **limits)
+        plain |= {"PIP_USE_PEP517": "1", **limits}
+        run_logged([*pip, *requirements], "installation failed", **plain)
 
 
 def install() -> None:
@@ -387,9 +374,7 @@ def main() -> int:
     if options.check:
         return 0 if is_current() else 1
     if options.probe:
-        lacking, torch = missing_modules(), look_into(base_python()).get("torch")
-        print(lacking or (torch if is_supported_torch(torch) else ""))
-        return 1 if lacking else 0
+        return probe()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with locked():

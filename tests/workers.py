@@ -1,4 +1,4 @@
-"""How `pytest -n` spreads the tests over worker processes; tests/conftest.py holds the hooks.
+"""Tiers of tests, and how `pytest -n` spreads them over workers; tests/conftest.py has the hooks.
 
 A worker gets whole files, so that what a file's tests share is made once, and the longest come
 first, by tests/durations.json. A whole folder are the tests on the SLURM cluster, which share the
@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 WHOLE_FOLDERS = ("tests/slurm/", "tests/gpu/")
+TIERS = ("long", "nightly")
 DURATIONS = Path(__file__).with_name("durations.json")
 _WRITTEN_SECONDS = 0.5  # shorter tests are not in the file
 
 
 def piece(nodeid: str) -> str:
-    """The piece of work that a test belongs to: its file or folder."""
-    file = nodeid.partition("::")[0]
+    """Return the file or folder of a test, which one worker runs whole."""
+    file = _file(nodeid)
     return next((folder for folder in WHOLE_FOLDERS if file.startswith(folder)), file)
 
 
@@ -38,12 +39,12 @@ def longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> None:
 
 
 def known_durations() -> dict[str, float]:
-    """Seconds of each test that takes long, by node id, as the checked-in file has them."""
+    """Return the seconds of each test that takes long, by node id, as the file has them."""
     return json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
 class Durations:
-    """Collects the seconds of a run's tests, for the file (`--write-durations`)."""
+    """The seconds of a run's tests, for the file (`--write-durations`)."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -69,9 +70,6 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-TIERS = ("long", "nightly")
-
-
 def in_tiers(
     items: list[pytest.Item], named: list[str], tiers: frozenset[str]
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -91,11 +89,11 @@ def in_tiers(
 
 
 def worker_count(arguments: list[str]) -> int:
-    """Workers for `-n auto`: one a core, and one more as the cluster's tests wait.
+    """Return the workers of `-n auto`: one a core, and one more as the cluster's tests wait.
 
-    None (0) for a single file, whose tests stay together anyway.
+    A single file needs none (0): its tests stay together anyway.
     """
-    files = {argument.partition("::")[0] for argument in arguments}
+    files = {_file(argument) for argument in arguments}
     wanted = len(os.sched_getaffinity(0)) + 1
     if all(file.endswith(".py") for file in files):
         wanted = min(wanted, len(files))
@@ -109,29 +107,12 @@ def one_thread_each() -> None:
 
 
 def scheduler(config: pytest.Config, log: object) -> object:
-    """pytest-xdist's scheduler that hands out `piece`s in the order of the collection."""
+    """Return pytest-xdist's scheduler that hands out `piece`s in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
-
-    crashed: set[str] = set()
 
     class Pieces(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return piece(nodeid)
-
-        def remove_node(self, node: object) -> str | None:
-            """A test that ended its worker is not handed to another, which it would end too."""
-            units = self.assigned_work[node].values()
-            left = [test for unit in units for test, done in unit.items() if not done]
-            crashed.update(left[:1])
-            return super().remove_node(node)
-
-        def _assign_work_unit(self, node: object) -> None:
-            scope, unit = next(iter(self.workqueue.items()))
-            unit.update({test: True for test in unit if test in crashed})
-            if all(unit.values()):
-                del self.workqueue[scope]
-            else:
-                super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little
     return Pieces(config, log)

@@ -21,7 +21,7 @@ from cat_lm.core.cli import Parser, number, output_file, whole, whole_numbers
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.outputs import write_result
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, device_by_option
-from launch.doctor.costs import ASSUMED_MFU
+from launch.doctor.costs import ASSUMED_MFU, Cluster
 from launch.doctor.findings import guarded, render
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> tuple[list[F
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
     if arguments.device:
         given["device"] = device_by_option(arguments.device)
-    findings, table = ranks.examine(config, ranks.Asked(arguments.ranks, **given))
+    findings, table = ranks.examine(config, arguments.ranks, Cluster(**given))
     is_one = len(arguments.ranks) == 1
     verdict = f"this run can start on {arguments.ranks[0]} ranks" if is_one else None
     return findings, "\n".join([render(findings, verdict), *table])

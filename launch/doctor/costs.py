@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.training.devices import Device
+from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
 
 if TYPE_CHECKING:
     from cat_lm.training.estimate import Memory
@@ -37,17 +37,32 @@ OVERLAP = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine, as far as the costs depend on it.
+    """The machine that is asked for, as far as the costs depend on it.
 
     Attributes:
-        flops: FLOP/s that a GPU achieves in training, of the model's own.
+        device: None where no costs are asked for.
+        mfu: the share of its peak that a GPU reaches.
         interconnect: GB/s that a GPU sends to other nodes.
     """
 
-    device: Device
-    gpus_per_node: int
-    flops: float
-    interconnect: float
+    device: Device | None = None
+    gpus_per_node: int = 8
+    mfu: float = ASSUMED_MFU
+    interconnect: float = ASSUMED_INTERCONNECT
+
+    def flops(self, config: RunConfig) -> float:
+        """Return the FLOP/s, of the model's own, that a GPU achieves in training.
+
+        Raises:
+            UserError: the device's peak in the run's precision is not known.
+        """
+        peak = config.train.peak_tflops
+        if peak is None and config.train.precision == "fp32":
+            raise UserError(
+                "train.precision=fp32: only peaks in bf16 are known; give train.peak_tflops=X, of "
+                f"one {self.device.name} in fp32"
+            )
+        return self.mfu * (peak or self.device.tflops) * 1e12
 
     def nodes(self, gpus: int) -> int:
         """Count the nodes; raise `UserError` for GPUs that are not whole nodes."""
@@ -153,7 +168,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     train, passes = config.train, config.accumulation_steps(gpus)
     # Activation checkpointing computes each forward pass, a third, once more.
     again = 4 / 3 if train.activation_checkpointing else 1.0
-    speed = gpus * cluster.flops
+    speed = gpus * cluster.flops(config)
     compute = again * run.flops_per_token * config.tokens_per_step / speed
     # Compiled graphs launch fewer kernels, which were not counted.
     layers = 0 if train.compile else config.model.num_hidden_layers

@@ -6,12 +6,12 @@ The model is counted without its weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
-from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
+from cat_lm.training.devices import Device
 from launch.doctor.costs import (
     ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
@@ -20,8 +20,8 @@ from launch.doctor.costs import (
     Cluster,
     Costs,
     Run,
+    costs,
 )
-from launch.doctor.costs import costs as costs_of
 from launch.doctor.findings import Finding, guarded
 from launch.doctor.run import precision_here, vocabulary
 
@@ -30,84 +30,52 @@ TIGHT = 0.85
 HOST_BOUND = "*"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The numbers of ranks and the machine that are asked for.
-
-    Attributes:
-        ranks: one number, or several to be compared.
-        mfu: the share of its peak that a GPU reaches.
-        interconnect: GB/s that a GPU sends to other nodes.
-    """
-
-    ranks: tuple[int, ...]
-    gpus_per_node: int = 8
-    device: Device | None = None
-    mfu: float = ASSUMED_MFU
-    interconnect: float = ASSUMED_INTERCONNECT
-
-    def cluster(self, config: RunConfig) -> Cluster:
-        """Return the machine as the costs see it.
-
-        Raises:
-            UserError: the device's peak in the run's precision is not known.
-        """
-        peak = config.train.peak_tflops
-        if peak is None and config.train.precision == "fp32":
-            raise UserError(
-                "train.precision=fp32: only peaks in bf16 are known; give train.peak_tflops=X, of "
-                f"one {self.device.name} in fp32"
-            )
-        flops = self.mfu * (peak or self.device.tflops) * 1e12
-        return Cluster(self.device, self.gpus_per_node, flops, self.interconnect)
-
-
-def examine(config: RunConfig, asked: Asked) -> tuple[list[Finding], list[str]]:
-    """Return the findings about a run on so many ranks, and the lines of the table of costs.
+def examine(
+    config: RunConfig, ranks: Sequence[int], cluster: Cluster
+) -> tuple[list[Finding], list[str]]:
+    """Return the findings about a run on one number of ranks, or several, and the table of costs.
 
     Raises:
         UserError: the numbers that are wrong, of several. Of one number it is a finding.
     """
     if config.train.precision == "auto":
-        config = config.with_precision("bf16" if asked.device else precision_here(config))
-    run, is_one = Run.of(config, vocabulary(config)[0]), len(asked.ranks) == 1
-    checks = (batch, model, memory, data, schedule, checkpoints)
-    checks = checks if is_one else (model, schedule, checkpoints)
-    findings = [finding for check in checks for finding in guarded(check, run, asked)]
+        config = config.with_precision("bf16" if cluster.device else precision_here(config))
+    run, is_one = Run.of(config, vocabulary(config)[0]), len(ranks) == 1
+    of_one, findings = (run, ranks[0], cluster), []
+    for check, given in (
+        *((batch, of_one), (model, (run,)), (memory, of_one), (data, (run,))),
+        *((schedule, (run,)), (checkpoints, (run,))),
+    ):
+        if is_one or check in (model, schedule, checkpoints):
+            findings += guarded(check, *given)
     is_wrong = any(finding.broken for finding in findings if finding.topic in ("ranks", "batch"))
-    if asked.device is None or is_wrong:
+    if cluster.device is None or is_wrong:
         return findings, []
-    try:
-        found = _all_costs(run, asked)
-    except UserError as error:
-        if not is_one:
-            raise
-        return [*findings, Finding("speed", "", "flops", None, str(error))], []
-    return [*findings, *assumptions(run, asked, found)], table(run, asked, found)
-
-
-def _all_costs(run: Run, asked: Asked) -> list[Costs]:
-    """Return the costs of each number of ranks; raise UserError for all that are wrong."""
-    cluster, found, errors = asked.cluster(run.config), [], []
-    for ranks in asked.ranks:
+    if not is_one:
+        cluster.flops(run.config)  # What is wrong with the device is said once.
+    found, errors = [], []
+    for number in ranks:
         try:
-            found.append(costs_of(run, cluster, ranks))
+            found.append(costs(run, cluster, number))
         except UserError as error:
             errors.append(str(error))
+    if errors and is_one:
+        return [*findings, Finding("speed", "", "flops", None, errors[0])], []
     if errors:
         raise UserError(errors[0] if len(errors) == 1 else "".join(f"\n  {e}" for e in errors))
-    return found
+    return [*findings, *assumptions(run, cluster, found)], table(run, cluster.device, found)
 
 
-def batch(run: Run, asked: Asked) -> Iterator[Finding]:
+def batch(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
     """Yield whether nodes and global batch divide, and what a rank computes."""
     from cat_lm.training.preflight import batch_advice
 
-    (ranks,), per_node, config = asked.ranks, asked.gpus_per_node, run.config
-    nodes, problem = max(1, ranks // per_node), None
-    if ranks > per_node and ranks % per_node:
-        problem = f"--ranks {ranks}: is not a multiple of --gpus-per-node {per_node}"
-    device = f" of {per_node} {asked.device.name}" if asked.device else ""
+    config, nodes, problem = run.config, max(1, ranks // cluster.gpus_per_node), None
+    try:
+        cluster.nodes(ranks)
+    except UserError as error:
+        problem = str(error)
+    device = f" of {cluster.gpus_per_node} {cluster.device.name}" if cluster.device else ""
     text = f"{ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}{device}"
     yield Finding("ranks", text, "nodes", nodes, problem, problem is not None)
     try:
@@ -127,7 +95,7 @@ def batch(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("batch", text, "accumulation", steps)
 
 
-def model(run: Run, asked: Asked) -> Iterator[Finding]:
+def model(run: Run) -> Iterator[Finding]:
     """Yield the model's parameters and operations, and what building it takes."""
     config, train = run.config, run.config.train
     text = (
@@ -141,24 +109,22 @@ def model(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("model", "", "flops_per_token", run.flops_per_token)
 
 
-def memory(run: Run, asked: Asked) -> Iterator[Finding]:
+def memory(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
     """Yield the memory of a rank's step, and of the first node while the model is built."""
     from cat_lm.training.estimate import building_bytes, memory_per_rank
 
-    needed = memory_per_rank(run.config, run.parameters, asked.ranks[0], run.vocab_size)
+    needed = memory_per_rank(run.config, run.parameters, ranks, run.vocab_size)
     text, problem, broken = f"about {needed.total / GIB:.1f} GiB a rank ({needed})", None, False
-    if asked.device is not None:
-        device = f"{asked.device.memory:g} GiB of {asked.device.name}"
-        share = needed.total / GIB / asked.device.memory
-        text += f" of {asked.device.memory:g} GiB"
-        broken = share > 1
+    if there := cluster.device:
+        share = needed.total / GIB / there.memory
+        text, broken = f"{text} of {there.memory:g} GiB", share > 1
         if broken:
             problem = (
-                f"about {needed.total / GIB:.1f} GiB a rank do not fit into the {device}; "
-                f"{needed.advice}"
+                f"about {needed.total / GIB:.1f} GiB a rank do not fit into the {there.memory:g} "
+                f"GiB of {there.name}; {needed.advice}"
             )
         elif share > TIGHT:
-            problem = f"above {TIGHT:.0%} of the {device}: tight"
+            problem = f"above {TIGHT:.0%} of the {there.memory:g} GiB of {there.name}: tight"
     yield Finding("memory", text, "memory", needed.total, problem, broken)
     building = building_bytes(run.config, run.parameters)
     text = (
@@ -169,7 +135,7 @@ def memory(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("host memory", text, "host_memory", building)
 
 
-def data(run: Run, asked: Asked) -> Iterator[Finding]:
+def data(run: Run) -> Iterator[Finding]:
     """Yield how often the run reads the data, or that they are not there."""
     from cat_lm.data.opening import open_data
 
@@ -186,7 +152,7 @@ def data(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("data", text, "data", corpus.fingerprint)
 
 
-def schedule(run: Run, asked: Asked) -> Iterator[Finding]:
+def schedule(run: Run) -> Iterator[Finding]:
     from cat_lm.training.schedule import learning_rate
 
     config = run.config
@@ -199,7 +165,7 @@ def schedule(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("schedule", text, "steps", steps)
 
 
-def checkpoints(run: Run, asked: Asked) -> Iterator[Finding]:
+def checkpoints(run: Run) -> Iterator[Finding]:
     """Yield the size of one checkpoint and of all that the run keeps."""
     from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
 
@@ -212,11 +178,11 @@ def checkpoints(run: Run, asked: Asked) -> Iterator[Finding]:
     yield Finding("checkpoints", text, "checkpoint", one)
 
 
-def assumptions(run: Run, asked: Asked, found: Sequence[Costs]) -> Iterator[Finding]:
+def assumptions(run: Run, cluster: Cluster, found: Sequence[Costs]) -> Iterator[Finding]:
     """Yield what the costs take for granted, of which nothing was measured; then the costs."""
-    config, flops = run.config, asked.cluster(run.config).flops
-    whose = "this project's assumption" if asked.mfu == ASSUMED_MFU else "given by --mfu"
-    peak = f"{asked.mfu:.0%} of {flops / asked.mfu / 1e12:g} TFLOP/s (MFU; {whose})"
+    config, flops = run.config, cluster.flops(run.config)
+    whose = "this project's assumption" if cluster.mfu == ASSUMED_MFU else "given by --mfu"
+    peak = f"{cluster.mfu:.0%} of {flops / cluster.mfu / 1e12:g} TFLOP/s (MFU; {whose})"
     yield Finding("speed", f"ASSUMED, nothing was measured: {peak}", "flops", flops)
     layer = HOST_SECONDS_A_LAYER
     text = (
@@ -231,16 +197,16 @@ def assumptions(run: Run, asked: Asked, found: Sequence[Costs]) -> Iterator[Find
     stage = config.train.zero_stage
     hidden = f"up to {OVERLAP[stage]:.0%}" if OVERLAP[stage] else "nothing"
     text = (
-        f"ASSUMED: {asked.device.link:g} GB/s between the GPUs of a node, "
-        f"{asked.interconnect:g} GB/s from each to other nodes, of which collectives reach "
+        f"ASSUMED: {cluster.device.link:g} GB/s between the GPUs of a node, "
+        f"{cluster.interconnect:g} GB/s from each to other nodes, of which collectives reach "
         f"{LINK_EFFICIENCY:.0%}; {hidden} of it hides behind computing (ZeRO-{stage})"
     )
-    yield Finding("network", text, "interconnect", asked.interconnect)
+    yield Finding("network", text, "interconnect", cluster.interconnect)
     values = [asdict(c) | {"days": c.days, "gpu_hours": c.gpu_hours} for c in found]
     yield Finding("costs", "", "costs", values)
 
 
-def table(run: Run, asked: Asked, found: Sequence[Costs]) -> list[str]:
+def table(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
     """Return a row for each number of ranks, and what its marks mean."""
     marks = (" ", HOST_BOUND) if any(cost.is_host_bound for cost in found) else ("", "")
     rows = [
@@ -248,7 +214,7 @@ def table(run: Run, asked: Asked, found: Sequence[Costs]) -> list[str]:
             "ranks": f"{cost.gpus}",
             "micro": f"{cost.micro_batch_size}",
             "accum.": f"{cost.accumulation_steps}",
-            "GiB a rank": f"{cost.memory.total / GIB:.1f}{_mark(asked.device, cost)}",
+            "GiB a rank": f"{cost.memory.total / GIB:.1f}{_mark(device, cost)}",
             "compute s": f"{cost.compute_seconds:.3f}",
             "step s": f"{cost.step_seconds:.3f}{marks[cost.is_host_bound]}",
             "GB sent": f"{cost.communication_bytes / 1e9:.1f}",
@@ -262,7 +228,7 @@ def table(run: Run, asked: Asked, found: Sequence[Costs]) -> list[str]:
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     rows = [dict(zip(widths, widths, strict=True)), *rows]
     lines = ["  ".join(row[name].rjust(widths[name]) for name in widths).rstrip() for row in rows]
-    return ["", *lines, "", *_remarks(run, asked.device, found)]
+    return ["", *lines, "", *_remarks(run, device, found)]
 
 
 def _mark(device: Device, cost: Costs) -> str:

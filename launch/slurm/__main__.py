@@ -31,9 +31,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; options may stand between overrides."""
     parser = Parser(
         prog="python -m launch.slurm",
-        description="Train on a SLURM cluster: submit a run, look at it, stop it, go on.",
+        description="Train on a SLURM cluster: submit a run, look at it, stop it, resume it.",
         epilog="The job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
-        "input; of local its run's own (75 stopped, to be gone on with), or 2 after attempts "
+        "input; of local its run's own (75 stopped, to be resumed), or 2 after attempts "
         "without progress.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -46,8 +46,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     again = commands.add_parser(
         "resume",
-        help="go on with a run whose job has ended",
-        description="Renders the job anew, with what is given here changed, and submits it. The "
+        help="resume a run whose job has ended",
+        description="Renders the job again, with what is given here changed, and submits it. The "
         "code stays the run's own.",
     )
     look = commands.add_parser("status", help="where a run stands")
@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "local",
         help="the same on this machine, without SLURM",
         description="Copies code and configuration as `submit` does and starts the ranks under "
-        "torchrun, again and again until the run is finished. TERM and Ctrl-C save a checkpoint "
+        "torchrun, and restarts them until the run is finished. TERM and Ctrl-C save a checkpoint "
         "and end it; USR1 saves and restarts.",
     )
     data = commands.add_parser(

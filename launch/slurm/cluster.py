@@ -130,27 +130,13 @@ def active_jobs(scripts: Sequence[Path]) -> list[JobState]:
 
 
 def job_state(job_id: str) -> JobState | None:
-    """Ask SLURM for a job's record, also of one that has ended; None where it has none."""
+    """Ask SLURM for a job's record; None where it has none, minutes after the job's end."""
     try:
         values = dict(re.findall(r"(\w+)=(\S*)", command("scontrol", "show", "job", job_id)))
-    except UserError:
-        return _accounted(job_id)
-    return JobState(
-        job_id,
-        values.get("JobState", "unknown"),
-        values.get("Reason", ""),
-        values.get("NodeList", "").replace("(null)", ""),
-        int(values.get("Restarts", "0")),
-    )
-
-
-def _accounted(job_id: str) -> JobState | None:
-    """Ask the accounting: the controller forgets a job minutes after its end."""
-    try:
-        listed = command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,NodeList").split(
-            "\n"
-        )
+    except NoSlurm:
+        raise
     except UserError:
         return None
-    state, _, nodes = next((line for line in listed if "|" in line), "").partition("|")
-    return JobState(job_id, state, nodes=nodes.replace("None assigned", "")) if state else None
+    nodes, restarts = values.get("NodeList", ""), int(values.get("Restarts", "0"))
+    state, reason = values.get("JobState", "unknown"), values.get("Reason", "")
+    return JobState(job_id, state, reason, nodes.replace("(null)", ""), restarts)

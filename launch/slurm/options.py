@@ -251,7 +251,7 @@ def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
     ranks = whole(numbers.PER_NODE)
     add("--tasks-per-node", type=ranks, metavar="N", help="ranks of a node without GPUs")
     add_resources(parser, CORES_DEFAULT)
-    add = parser.add_argument_group("stopping and going on").add_argument
+    add = parser.add_argument_group("stopping and resuming").add_argument
     add(
         "--lead-seconds",
         type=whole(LEAD_SECONDS),

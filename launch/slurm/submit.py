@@ -39,27 +39,37 @@ class Plan:
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    plan = plan_of(arguments)
-    if arguments.print:
-        print(plan.text(), end="")
-        return
-    refuse_second_job(plan.folder)
-    refuse_other_run(plan)
-    cluster.check(plan.text())
-    snapshot.save_code(plan.folder, snapshot.PROJECT)
-    _start(plan, "submitted")
+    _submit(arguments, plan_of(arguments))
 
 
 def resume(arguments: argparse.Namespace) -> None:
-    plan = plan_of(arguments, RunFolder(arguments.run))
+    folder = RunFolder(arguments.run)
+    _submit(arguments, plan_of(arguments, folder), continued=True)
+
+
+def _submit(arguments: argparse.Namespace, plan: Plan, continued: bool = False) -> None:
+    """Show the script, or write it beside a snapshot of the code, submit it and record the job."""
+    folder, text = plan.folder, plan.text()
     if arguments.print:
-        print(plan.text(), end="")
+        print(text, end="")
         return
-    refuse_second_job(plan.folder)
-    cluster.check(plan.text())
-    if arguments.new_code or not plan.folder.code.is_dir():
-        snapshot.save_code(plan.folder, snapshot.PROJECT)
-    _start(plan, "resumed")
+    refuse_second_job(folder)
+    if not continued:
+        refuse_other_run(plan)
+    cluster.check(text)
+    if not continued or arguments.new_code or not folder.code.is_dir():
+        snapshot.save_code(folder, snapshot.PROJECT)
+    verb = "resumed" if continued else "submitted"
+    snapshot.save_config(folder, plan.values)
+    write_text(folder.script, text)
+    folder.reset_attempts(verb)
+    job_id, now = cluster.submit(folder.script), datetime.now(UTC).isoformat(timespec="seconds")
+    words = ["python", "-m", "launch.slurm", *sys.argv[1:]]
+    plan.record.jobs.append(Job(id=job_id, time=now, command=words))
+    plan.record.write(folder)
+    print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")
+    print(f"script {folder.script}")
+    print(f"log    {folder.log}")
 
 
 def cancel(arguments: argparse.Namespace) -> None:
@@ -142,20 +152,5 @@ def refuse_other_run(plan: Plan) -> None:
         raise UserError(
             f"train.output_dir={plan.folder.run}: already holds {found[-1].name}; "
             "train.resume=auto continues it (or `python -m launch.slurm resume` the run), another "
-            "train.output_dir starts anew"
+            "train.output_dir starts from scratch"
         )
-
-
-def _start(plan: Plan, verb: str) -> None:
-    """Write the script beside its snapshot, submit it and remember the job."""
-    folder = plan.folder
-    snapshot.save_config(folder, plan.values)
-    write_text(folder.script, plan.text())
-    folder.reset_attempts(verb)
-    job_id, now = cluster.submit(folder.script), datetime.now(UTC).isoformat(timespec="seconds")
-    words = ["python", "-m", "launch.slurm", *sys.argv[1:]]
-    plan.record.jobs.append(Job(id=job_id, time=now, command=words))
-    plan.record.write(folder)
-    print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")
-    print(f"script {folder.script}")
-    print(f"log    {folder.log}")

@@ -22,7 +22,6 @@ echo "${JOB_ID:-41}"
     "scontrol": """if [ -n "${JOB_IS_GONE:-}" ]; then echo "Invalid job id" >&2; exit 1; fi
 echo "JobId=$3 JobState=RUNNING Reason=None Restarts=2"; echo "   NodeList=n[0-1]"
 """,
-    "sacct": 'if [ -n "${SACCT:-}" ]; then echo "$SACCT"; else exit 1; fi\n',
 }
 
 

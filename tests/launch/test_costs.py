@@ -44,7 +44,7 @@ def run() -> Run:
 
 
 def cluster(**changes) -> Cluster:
-    return replace(Cluster(H100, 8, 4e14, 25.0), **changes)
+    return replace(Cluster(H100, 8, 4e14 / 989e12, 25.0), **changes)
 
 
 def with_keys(run: Run, *overrides: str) -> Run:
@@ -131,7 +131,7 @@ def test_communication_hides_where_deepspeed_overlaps_it(run, monkeypatch):
     assert exposed(0) == exposed(1) == 1
     assert exposed(2) == exposed(3) == pytest.approx(0.5)
     monkeypatch.setattr(equations, "HOST_SECONDS_A_LAYER", 0.0)
-    fast = costs(with_keys(run, "train.zero_stage=3"), cluster(flops=1e30), 16)
+    fast = costs(with_keys(run, "train.zero_stage=3"), cluster(mfu=1e15), 16)
     assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)
 
 

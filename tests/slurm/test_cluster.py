@@ -1,17 +1,27 @@
-"""The test cluster leaves nothing behind, and is usable by hand."""
+"""The test cluster by hand, data preparation on both nodes, and launch/README.md's commands."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.conftest import REPOSITORY
+from cat_lm.training.checkpoint import complete_checkpoints
+from tests.conftest import REPOSITORY, generated_text, write_jsonl
+from tests.prepared_data import digests
+from tests.readme import blocks, user_checkout
+from tests.runs import records
 from tests.slurm.cluster import NODES, Cluster, environments, wait_for
+from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
 
@@ -24,6 +34,7 @@ def processes_of(configuration: str) -> list[int]:
     ]
 
 
+@pytest.mark.long
 def test_by_hand_until_ctrl_c(cluster: Cluster, tmp_path: Path):
     """`python -m tests.slurm.cluster` while a job of two nodes runs on it."""
     by_hand = subprocess.Popen(
@@ -48,8 +59,73 @@ def test_by_hand_until_ctrl_c(cluster: Cluster, tmp_path: Path):
     assert set(cluster.node_states().values()) == {"idle"}
 
 
-def test_down_after_an_error(cluster: Cluster):
-    with pytest.raises(RuntimeError, match="of a test"), Cluster() as other:
-        configuration = other.environment["SLURM_CONF"]
-        raise RuntimeError("of a test")
-    assert processes_of(configuration) == [] and not other.folder.exists()
+def test_preparation_by_an_array_has_the_bytes_of_one_machine(
+    cluster: Cluster, prepare: Callable[..., Path], tmp_path: Path
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    for seed in range(5):
+        write_jsonl(source / f"{seed}.jsonl", generated_text(100, seed))
+    flags = ("--source", "files", "--path", source, "--tokenizer", "bytes", "--shard-tokens", 20000)
+    local = prepare(tmp_path / "local", *flags, "--workers", 1)
+
+    out = tmp_path / "cluster"
+    command = ("prepare", "--tasks", 2, "--time", 10, "--", *flags, "--out", out)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.slurm", *map(str, command)],
+        cwd=REPOSITORY,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    jobs = re.findall(r"job (\d+)", done.stdout)
+    assert len(jobs) == 2
+    queue = ("squeue", "--noheader", f"--jobs={','.join(jobs)}")
+    wait_for(lambda: not cluster.run(*queue).strip(), "end of the jobs", 300)
+    logs = {path.name: path.read_text() for path in (tmp_path / "cluster.slurm").glob("*.log")}
+    assert sorted(logs) == ["assemble.log", "encode-0.log", "encode-1.log"], logs
+    assert digests(out) == digests(local), logs
+    assert len(json.loads((out / "manifest.json").read_text())["splits"]["train"]["shards"]) > 1
+
+
+@pytest.mark.long
+def test_commands_of_the_readme_run(cluster: Cluster, served: str, tmp_path: Path) -> None:
+    folder = user_checkout(tmp_path)
+    site = folder / "site.yaml"
+    values = {"env": {"GLOO_SOCKET_IFNAME": "lo"}, "python": served}
+    site.write_text(yaml.safe_dump(values), encoding="utf-8")
+    job = Job(cluster, folder / "runs/two-nodes", site)
+
+    def user(line: str) -> str:
+        command = shlex.split(line)
+        assert command[0] == "python"
+        done = subprocess.run(
+            [sys.executable, *command[1:]],
+            cwd=folder,
+            env={**cluster.environment, "CAT_LM_SITE": str(site)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    user(next(line for line in blocks("bash")[1].splitlines() if "data_prep.prepare" in line))
+    submit, status, cancel, resume = "".join(
+        blocks("bash-slurm", REPOSITORY / "launch/README.md")
+    ).splitlines()
+    assert "submitted job" in user(submit)
+    first = job.id
+    assert first in user(status)
+    job.wait_for_step(2)
+    assert "step" in user(status)
+    assert f"cancelled job {first}" in user(cancel)
+    job.wait_until_over()
+    saved = complete_checkpoints(job.run / "checkpoints")
+    before = saved[-1].name if saved else "none"
+    assert "resumed job" in user(resume) and job.id != first
+    job.wait_for_log(f"checkpoint {before}")
+    job.wait_for_step(job.step + 1)
+    assert records(job.run)[0]["step"] == 1  # the records go on in the same file
+    user(cancel)
+    job.wait_until_over()

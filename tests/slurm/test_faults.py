@@ -234,44 +234,6 @@ def test_scontrol_requeue(submit, straight):
     check_finished(job, straight, restarts=1)
 
 
-@pytest.fixture(scope="module")
-def straight_alone(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
-    """The losses on one rank, without dropout: which elements it drops depends on the ranks."""
-    run = values(tiny_corpus, tmp_path_factory.mktemp("alone") / "run")
-    run["model"]["hidden_dropout"] = 0.0
-    assert run_on_ranks(train, 1, run) == [0]
-    return losses(Path(run["train"]["output_dir"]))
-
-
-def check_same_losses(job: Job, straight: list[tuple]) -> None:
-    """Of every step, as far as rounding goes."""
-    job.wait_until_over()
-    assert job.state == "COMPLETED", job.log
-    assert [row[0] for row in job.losses] == [row[0] for row in straight]
-    for row, straight_row in zip(job.losses, straight, strict=True):
-        assert row[1] == pytest.approx(straight_row[1], rel=1e-4)  # the loss of this step
-
-
-@pytest.mark.nightly
-def test_resume_on_one_node(submit, straight_alone):
-    """Two ranks' checkpoint continued by one: the losses of a run that had one from the start."""
-    job = submit("model.hidden_dropout=0")
-    job.wait_for_step(FAULT)
-    job.launch("cancel", job.run)
-    job.wait_until_over()
-    job.launch("resume", job.run, "--nodes", 1)
-    check_same_losses(job, straight_alone)
-    assert job.shown()["NumNodes"] == "1" and "1 rank on" in job.log
-
-
-@pytest.mark.nightly
-def test_two_nodes_share_every_sequence(submit, straight_alone):
-    """A rank of each node has half of every sequence, and both have the losses of one rank."""
-    job = submit("model.hidden_dropout=0", sequence_parallel=2)
-    check_same_losses(job, straight_alone)
-    assert "(2 share a sequence)" in job.log
-
-
 @pytest.mark.long
 def test_crash_loop(submit, served, straight, tmp_path):
     """A run that dies at each start is given up; mended and resumed, it goes on."""

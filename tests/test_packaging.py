@@ -1,9 +1,7 @@
-"""The package's metadata, its pins, and what every command and script promises at its door."""
+"""The package's pins, and what every command and script promises at its door."""
 
 from __future__ import annotations
 
-import ast
-import configparser
 import importlib.metadata
 import json
 import os
@@ -19,46 +17,25 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-REPOSITORY = Path(__file__).parents[2]
-SOURCE_FOLDERS = ("cat_lm", "data_prep", "eval", "launch")
+from tests.conftest import REPOSITORY
+from tests.test_imports import requirements, source_files
+
 # Files that name the settings of pip, and no index.
 SETTINGS_OF_PIP = ("launch/environment.py", "tests/launch/test_environment.py")
 SCRIPTS = ("launch/quickstart.sh", "launch/environment.sh", "tests/run.sh", "tests/gpu/run.sh")
 SCRIPTS += (".ci/run",)
-# A module of an optional package with another name, for machines where it is not installed.
-DISTRIBUTIONS = {"fla": "fla-core"}
-PROMISED = {
-    *("train", "data_prep.prepare", "data_prep.inspect", "cat_lm.export", "cat_lm.generate"),
-    *("eval.length_sweep", "eval.quickstart", "eval.report", "eval.speed", "eval.zero_shot"),
-    *("launch.doctor", "launch.slurm", "data_prep.adopt", "eval.recall"),
-    "eval.long_range",
-}
-
-
-def setup_cfg() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser()
-    parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
-    return parser
-
-
-def requirements(section: str, key: str) -> list[Requirement]:
-    lines = setup_cfg()[section][key].splitlines()
-    return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
 def pinned_for() -> list[Requirement]:
     """What the pins cover: the package with the extras `eval` and `test`."""
-    extras = [requirements("options.extras_require", extra) for extra in ("eval", "test")]
-    return requirements("options", "install_requires") + extras[0] + extras[1]
+    return [*requirements(), *requirements("eval"), *requirements("test")]
 
 
 def pins() -> dict[str, Version]:
-    result = {}
-    for line in (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            name, version = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", line).groups()
-            result[canonicalize_name(name)] = Version(version)
-    return result
+    text = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)$", text, re.M)
+    assert len(found) == len([line for line in text.splitlines() if not line.startswith("#")])
+    return {canonicalize_name(name): Version(version) for name, version in found}
 
 
 def needed_by(name: str, extra: str) -> list[Requirement]:
@@ -68,8 +45,7 @@ def needed_by(name: str, extra: str) -> list[Requirement]:
         for v in ("3.11", "3.12")
     ]
     result = []
-    for text in importlib.metadata.distribution(name).requires or []:
-        requirement = Requirement(text)
+    for requirement in map(Requirement, importlib.metadata.distribution(name).requires or []):
         marker = requirement.marker
         of_cuda = name == "torch" and requirement.name.startswith(("nvidia", "cuda", "triton"))
         if not of_cuda and (marker is None or any(marker.evaluate(e) for e in environments)):
@@ -77,15 +53,11 @@ def needed_by(name: str, extra: str) -> list[Requirement]:
     return result
 
 
-def test_ranges_hold_the_tested_versions():
-    pinned = pins()
-    for requirement in pinned_for():
-        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
-
-
 def test_pins_are_the_whole_closure_and_agree_with_each_other():
     pinned, closure = pins(), set()
     todo = pinned_for()
+    for requirement in todo:
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
     while todo:
         wanted = todo.pop()
         for extra in ("", *wanted.extras):
@@ -101,32 +73,13 @@ def test_pins_are_the_whole_closure_and_agree_with_each_other():
     assert {name for name, _ in closure} == set(pinned) - {"uv"}  # which installs the others
 
 
-def test_pyproject_names_only_the_build_system():
-    import tomllib
-
-    content = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(content) == {"build-system"}
-
-
-def test_metadata():
-    metadata, options = setup_cfg()["metadata"], setup_cfg()["options"]
-    assert (metadata["name"], metadata["license"]) == ("cat_lm", "Apache-2.0")
-    assert options["python_requires"] == ">=3.11"
-    license_text = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in license_text and "END OF TERMS AND CONDITIONS" in license_text
-
-
 def test_version_is_a_literal_that_setuptools_can_read():
-    tree = ast.parse((REPOSITORY / "cat_lm" / "core" / "__init__.py").read_text(encoding="utf-8"))
-    values = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
-    ]
-    assert len(values) == 1
-    Version(values[0])
+    text = (REPOSITORY / "cat_lm/core/__init__.py").read_text(encoding="utf-8")
+    (value,) = re.findall(r'^__version__ = "(.*)"$', text, re.M)
+    Version(value)
 
 
+@pytest.mark.long
 def test_torch_is_imported_where_the_checkout_of_an_editable_install_has_moved(tmp_path):
     checkout, site = tmp_path / "checkout", tmp_path / "site"
     names = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -151,101 +104,17 @@ def test_torch_is_imported_where_the_checkout_of_an_editable_install_has_moved(t
         assert ("know its models (moved)" in done.stderr) == (option == "-Wdefault")
 
 
-# Who imports whom
-
-
-def source_files() -> list[Path]:
-    files = [REPOSITORY / "train.py"]
-    for folder in SOURCE_FOLDERS:
-        files += sorted((REPOSITORY / folder).rglob("*.py"))
-    return files
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Full names of all modules a file imports, inside functions too; none are relative."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def imports_of(path: Path, package: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for name in imported_modules(path))
-
-
-def test_every_imported_package_is_declared():
-    extras = setup_cfg()["options.extras_require"]
-    declared = requirements("options", "install_requires")
-    for extra in extras:
-        declared += requirements("options.extras_require", extra)
-    allowed = {canonicalize_name(requirement.name) for requirement in declared}
-    of_module = importlib.metadata.packages_distributions()
-    for path in source_files():
-        tops = {name.split(".")[0] for name in imported_modules(path)}
-        for top in tops - set(sys.stdlib_module_names) - set(SOURCE_FOLDERS):
-            named = of_module.get(top, [DISTRIBUTIONS.get(top, top)])
-            distributions = {canonicalize_name(name) for name in named}
-            assert distributions & allowed, f"{path}: {top} is not in setup.cfg"
-
-
-def test_data_flows_one_way():
-    for path in source_files():
-        relative = path.relative_to(REPOSITORY).as_posix()
-        if relative.startswith("cat_lm/"):
-            for upper in ("eval", "data_prep", "launch", "tests"):
-                assert not imports_of(path, upper), f"{relative} imports {upper}"
-        if relative.startswith(("cat_lm/model/", "cat_lm/ops/")):
-            for upper in ("cat_lm.training", "deepspeed"):
-                assert not imports_of(path, upper), f"{relative} imports {upper}"
-            reads_environment = "environ" in path.read_text(encoding="utf-8")
-            # The system's convention for where caches lie decides nothing about results.
-            is_cache = relative == "cat_lm/ops/runtime/compiler.py"
-            assert reads_environment == is_cache, relative
-
-
-def test_only_training_imports_deepspeed():
-    """Data preparation, export and evaluation run where DeepSpeed is not installed (R18)."""
-    users = {
-        path.relative_to(REPOSITORY).parts[:2]
-        for path in source_files()
-        if imports_of(path, "deepspeed")
-    }
-    assert users == {("cat_lm", "training")}
-
-
-@pytest.mark.long
-def test_modules_load_without_deepspeed():
-    modules = [
-        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
-        for path in source_files()
-        if path.name != "__init__.py" and not imports_of(path, "deepspeed")
-    ]
-    code = "import importlib, sys\nsys.modules['deepspeed'] = None\n"
-    code += f"for name in {modules!r}: importlib.import_module(name)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-
-
 # Commands
 
 
 def commands() -> list[str]:
     """Every module or package that can be run, found by its last lines."""
-    return [
-        path.relative_to(REPOSITORY)
-        .as_posix()
-        .removesuffix(".py")
-        .replace("/", ".")
-        .removesuffix(".__main__")
+    runnable = [
+        path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
         for path in source_files()
         if '\nif __name__ == "__main__":' in path.read_text(encoding="utf-8")
     ]
+    return [name.removesuffix(".__main__") for name in runnable]
 
 
 # Forks for each command and option, as `python -m` runs it, and prints [code, stdout, stderr, heavy
@@ -287,9 +156,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.fixture(scope="module")
-def calls() -> dict[tuple[str, str], tuple[int, str, str, list[str]]]:
-    """(exit code, stdout, stderr, heavy modules that it loaded) of each command and option."""
+def test_help_is_light_and_unknown_options_are_bad_input():
     done = subprocess.run(
         [sys.executable, "-c", CALLS, *commands()],
         cwd=REPOSITORY,
@@ -298,26 +165,13 @@ def calls() -> dict[tuple[str, str], tuple[int, str, str, list[str]]]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(name, option): tuple(found) for name, option, *found in rows}
-
-
-def test_the_promised_commands_exist():
-    assert set(commands()) >= PROMISED
-
-
-@pytest.mark.parametrize("name", commands())
-def test_help_is_light(name, calls):
-    code, out, err, heavy = calls[name, "--help"]
-    assert (code, heavy) == (0, []), err
-    assert out.startswith("usage: ")
-
-
-@pytest.mark.parametrize("name", commands())
-def test_unknown_option_is_bad_input(name, calls):
-    code, out, err, heavy = calls[name, "--no-such-option"]
-    assert (code, out, heavy) == (2, "", [])
-    assert "Traceback" not in err and "error: " in err
+    assert len(commands()) >= 16, "the promised commands exist"
+    for name, option, code, out, err, heavy in map(json.loads, done.stdout.splitlines()):
+        assert heavy == [], name
+        if option == "--help":
+            assert code == 0 and out.startswith("usage: "), f"{name}: {err}"
+        else:
+            assert (code, out) == (2, "") and "error: " in err and "Traceback" not in err, name
 
 
 def foreign_folder(folder: Path) -> Path:
@@ -338,11 +192,8 @@ PREPARE = "--source files --path text --tokenizer bytes --out out --workers 2"
     ("words", "path"),
     [
         ("-m cat_lm.export --help", "{}"),
-        ("-mcat_lm.export --help", ":{}"),
         ("-m eval.recall run --help", ".:{}"),  # which loads plugins
-        ("-um launch.doctor --help", "{}:"),
         ("{}/train.py --keys", ":{}"),
-        ("-P {}/train.py --keys", "{}:."),
         (f"-m data_prep.prepare {PREPARE}", "{}"),
     ],
 )
@@ -351,11 +202,10 @@ def test_commands_import_nothing_from_the_working_directory(words, path, tmp_pat
     (tmp_path / "text").mkdir()
     for name in range(40):
         (tmp_path / f"text/{name}.txt").write_text(f"text {name}\n" * 50)
-    environment = os.environ | {"PYTHONPATH": path.format(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, *words.format(REPOSITORY).split()],
         cwd=tmp_path,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": path.format(REPOSITORY)},
         capture_output=True,
     )
     assert not ran.exists(), ran.read_text()
@@ -385,15 +235,15 @@ main()
 """
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize(
-    ("streams", "code"),
+    ("streams", "encoding", "code"),
     [
-        *((">&2", 0), (">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0)),
-        *(("| true", 1), (">/dev/full", 2), ("2>/dev/full", 2)),
+        *((">&2", "ascii", 0), (">&-", "latin-1", 0), ("2>&-", "utf-8", 0)),
+        *((">&- 2>&- <&-", "ascii", 0), ("| true", "utf-8", 1)),
+        *((">/dev/full", "ascii", 2), ("2>/dev/full", "latin-1", 2)),
     ],
 )
-def test_streams_take_every_character_and_may_be_closed(streams, code, encoding):
+def test_streams_take_every_character_and_may_be_closed(streams, encoding, code):
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'"$0" -c "$1" {streams}', sys.executable, SAYS],
         cwd=REPOSITORY,
@@ -412,21 +262,11 @@ def bash(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", *arguments], capture_output=True, text=True, **options)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_parse(script):
-    result = bash("-n", REPOSITORY / script)
-    assert result.returncode == 0, result.stderr
-    if shutil.which("shellcheck"):
-        found = subprocess.run(
-            ["shellcheck", "-x", script], cwd=REPOSITORY, capture_output=True, text=True
-        )
-        assert found.returncode == 0, found.stdout
-
-
-def test_quickstart_help(tmp_path):
-    result = bash(REPOSITORY / "launch" / "quickstart.sh", "--help", cwd=tmp_path)
-    assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith("usage: bash launch/quickstart.sh")
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_scripts_pass_shellcheck():
+    words = ["shellcheck", "-x", *SCRIPTS]
+    found = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.parametrize(
@@ -435,16 +275,15 @@ def test_quickstart_help(tmp_path):
         (["--no-such-option"], "--no-such-option"),
         (["train.max_steps=5"], "train.max_steps=5"),
         (["--out"], "--out"),
-        (["--data", ""], "--data"),
+        (["--data", "  "], "--data"),
         (["--out", "s3:/bucket/run"], "s3:/bucket/run"),
         (["--out", "me@host:run"], "me@host:run"),
-        (["--data", "  "], "--data"),
         (["--", "max_steps"], "max_steps"),
         (["--", "data.path=elsewhere"], "--data"),
         (["--", "train.output_dir=elsewhere"], "train.output_dir"),
     ],
 )
-def test_quickstart_bad_argument(arguments, named):
+def test_quickstart_refuses_wrong_arguments(arguments, named):
     result = bash(REPOSITORY / "launch" / "quickstart.sh", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: ")
