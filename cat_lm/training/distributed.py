@@ -70,10 +70,6 @@ class Ranks:
         torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            torch.distributed.barrier()
-
     def on_all_ranks(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every rank and return its result (a collective).
 

@@ -1,6 +1,6 @@
 """What every rank and most commands import, imported once by the process that they are forked from.
 
-`tests/unit/test_preloaded.py` looks whether a training run still imports something heavy itself.
+`test_preloaded.py` looks whether a training run still imports something heavy itself.
 """
 
 import gc

@@ -204,7 +204,7 @@ def packed_on_a_full_disk(ranks, data: str, folder: str) -> tuple[int, str, list
         preflight.check(RunConfig.model_validate(values), ranks)
     except UserError as error:
         message = str(error)
-    ranks.barrier()
+    ranks.gather(None)
     return len(packed), message, os.listdir(folder) if os.path.isdir(folder) else []
 
 

@@ -154,13 +154,14 @@ def test_run_that_would_be_another_one_is_refused(tiny_corpus, tmp_path):
         assert said in message
 
 
-def test_validation_with_more_ranks_than_windows_is_that_of_one_rank(tiny_corpus, tmp_path):
+def test_validation_of_windows_that_do_not_divide_is_that_of_one_rank(tiny_corpus, tmp_path):
+    """Three windows are four places on two ranks: the last one is scored once."""
     found = []
     for world_size in (1, 2):
         run = tmp_path / str(world_size)
-        values = run_values(tiny_corpus, run, max_steps=3, micro_batch_size=4)
+        values = run_values(tiny_corpus, run, max_steps=3, micro_batch_size=world_size)
         values["model"]["hidden_dropout"] = 0.0
-        values["validation"] = {"every_steps": 3, "max_tokens": 32}
+        values["validation"] = {"every_steps": 3, "max_tokens": 3 * 32}
         run_on_ranks(train, world_size, values)
         found.append([row[1] for row in losses(run) if len(row) == 2])
     assert len(found[0]) == 1 and found[0] == pytest.approx(found[1], rel=1e-5)

@@ -14,24 +14,6 @@ import pytest
 from cat_lm.core import folders, outputs
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.folders import atomic_folder, check_output
-from tests.commands import python
-
-COMMANDS = {
-    "eval.recall": ["theory"],
-    "eval.length_sweep": ["nowhere", "--text", "nowhere", "--lengths", "64"],
-    "eval.report": ["nowhere"],
-    "eval.study": ["rivals"],
-}
-
-
-@pytest.mark.parametrize("module", COMMANDS)
-def test_out_that_is_a_file_ends_a_command_with_code_2(module, tmp_path):
-    out = tmp_path / "file"
-    out.write_text("kept")
-    done = python("-m", module, *COMMANDS[module], "--out", out)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"error: --out {out}: is a file; give a folder"
-    assert out.read_text() == "kept"
 
 
 def test_place_where_no_folder_can_be_raises_user_error(tmp_path, monkeypatch):
