@@ -193,10 +193,10 @@ class _Rows:
             if not torch.compiler.is_compiling() and not found.any():
                 return None  # one document
             raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
-        count = self._count_documents(found)
         for name in _LENGTHS:
             lengths = self.further.get(name)
-            if lengths is not None and count not in (None, len(lengths) - 1):
+            # Counting waits for a GPU, and a fake tensor cannot be counted.
+            if lengths is not None and self._count_documents(found) not in (None, len(lengths) - 1):
                 raise ValueError(
                     f"{name}: the layers read documents off document_ids or position_ids, which "
                     "say others; pass document_ids, and no cache"
