@@ -8,6 +8,7 @@ protocol of `eval.length_sweep.perplexity`; a difference to dense attention is p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,8 +138,6 @@ class Cells:
     ) -> None:
         self.store, self.learned_in = CellStore(out / "cells", _Cell), out / "learned"
         self.subject, self.stream, self.device, self.grid = subject, stream, device, grid
-        self._loaded: tuple[PreTrainedModel, list[Chooser]] | None = None
-        self._learned: str | None = None
 
     def row(self, length: int, choice: Selection | None) -> dict[str, Any]:
         """Return a cell, computed if it is not finished yet; of dense attention without a choice.
@@ -155,7 +154,7 @@ class Cells:
             "tokens_sha256": self.stream.sha256,
             "length": length,
             **chosen,
-            "learned": self._learn() if chosen["select"] in LEARNED else None,
+            "learned": self._learned if chosen["select"] in LEARNED else None,
             "device": choose_device(self.device).type,
         }
         values = self.store.computed(key, lambda: self._compute(length, choice))
@@ -164,34 +163,31 @@ class Cells:
         told = {"label": subject.label, "model": str(subject.folder), "perplexity": perplexity}
         return values | told | self._read(length, choice)
 
-    def _model(self) -> tuple[PreTrainedModel, list[Chooser]]:
-        if self._loaded is None:
-            from cat_lm.sparsify import dense_model
-            from eval.landmark.choosers import add_choosers
+    @functools.cached_property
+    def _loaded(self) -> tuple[PreTrainedModel, list[Chooser]]:
+        from cat_lm.sparsify import dense_model
+        from eval.landmark.choosers import add_choosers
 
-            model = dense_model(self.subject.folder).to(choose_device(self.device))
-            self._loaded = model, add_choosers(model)
-        return self._loaded
+        model = dense_model(self.subject.folder).to(choose_device(self.device))
+        return model, add_choosers(model)
 
-    def _learn(self) -> str:
-        """Learn what is learned, once, and return the name by which it is known."""
-        if self._learned is None:
-            from cat_lm.data.opening import open_verified
-            from eval.landmark.choosers import learn
+    @functools.cached_property
+    def _learned(self) -> str:
+        """Learn what is learned, and return the name by which it is known."""
+        from cat_lm.data.opening import open_verified
+        from eval.landmark.choosers import learn
 
-            model, choosers = self._model()
-            data, length = self.grid.calibrate, _lesson_length(self.grid, model.config)
-            tokens = open_verified(data, "train").num_tokens
-            identity = {
-                "model": self.subject.sha256,
-                "data": f"{tokens} tokens of {Path(data).resolve()}",
-            }
-            how = self.grid, length, self.learned_in, identity
-            self._learned = learn(model, choosers, *how)
-        return self._learned
+        model, choosers = self._loaded
+        data, length = self.grid.calibrate, _lesson_length(self.grid, model.config)
+        tokens = open_verified(data, "train").num_tokens
+        identity = {
+            "model": self.subject.sha256,
+            "data": f"{tokens} tokens of {Path(data).resolve()}",
+        }
+        return learn(model, choosers, self.grid, length, self.learned_in, identity)
 
     def _compute(self, length: int, choice: Selection | None) -> dict[str, Any]:
-        model, choosers = self._model()
+        model, choosers = self._loaded
         for chooser in choosers:
             chooser.selection = choice
         label = f"{self.subject.label}, length {length}, "

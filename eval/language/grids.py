@@ -181,20 +181,18 @@ def texts(
         call = [sys.executable, "-m", "data_prep.prepare", *words]
         if code := subprocess.run(call, cwd=ROOT, stdout=sys.stderr).returncode:
             raise SystemExit(code)
-    found = {}
+    found: dict[Path, str] = {}
     for folder in folders:
         manifest, path = read_manifest(folder), Path(folder).resolve()
-        first = found.setdefault("", manifest["tokenizer"]["sha256"])
-        if manifest["tokenizer"]["sha256"] != first:
+        if manifest["tokenizer"]["sha256"] != read_manifest(folders[0])["tokenizer"]["sha256"]:
             raise UserError(
                 f"--data {folder}: was prepared with another tokenizer than {folders[0]}; prepare "
                 f"it with --tokenizer {folders[0]}/tokenizer"
             )
-        if path.name in {Path(other).name for other in found}:
+        if path.name in {other.name for other in found}:
             raise UserError(f"--data {folder}: there is another folder of this name")
-        found[str(path)] = manifest["fingerprint"]
-    del found[""]
-    return tuple(found.items())
+        found[path] = manifest["fingerprint"]
+    return tuple((str(path), fingerprint) for path, fingerprint in found.items())
 
 
 @functools.cache

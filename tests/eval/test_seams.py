@@ -14,8 +14,6 @@ from cat_lm.mixers import Setting
 from cat_lm.model.context import Context
 from eval import records
 from eval import study as command
-from eval.lab import cell as cells
-from eval.lab import execution as running
 from eval.lab.places import Place, Run
 from eval.lab.study import Study
 from eval.long_range.cell import Cell as LongRangeCell
@@ -83,7 +81,9 @@ def test_a_pattern_as_a_mixer_keeps_documents_apart(pattern):
     assert not torch.allclose(module(x, Context()), alone)
 
 
-def test_a_study_is_one_declaration_and_gets_its_report(monkeypatch, tmp_path, capsys):
+def test_a_study_is_one_declaration_and_gets_its_report(
+    monkeypatch, tmp_path, capsys, in_this_process
+):
     fixed = {"epochs": 1, "train_examples": 32, "test_examples": 8, "stop_above": None}
 
     def places(asked):
@@ -94,11 +94,6 @@ def test_a_study_is_one_declaration_and_gets_its_report(monkeypatch, tmp_path, c
     def values(run, record):
         return {run.cell.seq_len: {"value": record["accuracy"]}}
 
-    def in_this_process(groups, out, device, workers):
-        for each in (run for group in groups for run in group):
-            cells.run(out, each.cell, device, quiet=True)
-
-    monkeypatch.setattr(running, "execute", in_this_process)
     monkeypatch.setattr(STUDIES, "_entries", dict(STUDIES._entries))
     STUDIES.register(Study("own", "a study of one's own", places, values))
     given = ("own", "--scale", "smoke", "--out", tmp_path / "out", "--workers", 1)

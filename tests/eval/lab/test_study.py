@@ -11,8 +11,6 @@ import pytest
 from cat_lm.core.errors import UserError
 from eval import records
 from eval import study as command
-from eval.lab import cell as cells
-from eval.lab import execution as running
 from eval.lab.execution import Execution
 from eval.lab.frame import frame
 from eval.lab.page import report
@@ -24,17 +22,11 @@ from tests.calls import call_main
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, in_this_process):
     """The study of lengths with two models, one task, one rate and two seeds."""
     scale = replace(grids.SCALES["smoke"], examples=128, epochs=1, length_seeds=2)
     scale = replace(scale, length_rates=(1e-2,), models=("cat", "attention"), bigrams=())
     monkeypatch.setitem(grids.SCALES, "smoke", scale)
-
-    def in_this_process(groups, out, device, workers):
-        for run in (run for group in groups for run in group):
-            cells.run(out, run.cell, device, quiet=True)
-
-    monkeypatch.setattr(running, "execute", in_this_process)
     return STUDIES.get("length")
 
 

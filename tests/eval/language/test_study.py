@@ -23,7 +23,6 @@ from cat_lm.data.opening import open_verified
 from cat_lm.training.estimate import num_parameters
 from eval import study as command
 from eval.common.models import folder_sha256
-from eval.lab import cell as cells
 from eval.lab import execution as running
 from eval.lab.places import TUNING_SEED
 from eval.language import cell as language
@@ -103,12 +102,8 @@ class Imitation:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, long_corpus, tmp_path):
+def run(monkeypatch, capsys, long_corpus, tmp_path, in_this_process):
     """Call `eval.study` in this process, with imitated commands, for two seeds of smoke scale."""
-
-    def in_this_process(groups, out, device, workers):
-        for each in (run for group in groups for run in group):
-            cells.run(out, each.cell, device, quiet=True)
 
     def call(imitation: Imitation, name: str, *words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(language, "_command", imitation)
@@ -116,7 +111,6 @@ def run(monkeypatch, capsys, long_corpus, tmp_path):
         return call_main(command.main, monkeypatch, capsys, "eval.study", name, *given)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(running, "execute", in_this_process)
     monkeypatch.setattr(running, "hours_by_mixer", lambda groups, _: {"n": sum(map(len, groups))})
     return call
 
