@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 
@@ -33,7 +35,8 @@ def trainings(out: Path) -> list[int]:
     return found
 
 
-def test_a_study_that_is_killed_resumes_and_reports(long_corpus, tmp_path):
+@pytest.mark.long
+def test_study_that_is_killed_resumes_and_reports(long_corpus, tmp_path):
     out = tmp_path / "out"
     words = [sys.executable, "-m", "eval.study", "variants", "--scale", "smoke", "--out", str(out)]
     words += ["--data", str(long_corpus), "--models", "cat", "--seeds", "1", "--tokens", "65536"]

@@ -16,7 +16,15 @@ from tests.distributed.ranks import run_on_ranks
 FEW = ("--context-length", 16, "--batch-size", 2, "--repeats", 2, "--models")
 
 
-def test_record_has_speed_and_memory(speed):
+@pytest.mark.long
+def test_peak_memory_is_that_of_a_process_of_its_own():
+    size = models.ModelSize(1, 64, 2, 1021, 3, "float32", "cpu")
+    memory = train._peak_memories(train.TrainCase(size, 8, 256), ["pythia"])
+    assert memory["pythia"] > 8 * 256 * 1021 * 4  # the logits at least
+
+
+def test_record_has_speed_and_memory(speed, monkeypatch):
+    monkeypatch.setattr(train, "_peak_memories", lambda case, names: dict.fromkeys(names, 2**20))
     code, record, out, err = speed("train", *FEW, "mh_cat", "--peak-tflops", 0.5)
     assert code == 0, err
     assert record["step"] == "forward and backward"
@@ -29,7 +37,7 @@ def test_record_has_speed_and_memory(speed):
     assert row["flops_per_step"] == flops
     assert row["tokens_per_second"] == pytest.approx(32 / seconds)
     assert row["mfu"] == pytest.approx(flops / seconds / 0.5e12)
-    assert row["peak_memory_bytes"] >= 0 and row["model"] in out
+    assert row["peak_memory_bytes"] == 2**20 and row["model"] in out
     assert row["convolution"].startswith("multihead convolution")
 
 
@@ -76,6 +84,7 @@ def steps_of_runs(ranks) -> dict:
     return {**record, "rates": rates}
 
 
+@pytest.mark.long
 def test_own_step_of_a_run_is_timed():
     """Of transformers' own class too, whose norms do not say what decays."""
     (record,) = run_on_ranks(steps_of_runs, 1)
