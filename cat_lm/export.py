@@ -1,10 +1,11 @@
-"""`python -m cat_lm.export CHECKPOINT OUT`: a training checkpoint as a transformers folder.
+"""`python -m cat_lm.export CHECKPOINT [OUT]`: a training checkpoint as a transformers folder.
 
 CHECKPOINT is a run folder, its checkpoints folder, or one step folder; the newest complete step
-is taken. OUT gets config.json, model.safetensors, generation_config.json, the tokenizer, a model
+is taken. OUT, by default the folder `model` of the run, gets config.json, model.safetensors,
+generation_config.json, the tokenizer, the model's own file for machines without cat_lm, a model
 card, and export.json (where the weights came from). The folder is written beside its name, read
 back, compared with the model tensor by tensor, and only then renamed: OUT is never half an
-export. Needs neither DeepSpeed nor the data.
+export. `--push REPO` uploads it to the Hub. Needs neither DeepSpeed nor the data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.core.numbers import SCALING_FACTOR
-from cat_lm.pretrained import loading, record
+from cat_lm.pretrained import loading, record, standalone
+from cat_lm.pretrained.card import model_card
 from cat_lm.pretrained.conversion import library_model, scaled_config, scaled_fields
 from cat_lm.training.checkpoint import find_checkpoint, read_run_config, read_run_state
 from cat_lm.training.metrics import read_records
@@ -28,18 +30,24 @@ from cat_lm.training.metrics import read_records
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from cat_lm.config import RunConfig
+
 
 def export_checkpoint(
     checkpoint: Path | str,
-    out: Path | str,
+    out: Path | str | None = None,
     dtype: str = "float32",
     *,
     method: str = "none",
     factor: float = 1.0,
     temperature_scope: str = "logits",
     library: bool = False,
+    license_id: str | None = None,
+    language: str | None = None,
 ) -> Path:
     """Write the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
+
+    By default `out` is the folder `model` of the run.
 
     With a `method` of `cat_lm.pretrained.conversion`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
@@ -49,8 +57,9 @@ def export_checkpoint(
     tokenizer, where the method or the library's class does not exist for the model, or as
     `export_model`.
     """
-    out = _check_replaceable(out)
-    step_folder = find_checkpoint(checkpoint)
+    step_folder = find_checkpoint(checkpoint) if out is None else None
+    out = _check_replaceable(step_folder.parent.parent / "model" if out is None else out)
+    step_folder = step_folder or find_checkpoint(checkpoint)
     facts = training_facts(step_folder)
     config = None
     if method != "none":
@@ -66,7 +75,28 @@ def export_checkpoint(
     if library:
         model = library_model(model)
     tokenizer = loading.load_tokenizer(step_folder / "tokenizer")
-    return export_model(model, tokenizer, out, dtype=dtype, facts=facts)
+    card = {"license_id": license_id, "language": language}
+    return export_model(model, tokenizer, out, dtype=dtype, facts=facts, **card)
+
+
+def push(folder: Path, repository: str, private: bool = False) -> str:
+    """Upload an export to a model repository of the Hub, which is made if there is none.
+
+    Returns the address of the repository. Raises UserError where the Hub refuses or cannot be
+    reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    try:
+        address = HfApi().create_repo(repository, private=private, exist_ok=True)
+        HfApi().upload_folder(
+            repo_id=address.repo_id, folder_path=folder, commit_message="Upload the model"
+        )
+    except (HFValidationError, HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--push {repository}: {reason} (the export {folder} is whole)") from None
+    return str(address)
 
 
 def export_model(
@@ -76,6 +106,8 @@ def export_model(
     *,
     dtype: str = "float32",
     facts: Mapping[str, Any] | None = None,
+    license_id: str | None = None,
+    language: str | None = None,
 ) -> Path:
     """Write `model` and `tokenizer` as the transformers folder `out`, verified and all at once.
 
@@ -83,6 +115,7 @@ def export_model(
         model: its parameters are cast to `dtype` in place.
         dtype: of the tensors in the file; a narrower one than the model's rounds to nearest.
         facts: what is known about the training (see `training_facts`), for the card and record.
+        license_id, language: of the weights and of the text, for the card, as the Hub writes them.
 
     Raises:
         UserError: `out` holds something that is no earlier export, or the folder read back does
@@ -101,15 +134,18 @@ def export_model(
     # What stood before every document in training is what evaluations should put before a text; a
     # start token of the tokenizer's own (Mistral's <s>) was never seen.
     tokenizer.bos_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # which an attention mask hides
     # Generation ends at the end of a document, whatever the configuration's default.
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(
-        bos_token_id=end, eos_token_id=end, pad_token_id=end if pad is None else pad
-    )
+    model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=pad)
     model.config.bos_token_id = model.config.eos_token_id = end
+    own_file, needs = _own_file(model.config)
     with atomic_folder(out, record.listing) as folder:
         model.save_pretrained(folder, max_shard_size="1000GB")
         tokenizer.save_pretrained(folder)
+        if own_file:
+            write_text(folder / standalone.file_name(model.config), own_file)
         _verify(folder, model, dtype)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {str(path.relative_to(folder)): record.describe_file(path) for path in paths}
@@ -121,12 +157,35 @@ def export_model(
             "parameters": model.num_parameters(),
             "sha256": files[record.WEIGHTS]["sha256"],
         }
-        write_text(
-            folder / record.CARD, model_card(model.config, written, loading.model_label(out))
+        card = model_card(
+            model.config,
+            written,
+            loading.model_label(out),
+            needs=needs,
+            is_carried=own_file is not None,
+            license_id=license_id,
+            language=language,
         )
+        write_text(folder / record.CARD, card)
         files[record.CARD] = record.describe_file(folder / record.CARD)
         write_json(folder / record.RECORD, written | {"files": files})
     return out
+
+
+def _own_file(config: PreTrainedConfig) -> tuple[str | None, str | None]:
+    """Assemble the file by which a model needs no cat_lm, and enter it into the configuration.
+
+    Returns the file's text, or None and why there is none; neither for a class of transformers.
+    """
+    vars(config).pop("auto_map", None)
+    if config.model_type != architectures.of_config(config).model_type:
+        return None, None
+    try:
+        text = standalone.source(config)
+    except standalone.CannotAssemble as error:
+        return None, str(error)
+    config.auto_map = standalone.auto_map(config)
+    return text, None
 
 
 def training_facts(step_folder: Path) -> dict[str, Any]:
@@ -139,12 +198,23 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
         "code": state.code.model_dump(),
         "context_length": config.data.context_length,
         "precision": config.train.precision,  # a run's own file holds what auto came to
+        "optimizer": _recipe(config),
+        "data": ", ".join(sorted(Path(folder).name for folder in config.data.folders)),
     }
     metrics, validation = step_folder.parent.parent / "metrics.jsonl", {}
     for line in read_records(metrics) if metrics.is_file() else ():
         if "val_loss" in line and line["step"] <= state.step:
             validation = {k: v for k, v in line.items() if k.startswith("val_")}
     return {key: value for key, value in (facts | validation).items() if value is not None}
+
+
+def _recipe(config: RunConfig) -> str:
+    """Describe in one line how a run's weights were optimized."""
+    how, batch = config.optimizer, config.train.global_batch_size * config.data.context_length
+    return (
+        f"AdamW, learning rate {how.lr:g} ({how.schedule}), betas {how.betas[0]:g} and "
+        f"{how.betas[1]:g}, weight decay {how.weight_decay:g}, {batch:,} tokens a step"
+    )
 
 
 def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
@@ -183,75 +253,6 @@ def _check_replaceable(out: Path | str) -> Path:
     return out
 
 
-# The model card
-
-_LABELS = {
-    "tokens": "training tokens",
-    "step": "training steps",
-    "context_length": "training context length",
-    "context_method": "read beyond it by",
-    "context_factor": "by a factor of",
-}
-
-
-def model_card(config: PreTrainedConfig, facts: Mapping[str, Any], name: str) -> str:
-    """Write the README.md of an export: what it is, how it was trained, how to load it."""
-    family = architectures.of_config(config)
-    sizes = family.summary(architectures.section_of(config)).sizes | {
-        "vocabulary": config.vocab_size
-    }
-    rows = {
-        "parameters": f"{facts['parameters']:,}",
-        "shape": ", ".join(f"{name} {size:,}" for name, size in sizes.items()),
-        "weights": f"{facts['dtype']}, sha256 `{facts['sha256'][:16]}…`",
-    }
-    held_out = {k: f"held-out {k[4:].replace('_', ' ')}" for k in facts if k[:4] == "val_"}
-    for key, label in (_LABELS | held_out).items():
-        if key in facts:
-            value = facts[key]
-            form = {int: ",", float: ".4f"}.get(type(value), "")
-            rows[label] = f"{value:{form}}"
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    is_own = config.model_type == family.model_type
-    package = "cat_lm" if is_own else family.library_import
-    registers = f"import {package}  # registers the architecture with transformers\n"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [{", ".join([*(["cat"] if is_own else []), family.name])}]
----
-
-# {name}
-
-A {describe_model(config)}, trained with cat_lm.
-
-| | |
-|---|---|
-{table}
-
-Held-out values are those of the last validation before the export (loss in nats per token).
-
-## Use
-
-```python
-{registers if package else ""}from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")
-inputs = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```
-
-`config.json` holds the whole configuration, `{record.RECORD}` where the weights came from.
-"""
-
-
-def describe_model(config: PreTrainedConfig) -> str:
-    """Describe a model, as in "GPT-NeoX language model (no convolution; RoPE)"."""
-    family = architectures.of_config(config)
-    return family.summary(architectures.section_of(config)).description
-
-
 @command
 def main() -> None:
     parser = Parser(
@@ -260,7 +261,8 @@ def main() -> None:
     )
     add = parser.add_argument
     add("checkpoint", type=path_name, help="run folder, checkpoints folder or step folder")
-    add("out", type=output_path, help="folder to write; an earlier export there is replaced")
+    out_help = "folder to write, where an earlier export is replaced (default: the run's `model`)"
+    add("out", type=output_path, nargs="?", help=out_help)
     add("--dtype", choices=loading.DTYPES, default="float32", help="of the file's tensors")
     methods = "pi, pi+temperature, yarn, or without positions temperature (default: none)"
     add("--method", default="none", help=f"reads longer contexts than trained on: {methods}")
@@ -269,7 +271,18 @@ def main() -> None:
     add("--temperature-scope", choices=("logits", "rotary"), default="logits")
     library = "transformers' own class of the family, for models without convolutions"
     add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
+    add("--license", dest="license_id", metavar="ID", help="of the weights, such as apache-2.0")
+    add("--language", metavar="CODE", help="of the text, such as en")
+    add(
+        "--push",
+        metavar="REPO",
+        help="upload the folder to this repository of the Hub, as owner/name",
+    )
+    add("--private", action="store_true", help="make the repository private, if it is new")
     options = vars(parser.parse_args())
+    repository, private = options.pop("push"), options.pop("private")
+    if private and not repository:
+        raise UserError("--private: says of which repository with --push REPO")
     method, scope = options["method"], options["temperature_scope"]
     if (method == "none") != (options["factor"] == 1):
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
@@ -279,6 +292,8 @@ def main() -> None:
     out = export_checkpoint(**options)
     written = record.read_record(out)
     print(f"{out}: {written.parameters:,} parameters in {written.dtype}, read back and equal")
+    if repository:
+        print(f"uploaded to {push(out, repository, private)}")
 
 
 if __name__ == "__main__":

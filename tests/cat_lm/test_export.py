@@ -200,7 +200,7 @@ def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypa
     config = json.loads((scaled / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["original_max_position_embeddings"] == 32
-    assert "| read beyond it by | yarn |" in (scaled / "README.md").read_text()
+    assert "| extended beyond it by | yarn |" in (scaled / "README.md").read_text()
     with pytest.raises(UserError, match="does not exist for model scaled: it has none;"):
         length_sweep.sweep([scaled], [128], tmp_path / "b", text=text, methods=["pi"])
     with pytest.raises(UserError, match=r"--method temperature --factor 4: .* it has none, pi"):

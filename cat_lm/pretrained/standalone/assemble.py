@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib.util
 import symtable
 from collections.abc import Iterable, Iterator, Mapping
@@ -68,6 +69,11 @@ class Module:
         return first, statement.end_lineno
 
 
+@functools.cache
+def _read(module: str) -> Module:
+    return Module(module)
+
+
 def _path(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
@@ -121,7 +127,7 @@ class Assembly:
 
     def __init__(self, stand_ins: Mapping[Name, Name], carried: Iterable[str]) -> None:
         self._stand_ins, self._carried = dict(stand_ins), tuple(carried)
-        self._modules: dict[str, Module] = {}
+        self._used: dict[str, Module] = {}
         # The references of each statement that is taken, by its module and first line.
         self._taken: dict[tuple[str, int], list[Reference]] = {}
         for name in stand_ins:
@@ -150,9 +156,7 @@ class Assembly:
                     todo += [(target, user) for target in needed if target.is_own]
 
     def _module(self, name: str) -> Module:
-        if name not in self._modules:
-            self._modules[name] = Module(name)
-        return self._modules[name]
+        return self._used.setdefault(name, _read(name))
 
     def _resolved(self, name: Name) -> Name:
         """Follow imports to where a name is defined, and to what stands in for it."""
@@ -230,11 +234,11 @@ class Assembly:
             begun.add(module.name)
             for bound in module.imports:
                 target = self._resolved(Name(module.name, bound))
-                if target.module in self._modules and target.module not in begun:
-                    visit(self._modules[target.module])
+                if target.module in self._used and target.module not in begun:
+                    visit(self._used[target.module])
             ordered[module.name] = module
 
-        for module in list(self._modules.values()):
+        for module in list(self._used.values()):
             if module.name not in begun:
                 visit(module)
         return list(ordered.values())

@@ -82,7 +82,11 @@ class TestPage:
             ),
             ("eval/length_sweep.json", '{"rows": ', "length_sweep.json: is not JSON"),
             ("eval/length_sweep.json", "{}", "length_sweep.json: has no format, must be 1"),
-            ("eval/length_sweep.json", SWEEP % "[{}]", "length_sweep.json: has no rows.0.perplexity"),
+            (
+                "eval/length_sweep.json",
+                SWEEP % "[{}]",
+                "length_sweep.json: has no rows.0.perplexity",
+            ),
             ("eval/samples.json", "3", "samples.json: holds 3, must be an object"),
             ("eval/samples.json", '{"samples": [{}]}', "samples.json: has no format, must be 1"),
             ("eval/samples.json", SAMPLES % "[{}]", "samples.json: has no samples.0.prompt"),
