@@ -177,7 +177,6 @@ def _own_file(config: PreTrainedConfig) -> tuple[str | None, str | None]:
 
     Returns the file's text, or None and why there is none; neither for a class of transformers.
     """
-    vars(config).pop("auto_map", None)
     if config.model_type != architectures.of_config(config).model_type:
         return None, None
     try:

@@ -18,12 +18,13 @@ from cat_lm.core.cli import Parser, add_skip_checksums, output_path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import atomic_folder
 from cat_lm.core.numbers import CONTEXT, CONV_STATE, TOKENS, Range
-from cat_lm.export import check_new, describe_model
+from cat_lm.export import check_new
 from cat_lm.model import attention
 from cat_lm.model.attention.patterns.landmark import ENTRY, filter_names
 from cat_lm.ops.landmark.options import SHARES
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import loading
+from cat_lm.pretrained.card import describe_model
 from cat_lm.pretrained.conversion import compare_logits, logits_of, model_with, own_config
 from cat_lm.pretrained.record import comparing_files
 from cat_lm.upcycle import copy_tokenizer

@@ -20,12 +20,13 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import atomic_folder
 from cat_lm.core.numbers import CONV_STATE, WINDOW
 from cat_lm.core.readers import read_object
-from cat_lm.export import check_new, describe_model
+from cat_lm.export import check_new
 from cat_lm.model.attention.settings import refuse
 from cat_lm.model.rules import DEFAULT_WINDOW, tap_problems
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained import conversion, loading
+from cat_lm.pretrained.card import describe_model
 from cat_lm.pretrained.record import comparing_files
 
 if TYPE_CHECKING:

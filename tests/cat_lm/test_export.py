@@ -50,6 +50,9 @@ def test_export_keeps_every_bit_and_exports_again(name, tmp_path, tokenizer_fold
     loaded, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
     assert not any(report.values()) and loaded.state_dict().keys() == stored.keys()
     assert all(torch.equal(w, stored[name]) for name, w in loaded.state_dict().items())
+    # Its own file stays where it is when the library's class saves the model.
+    loaded.save_pretrained(tmp_path / "saved")
+    assert "auto_map" not in json.loads((tmp_path / "saved/config.json").read_text())
     second = exported(load_model(first), tokenizer_folder, tmp_path / "second")
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name

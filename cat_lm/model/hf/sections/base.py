@@ -222,7 +222,8 @@ class KnownKeys:
         others = {key: config_dict[key] for key in cls.unknown_keys(config_dict)}
         cls.refuse_keys(k for k in others if hasattr(cls, k) or cls._is_slip(k))
         cls.refuse_keys(key for key in cls.unknown_keys(kwargs) if hasattr(cls, key))
-        known = {key: value for key, value in config_dict.items() if key not in others}
+        # The file that auto_map names is not of this class, and does not go where it is saved.
+        known = {k: v for k, v in config_dict.items() if k not in others and k != "auto_map"}
         wants_unused = kwargs.pop("return_unused_kwargs", False)
         config, unused = super().from_dict(known, return_unused_kwargs=True, **kwargs)
         for key, value in others.items():
