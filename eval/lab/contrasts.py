@@ -28,7 +28,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scipy.special import stdtrit
@@ -189,6 +189,16 @@ def difference_of(one: Line, other: Line) -> Contrast:
     return Contrast(one["row"], one["column"], one["x"], name, (one,), (other,))
 
 
+def compare_pairs(lines: Iterable[Line], pairs: Sequence[tuple[str, str]]) -> list[Contrast]:
+    """Return the contrasts of pairs of lines, by name, in each panel and x that has both."""
+    return [
+        difference_of(panel[a], panel[b])
+        for panel in _by_panel(lines)
+        for a, b in pairs
+        if {a, b} <= panel.keys()
+    ]
+
+
 def first_minus_others(
     lines: Sequence[Line], more: Sequence[tuple[str, str]] = ()
 ) -> list[Contrast]:
@@ -197,17 +207,22 @@ def first_minus_others(
     Args:
         more: pairs of lines to compare too, where a panel has both.
     """
-    panels: dict[tuple, dict[str, Line]] = {}
-    for line in lines:
-        if line["row"] != CONTROL and line["line"] != NEGATIVE:
-            panels.setdefault((line["row"], line["column"], line["x"]), {})[line["line"]] = line
+    shown = [line for line in lines if line["row"] != CONTROL and line["line"] != NEGATIVE]
     found = []
-    for panel in panels.values():
+    for panel in _by_panel(shown):
         first, *others = panel
         pairs = [(first, other) for other in others]
-        pairs += [(a, b) for a, b in more if {a, b} <= panel.keys() and (a, b) not in pairs]
-        found += [difference_of(panel[a], panel[b]) for a, b in pairs]
+        pairs += [pair for pair in more if pair not in pairs]
+        found += compare_pairs(panel.values(), pairs)
     return found
+
+
+def _by_panel(lines: Iterable[Line]) -> list[dict[str, Line]]:
+    """Return for each panel and x its lines by name."""
+    panels: dict[tuple, dict[str, Line]] = {}
+    for line in lines:
+        panels.setdefault((line["row"], line["column"], line["x"]), {})[line["line"]] = line
+    return list(panels.values())
 
 
 def compute(contrasts: Sequence[Contrast], *, by_row: bool = False) -> list[dict[str, Any]]:

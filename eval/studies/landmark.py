@@ -9,9 +9,7 @@ a selector that is not better than both finds nothing; `oracle` chooses by atten
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +18,8 @@ from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import read_object
 from cat_lm.data.manifest import read_manifest
-from eval.lab.contrasts import Contrast, difference_of
-from eval.lab.frame import Line, Record
+from eval.lab.contrasts import compare_pairs
+from eval.lab.frame import Record
 from eval.lab.places import Place, Run
 from eval.lab.study import Asked, Rows, Study
 from eval.landmark.diagnose import retrieval_points
@@ -50,7 +48,7 @@ TRAINED = "as trained"  # the row of validation losses
 RATE = 2e-3  # the quickstart's
 MODELS = tuple(f"{position}-{way}" for position in POSITIONS for way in WAYS)
 NAMES = {"none": "no positions", "rope": "RoPE"}
-# Compared at every number of blocks.
+# Compared at every number of blocks; of trainings, the ways.
 PAIRS = (
     *((one, control) for one in ("box", "ssm") for control in ("random", "local")),
     *(("ssm", other) for other in ("box", "learned", "exponential", "oracle")),
@@ -152,42 +150,25 @@ def places(asked: Asked) -> list[Place]:
     return found
 
 
-def over_dense(rows: list[dict[str, Any]], select: str) -> dict[int, dict[str, float]]:
-    """Return by the number of blocks what a selector loses to all keys, in nats a token.
-
-    Args:
-        rows: of one model and length, as `eval.landmark.sweep` gives them.
-    """
-    (dense,) = (row["loss"] for row in rows if row["select"] == DENSE)
-    found = {}
-    for row in rows:
-        if row["select"] == select:
-            measured = {"value": row["loss"] - dense, "loss": row["loss"], "share": row["share"]}
-            if row["over_dense_error"] is not None:  # of a perplexity's ratio
-                measured["error"] = row["over_dense_error"] / (1 + row["over_dense"])
-            found[row["top_k"]] = measured
-    return found
-
-
 def values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
-    """Return by the number of blocks what a selector loses; or the validation loss of training."""
+    """Return the validation loss of training; or by the number of blocks what a selector loses.
+
+    The latter is to all keys, in nats a token.
+    """
     if run.row == TRAINED:
         loss = math.nan if record["loss"] is None else record["loss"]
         return {run.cell.seq_len: {"value": loss}}
     if record["diverged"]:
         return {top_k: {"value": math.nan} for top_k in run.cell.top_k}
-    return over_dense(record["rows"], run.line)
-
-
-def contrasts(lines: Sequence[Line]) -> list[Contrast]:
-    """Compare selectors by PAIRS, and the losses of the ways of training."""
-    at = {(line["row"], line["column"], line["x"], line["line"]): line for line in lines}
-    panels = dict.fromkeys(place[:3] for place in at)
-    return [
-        difference_of(at[*panel, one], at[*panel, other])
-        for panel, (one, other) in itertools.product(panels, (*PAIRS, WAYS[::-1]))
-        if {(*panel, one), (*panel, other)} <= at.keys()
-    ]
+    (dense,) = (row["loss"] for row in record["rows"] if row["select"] == DENSE)
+    found = {}
+    for row in record["rows"]:
+        if row["select"] == run.line:
+            measured = {"value": row["loss"] - dense, "loss": row["loss"], "share": row["share"]}
+            if row["over_dense_error"] is not None:  # of a perplexity's ratio
+                measured["error"] = row["over_dense_error"] / (1 + row["over_dense"])
+            found[row["top_k"]] = measured
+    return found
 
 
 def extra(rows: Rows) -> dict[str, Any]:
@@ -235,7 +216,7 @@ ENTRY = Study(
     },
     axis="top-k",
     figure="losses",
-    contrasts=contrasts,
+    contrasts=functools.partial(compare_pairs, pairs=(*PAIRS, WAYS[::-1])),
     extra=extra,
     pictures=pictures,
     check=functools.partial(check, Question((), documents=0)),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eval.lab.contrasts import Contrast, difference_of
+from eval.lab.contrasts import Contrast, compare_pairs
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
 from eval.lab.study import Asked, Control, Rows, Study
@@ -98,12 +98,10 @@ def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
 
 def contrasts(lines: Sequence[Line]) -> list[Contrast]:
     """Compare dropout with none at either start, and the starts at either dropout."""
-    at = {(line["row"], line["line"]): line for line in lines}
     (none, some), (own, zoology) = DROPOUTS, STARTS
     pairs = [(_name(some, start), _name(none, start)) for start in STARTS]
     pairs += [(_name(dropout, zoology), _name(dropout, own)) for dropout in DROPOUTS]
-    rows = dict.fromkeys(row for row, _ in at)
-    return [difference_of(at[row, one], at[row, other]) for row in rows for one, other in pairs]
+    return compare_pairs(lines, pairs)
 
 
 def controls(rows: Rows) -> list[Control]:
