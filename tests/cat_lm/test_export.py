@@ -152,6 +152,7 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, tokenizer
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.long
 def test_command_says_what_it_wrote_and_nothing_else(tmp_path, tokenizer_folder, monkeypatch):
     """DeepSpeed, which accelerate imports when a model is saved, has a note on absent GPUs."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)

@@ -23,7 +23,7 @@ from cat_lm.model import CatForCausalLM
 from cat_lm.model.streams.operations import RANK_START
 from cat_lm.pretrained.loading import load_model
 from cat_lm.upcycle import Convolution, model_section, upcycle
-from tests.commands import python
+from tests.calls import call_main
 from tests.tiny_models import cat_model, random_ids, stock_model
 
 KINDS = {
@@ -288,19 +288,20 @@ def test_a_model_that_differs_is_not_written(pythia, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_command(pythia, tmp_path):
-    def run(*arguments):
-        return python("-m", "cat_lm.upcycle", *arguments)
+def test_command(pythia, tmp_path, monkeypatch, capsys):
+    def run(*words: object) -> tuple[int, str, str]:
+        return call_main(upcycle_module.main, monkeypatch, capsys, "upcycle", *words)
 
-    done = run(pythia, tmp_path / "cat", "--conv", "multihead", "--window", 3, "--mixing", "maps")
-    assert done.returncode == 0, done.stderr
-    assert "mixing attention maps" in done.stdout and "logits equal the original's" in done.stdout
-    assert "  conv_type: multihead\n  conv_window: 3\n  conv_mixing: maps\n" in done.stdout
-    assert "  vocab_size: 257\n" in done.stdout and "rope" not in done.stdout
-    again = run(pythia, tmp_path / "cat")
-    assert again.returncode == 2
-    assert again.stderr.startswith("error: OUT") and again.stderr.count("\n") == 1
-    idle = run(tmp_path / "cat", tmp_path / "back", "--conv", "none", "--window", 3)
-    assert idle.returncode == 2 and "--window: says nothing" in idle.stderr
-    idle = run(pythia, tmp_path / "back", "--canon-window", 3)
-    assert idle.returncode == 2 and "--canon-window: says nothing without" in idle.stderr
+    convolution = ("--conv", "multihead", "--window", 3, "--mixing", "maps")
+    code, out, err = run(pythia, tmp_path / "cat", *convolution)
+    assert code == 0, err
+    assert "mixing attention maps" in out and "logits equal the original's" in out
+    assert "  conv_type: multihead\n  conv_window: 3\n  conv_mixing: maps\n" in out
+    assert "  vocab_size: 257\n" in out and "rope" not in out
+    for words, said in (
+        ((pythia, tmp_path / "cat"), "error: OUT"),
+        ((tmp_path / "cat", tmp_path / "back", "--conv", "none", "--window", 3), "says nothing"),
+        ((pythia, tmp_path / "back", "--canon-window", 3), "--canon-window: says nothing without"),
+    ):
+        code, _, err = run(*words)
+        assert code == 2 and said in err and err.count("\n") == 1

@@ -60,6 +60,7 @@ def test_generating_padded_rows_with_a_static_cache_is_one_graph(rows, fields):
     assert len(graphs) == 1
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_compiled_call_checks_masks_against_the_cache():
     torch._dynamo.reset()
