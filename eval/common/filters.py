@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _LAGS = 64  # of filters without an end
-# Whatever a family calls its attention.
 _FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
 
 
@@ -75,17 +74,14 @@ def read_filters(model: Path) -> Filters | None:
         stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
         for stream in config.convolved_streams
     }
-    return Filters(config.conv_type, streams, _left_out(config))
-
-
-def _left_out(config: PreTrainedConfig) -> str:
     # A picture has a place for one filter of each head and stream.
     others = []
     if (rank := getattr(config, "conv_rank", 1)) > 1:
         others.append(f"{rank - 1} more of q and of k in each head (conv_rank={rank})")
     if (canon := getattr(config, "canon", "none")) != "none":
         others.append(f"those of Canon layers (canon={canon})")
-    return f"Not drawn: {' and '.join(others)}." if others else ""
+    left_out = f"Not drawn: {' and '.join(others)}." if others else ""
+    return Filters(config.conv_type, streams, left_out)
 
 
 def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:

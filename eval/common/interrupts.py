@@ -1,4 +1,4 @@
-"""What a command owes those it starts: signals that reach them, and a folder of their own."""
+"""Pass signals on to the commands that a command starts, and hold their folder."""
 
 from __future__ import annotations
 
@@ -64,17 +64,14 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
                 process.wait(_LOOK_SECONDS)
         if came:
             process.terminate()
-            say("stopping: the running command saves first")
+            # What waits must not end because nobody reads the line any more.
+            with suppress(OSError, ValueError):
+                line = "stopping: the running command saves first"
+                print(line, file=sys.stderr, flush=True)
         code = process.wait()
     if came:
         raise Stopped(came[0])
     return code
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, also where nobody reads it any more: what waits must not end."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

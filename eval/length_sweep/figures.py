@@ -28,17 +28,16 @@ from eval.common.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Rows = Sequence[Mapping[str, Any]]
 METHOD_LINES = {"none": "-", "pi": ":", "pi+temperature": "--", "yarn": "-.", "temperature": "--"}
 MIN_GROUPS = 20  # documents or windows below which no error bar is drawn
 MIN_TOKENS = 32  # in a bin, below which its mean says nothing
 
 
 def length_figure(
-    rows: Sequence[Mapping[str, Any]],
-    size: tuple[float, float] = WIDE,
-    order: Sequence[str] | None = None,
+    rows: Rows, size: tuple[float, float] = WIDE, order: Sequence[str] | None = None
 ) -> Figure:
-    """Perplexity against context length, one line for each model and method.
+    """Draw perplexity against context length, one line for each model and method.
 
     Args:
         rows: as eval.length_sweep gives them.
@@ -48,33 +47,49 @@ def length_figure(
     with matplotlib.rc_context(STYLE):
         figure = Figure(size, layout="constrained")
         axes = figure.subplots()
-        values = []
+        values = [row["perplexity"] for row in rows if row["perplexity"] is not None]
         for label, method in dict.fromkeys((row["label"], row["method"]) for row in rows):
             line = [r for r in rows if (r["label"], r["method"]) == (label, method)]
-            line = sorted((r for r in line if r["perplexity"] is not None), key=_length)
-            values += [row["perplexity"] for row in line]
+            line = [row for row in line if row["perplexity"] is not None]
             _length_line(axes, line, order.index(label), method)
-        _length_axes(axes, rows, values)
-        _length_legends(axes, order, list(dict.fromkeys(row["method"] for row in rows)), size)
+        trained = _training_lengths(axes, rows)
+        for length in trained:
+            how = {"xytext": (4, -2), "textcoords": "offset points", "va": "top"}
+            place = {"xy": (length, 1), "xycoords": ("data", "axes fraction")}
+            axes.annotate("training length", **place, **how, color=MUTED, fontsize=8)
+        lengths = sorted({row["length"] for row in rows})
+        axes.xaxis.set_major_locator(FixedLocator(lengths))
+        one = next(iter(trained)) if len(trained) == 1 else None
+        times = "\N{MULTIPLICATION SIGN}"
+        axes.set_xticklabels(
+            [f"{length:,}" + (f"\n{length / one:g}{times}" if one else "") for length in lengths]
+        )
+        axes.set_xlabel("context length (tokens)")
+        axes.set_ylabel("perplexity per token")
+        if values and max(values) > 4 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.margins(x=0.06, y=0.15)
+        keys = _keys(order, rows, "not scaled")
+        if len(keys) <= MANY_RUNS:
+            axes.legend(handles=keys, loc="best")
+        else:
+            columns = 4 if size[0] > 5 else 2
+            figure.legend(handles=keys, loc="outside lower center", ncols=columns, fontsize=8)
         return figure
 
 
-def has_error_bars(rows: Sequence[Mapping[str, Any]]) -> bool:
+def has_error_bars(rows: Rows) -> bool:
     """Return True if there are enough groups for a standard error to mean something."""
     return all(row["standard_error"] is not None and row["groups"] >= MIN_GROUPS for row in rows)
 
 
-def _length(row: Mapping[str, Any]) -> int:
-    return row["length"]
-
-
-def _length_line(axes: Axes, line: list[Mapping[str, Any]], index: int, method: str) -> None:
-    # With bars, side by side, so that they do not hide each other.
-    bars_drawn = has_error_bars(line)
+def _length_line(axes: Axes, line: Rows, index: int, method: str) -> None:
+    line, colour = sorted(line, key=lambda row: row["length"]), run_colour(index)
+    bars_drawn, plain = has_error_bars(line), method == "none"
+    # With bars, lines stand side by side, so that they do not hide each other.
     lengths = [row["length"] * (1.02**index if bars_drawn else 1) for row in line]
     values = np.array([row["perplexity"] for row in line])
-    colour = run_colour(index)
-    plain = method == "none"
     axes.plot(
         lengths,
         values,
@@ -94,63 +109,28 @@ def _length_line(axes: Axes, line: list[Mapping[str, Any]], index: int, method: 
         axes.errorbar(lengths, values, bars, fmt="none", ecolor=colour, elinewidth=0.9, alpha=0.6)
 
 
-def _length_axes(axes: Axes, rows: Sequence[Mapping[str, Any]], values: list[float]) -> None:
+def _training_lengths(axes: Axes, rows: Rows) -> set[int]:
+    """Mark the models' training lengths on an axis of powers of two, and return them."""
     trained = {row["training_length"] for row in rows if row["training_length"]}
-    lengths = sorted({row["length"] for row in rows})
     for length in trained:
         axes.axvline(length, color=MUTED, ls=(0, (4, 3)), lw=1)
-        axes.annotate(
-            "training length",
-            (length, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
-            textcoords="offset points",
-            va="top",
-            color=MUTED,
-            fontsize=8,
-        )
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
-    one = next(iter(trained)) if len(trained) == 1 else None
-    times = "\N{MULTIPLICATION SIGN}"
-    axes.set_xticklabels(
-        [f"{length:,}" + (f"\n{length / one:g}{times}" if one else "") for length in lengths]
-    )
-    axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel("perplexity per token")
-    if values and max(values) > 4 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.margins(x=0.06, y=0.15)
+    return trained
 
 
-def _length_legends(
-    axes: Axes, labels: Sequence[str], methods: Sequence[str], size: tuple[float, float]
-) -> None:
-    """Runs by colour and marker; where there are several methods, these by the line's style."""
-    handles = [legend_key(label, index) for index, label in enumerate(labels)]
-    if len(methods) > 1:
-        handles += [
-            Line2D(
-                [],
-                [],
-                color=MUTED,
-                ls=METHOD_LINES.get(method, (0, (1, 3))),
-                lw=1.3,
-                label="not scaled" if method == "none" else method,
-            )
-            for method in methods
-        ]
-    if len(handles) <= MANY_RUNS:
-        axes.legend(handles=handles, loc="best")
-        return
-    columns = 4 if size[0] > 5 else 2
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8)
+def _keys(labels: Sequence[str], rows: Rows, unscaled: str) -> list[Line2D]:
+    """Return a legend's keys: of models and, where there are several, of methods."""
+    keys = [legend_key(label, index) for index, label in enumerate(labels)]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for method in methods if len(methods) > 1 else ():
+        style = {"color": MUTED, "ls": METHOD_LINES.get(method, (0, (1, 3))), "lw": 1.3}
+        keys.append(Line2D([], [], label=unscaled if method == "none" else method, **style))
+    return keys
 
 
-def position_figure(rows: Sequence[Mapping[str, Any]], size: tuple[float, float] = WIDE) -> Figure:
-    """The loss of a token by how many tokens before it the model saw, at the largest length.
+def position_figure(rows: Rows, size: tuple[float, float] = WIDE) -> Figure:
+    """Draw the loss of a token by how many tokens before it the model saw, at the largest length.
 
     Bins of a few tokens are left out.
 
@@ -158,54 +138,36 @@ def position_figure(rows: Sequence[Mapping[str, Any]], size: tuple[float, float]
         rows: as eval.length_sweep gives them, with `positions`.
     """
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
     largest = max(row["length"] for row in rows)
-    trained = {row["training_length"] for row in rows if row["training_length"]}
     with matplotlib.rc_context(STYLE):
         figure = Figure(size, layout="constrained")
         axes = figure.subplots()
-        for row in rows:
-            if row["length"] == largest:
-                _position_line(axes, row, labels.index(row["label"]))
-        for length in trained:
-            axes.axvline(length, color=MUTED, ls=(0, (4, 3)), lw=1)
-        axes.set_xscale("log", base=2)
+        for row in (row for row in rows if row["length"] == largest):
+            index = labels.index(row["label"])
+            bins = [
+                part
+                for part in row["positions"]
+                if part["tokens"] >= MIN_TOKENS and part["loss"] is not None
+            ]
+            axes.plot(
+                # A bin's tokens saw from start to stop − 1 tokens.
+                [(part["start"] * (part["stop"] - 1)) ** 0.5 for part in bins],
+                [part["loss"] for part in bins],
+                color=run_colour(index),
+                marker=run_marker(index),
+                markersize=3.5,
+                mec=PAPER,
+                mew=0.4,
+                lw=1.8 if row["method"] == "none" else 1.2,
+                ls=METHOD_LINES[row["method"]],
+            )
+        trained = _training_lengths(axes, rows)
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=20))
-        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         dashed = "; dashed: training length" if trained else ""
         axes.set_xlabel(f"tokens seen before the one predicted (windows of {largest:,}{dashed})")
         axes.set_ylabel("loss (nats per token)")
         axes.margins(x=0.03)
-        _position_legend(figure, labels, methods)
+        keys = _keys(labels, rows, "none")
+        figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=8)
         return figure
-
-
-def _position_line(axes: Axes, row: Mapping[str, Any], index: int) -> None:
-    bins = [
-        part
-        for part in row["positions"]
-        if part["tokens"] >= MIN_TOKENS and part["loss"] is not None
-    ]
-    axes.plot(
-        # A bin's tokens saw from start to stop − 1 tokens.
-        [(part["start"] * (part["stop"] - 1)) ** 0.5 for part in bins],
-        [part["loss"] for part in bins],
-        color=run_colour(index),
-        marker=run_marker(index),
-        markersize=3.5,
-        mec=PAPER,
-        mew=0.4,
-        lw=1.8 if row["method"] == "none" else 1.2,
-        ls=METHOD_LINES[row["method"]],
-    )
-
-
-def _position_legend(figure: Figure, labels: Sequence[str], methods: Sequence[str]) -> None:
-    handles = [legend_key(label, index) for index, label in enumerate(labels)]
-    if len(methods) > 1:
-        handles += [
-            Line2D([], [], color=MUTED, ls=METHOD_LINES[method], lw=1.2, label=method)
-            for method in methods
-        ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)

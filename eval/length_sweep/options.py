@@ -18,6 +18,10 @@ PAGES = "pages"  # of WikiText: documents of which every token is scored, and no
 _OTHER_TEXT = ("documents", "document_separator", "min_document_tokens", "max_document_tokens")
 
 
+def _count(what: str, allowed: numbers.Range = numbers.SCORED_TOKENS) -> Option:
+    return Option(what, allowed, metavar="N")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Say what is scored and how, the same for every model of a sweep.
@@ -45,29 +49,20 @@ class Options:
             kind=listed(str.strip, "none,yarn"),
         ),
     ] = ("none",)
-    max_tokens: Annotated[
-        int | None, Option("score at most N tokens", numbers.SCORED_TOKENS, metavar="N")
-    ] = None
+    max_tokens: Annotated[int | None, _count("score at most N tokens")] = None
     skip_tokens: Annotated[
         int | None,
-        Option(
+        _count(
             "of --data: leave out the first N tokens of the split, on which training validates; "
-            "per-document: all documents that begin there (default: none)",
-            numbers.SCORED_TOKENS,
-            metavar="N",
+            "per-document: all documents that begin there (default: none)"
         ),
     ] = None
     stride: Annotated[
-        int | None,
-        Option("move windows on by N tokens (default: the length)", numbers.CONTEXT, metavar="N"),
+        int | None, _count("move windows on by N tokens (default: the length)", numbers.CONTEXT)
     ] = None
     data_dir: Annotated[
         Path | None,
-        Option(
-            "of --text wikitext: rows from DIR/wikitext.jsonl, no network",
-            kind=path,
-            metavar="DIR",
-        ),
+        Option("of --text wikitext: DIR/wikitext.jsonl, no network", kind=path, metavar="DIR"),
     ] = None
     documents: Annotated[
         Literal["concatenated", "per-document"] | None,
@@ -78,26 +73,17 @@ class Options:
     ] = None
     min_document_tokens: Annotated[
         int | None,
-        Option(
-            "per-document: leave shorter documents out (default: the largest length)",
-            numbers.SCORED_TOKENS,
-            metavar="N",
-        ),
+        _count("per-document: leave shorter documents out (default: the largest length)"),
     ] = None
     max_document_tokens: Annotated[
         int | None,
-        Option(
-            "per-document: of longer documents score the first N tokens (default: all)",
-            numbers.SCORED_TOKENS,
-            metavar="N",
-        ),
+        _count("per-document: of longer documents score the first N tokens (default: all)"),
     ] = None
     factor: Annotated[
         float | None,
-        Option(
+        _count(
             "one scaling factor for all lengths (default: test length / training length, >= 1)",
             numbers.SCALING_FACTOR,
-            metavar="S",
         ),
     ] = None
     temperature_scope: Annotated[
@@ -105,14 +91,11 @@ class Options:
         Option("what the temperature acts on; rotary: the rotated channels, as in transformers"),
     ] = "logits"
     training_length: Annotated[
-        int | None,
-        Option("default: what the model's folder says", numbers.CONTEXT, metavar="N"),
+        int | None, _count("default: what the model's folder says", numbers.CONTEXT)
     ] = None
     dtype: Annotated[Dtype, Option(HELP)] = "auto"
     device: Annotated[str, Option("auto, cpu, cuda, cuda:1, …")] = "auto"
-    batch_tokens: Annotated[
-        int, Option("tokens per forward pass", numbers.BATCH_TOKENS, metavar="N")
-    ] = 8192
+    batch_tokens: Annotated[int, _count("tokens per forward pass", numbers.BATCH_TOKENS)] = 8192
 
     @property
     def largest(self) -> int:

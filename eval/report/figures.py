@@ -20,7 +20,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cat_lm.ops.convolution import kinds
 from eval.common.filters import Filters, head_norms, own_taps
 from eval.common.style import (
     INK,
@@ -70,9 +69,18 @@ def loss_figure(
             must_show += [*smooth[-1:], *points[:, 1]]
         if unigram_loss is not None:
             must_show.append(unigram_loss)
-        _loss_limits(axes, seen, must_show if unigram_loss is not None else seen)
+        if seen:
+            # The first training steps may leave the picture at its top, and a reference may be
+            # below all losses.
+            shown = must_show if unigram_loss is not None else seen
+            low, top = min(*seen, *shown), max(shown)
+            axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
         if unigram_loss is not None:
-            _reference(axes, unigram_loss, f"unigram model {unigram_loss:.2f}")
+            axes.axhline(unigram_loss, color=MUTED, ls=(0, (4, 3)), lw=1)
+            how = {"ha": "right", "va": "bottom", "color": MUTED, "fontsize": 8}
+            how |= {"xytext": (-2, 2), "textcoords": "offset points"}
+            place = {"xy": (1, unigram_loss), "xycoords": ("axes fraction", "data")}
+            axes.annotate(f"unigram model {unigram_loss:.2f}", **place, **how)
         axes.set_xlabel("training tokens")
         axes.set_ylabel("loss (nats per token)")
         axes.set_xlim(left=0)
@@ -99,28 +107,6 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return (sums[stops] - sums[starts]) / np.maximum(stops - starts, 1)
 
 
-def _loss_limits(axes: Axes, losses: list[float], must_show: list[float]) -> None:
-    if losses:
-        # The first training steps may leave the picture at its top.
-        low, top = min(*losses, *must_show), max(must_show)  # a reference may be below all losses
-        axes.set_ylim(low - 0.06 * (top - low), top + 0.14 * (top - low))
-
-
-def _reference(axes: Axes, value: float, text: str) -> None:
-    axes.axhline(value, color=MUTED, ls=(0, (4, 3)), lw=1)
-    axes.annotate(
-        text,
-        (1, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        color=MUTED,
-        fontsize=8,
-    )
-
-
 @dataclass(frozen=True)
 class View:
     """One heat map of every stream.
@@ -140,10 +126,11 @@ class View:
 
 def views(filters: Filters) -> list[View]:
     """Return the heat maps that show `filters`, the first always of taps by lag."""
-    taps = own_taps(filters)
+    taps, axes = own_taps(filters), filters.kind.filter_axes
+    title = "filter taps, mean over channels" if "D" in axes else "filter taps"
+    title = "taps for the head's own input" if filters.kind.mixes_heads else title
     # Lag 0 is near 1 in a model that started at the identity and would hide all others.
-    first = _view(_title(filters.kind), taps, LAGS, [t[..., 1:] for t in taps.values()])
-    shown, axes = [first], filters.kind.filter_axes
+    shown = [_view(title, taps, LAGS, [t[..., 1:] for t in taps.values()])]
     if "D" in axes:
         channels = 1 + axes.index("D")
         spread = {stream: taps.std(axis=channels) for stream, taps in filters.streams.items()}
@@ -155,12 +142,6 @@ def views(filters: Filters) -> list[View]:
         others = [values[:, ~np.eye(values.shape[1], dtype=bool)] for values in norms.values()]
         shown.append(_view("norm over all lags, for each head read from", norms, HEADS, others))
     return shown
-
-
-def _title(kind: kinds.Kind) -> str:
-    if kind.mixes_heads:
-        return "taps for the head's own input"
-    return "filter taps, mean over channels" if "D" in kind.filter_axes else "filter taps"
 
 
 def _view(

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from cat_lm.config import RunConfig, changed_values
+from cat_lm.config import changed_values
 from eval.common.filters import own_taps
 from eval.common.html import render
 from eval.common.runs import Run, curves, unigram_loss
@@ -63,16 +63,8 @@ def page(
 
 def table2_page(runs: Sequence[Run]) -> str:
     """Make a page of the paper's Table 2 only."""
-    return render(
-        TEMPLATES / "table2.html",
-        title="Table 2",
-        generator=GENERATOR,
-        colour=run_colour,
-        table2=_table2(runs),
-    )
-
-
-# Words, numbers and drawings
+    about = {"title": "Table 2", "generator": GENERATOR, "colour": run_colour}
+    return render(TEMPLATES / "table2.html", table2=_table2(runs), **about)
 
 
 def _drawn(
@@ -97,51 +89,60 @@ def _number(value: float | None) -> str:
     return f"{value:,.{places}f}"
 
 
-def _folder(run: Run) -> str:
-    return shlex.quote(str(run.folder))
+def _command(module: str, run: Run, more: str = "") -> str:
+    folder = shlex.quote(str(run.folder))
+    return f"python -m {module} {folder}{more.replace('RUN', folder)}"
 
 
-def _labels_by(runs: Sequence[Run], value_of: Callable[[Run], Any]) -> dict[Any, list[str]]:
+def _grouped(
+    runs: Sequence[Run], value_of: Callable[[Run], Any], show: Callable[[Any], str]
+) -> list[str]:
+    """Return each value with the labels of the runs that have it."""
     labels: dict[Any, list[str]] = {}
     for run in runs:
         labels.setdefault(value_of(run), []).append(run.label)
-    return labels
+    return [f"{show(value)} ({', '.join(names)})" for value, names in labels.items()]
 
 
 def unlike(runs: Sequence[Run]) -> list[str]:
     """Return why the runs' losses do not measure their models; empty where they do."""
+    data = {run.data for run in runs}
+    sure = "Not" if len(data - {None}) > 1 else "Not known to be"
+    by_length = sorted(runs, key=lambda run: run.config.data.context_length)
+    checks = [
+        (
+            f"{sure} trained on the same data, by fingerprint",
+            _grouped(runs, lambda run: run.data, lambda key: key[:16] if key else "unknown"),
+        ),
+        (
+            "Not trained at one context length",
+            _grouped(by_length, lambda run: run.config.data.context_length, "{:,} tokens".format),
+        ),
+        (
+            "Perhaps not scored on as much held-out text",
+            _grouped(runs, _most_scored, lambda n: f"{n:,} tokens" if n else "no limit"),
+        ),
+        (
+            "Documents of a window are not read alike",
+            _grouped(
+                runs,
+                lambda run: run.config.data.mask_documents,
+                lambda is_masked: "apart" if is_masked else "joined",
+            ),
+        ),
+    ]
+    is_unknown = None in data and len(runs) > 1
+    return [
+        f"{reason}: {'; '.join(values)}."
+        for number, (reason, values) in enumerate(checks)
+        if len(values) > 1 or (number == 0 and is_unknown)
+    ]
 
-    def grouped(labels: dict[Any, list[str]], show: Callable[[Any], str]) -> str:
-        return "; ".join(f"{show(key)} ({', '.join(names)})" for key, names in labels.items())
 
-    data = _labels_by(runs, lambda run: run.data)
-    lengths = _labels_by(runs, lambda run: run.config.data.context_length)
-    scored = _labels_by(runs, lambda run: _scored(run.config))
-    masked = _labels_by(runs, lambda run: run.config.data.mask_documents)
-    reasons = []
-    if len(data) > 1 or (None in data and len(runs) > 1):
-        sure = "Not" if len(data.keys() - {None}) > 1 else "Not known to be"
-        named = grouped(data, lambda key: key[:16] if key else "unknown")
-        reasons.append(f"{sure} trained on the same data, by fingerprint: {named}.")
-    if len(lengths) > 1:
-        named = grouped(dict(sorted(lengths.items())), "{:,} tokens".format)
-        reasons.append(f"Not trained at one context length: {named}.")
-    if len(scored) > 1:
-        named = grouped(scored, lambda n: f"{n:,} tokens" if n else "no limit")
-        reasons.append(f"Perhaps not scored on as much held-out text: {named}.")
-    if len(masked) > 1:
-        named = grouped(masked, lambda key: "apart" if key else "joined")
-        reasons.append(f"Documents of a window are not read alike: {named}.")
-    return reasons
-
-
-def _scored(config: RunConfig) -> int | None:
+def _most_scored(run: Run) -> int | None:
     """Return the most tokens of held-out text that are scored, in whole windows; None for all."""
-    asked, length = config.validation.max_tokens, config.data.context_length
+    asked, length = run.config.validation.max_tokens, run.config.data.context_length
     return None if asked is None else max(1, asked // length) * length
-
-
-# Training
 
 
 def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
@@ -197,16 +198,14 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
             cells.append({"text": absent if value is None else show(value), "best": best})
         model = run.config.architecture.summary(run.config.model).words
         lines.append({"label": run.label, "model": model, "cells": cells})
-    reference = unigram_loss(runs)
+    shown, reference = None, unigram_loss(runs)
     if reference is not None:
         shown = [f"{reference:.4f}", _number(math.exp(reference)), *[""] * (len(columns) - 2)]
-    missing = [
-        f"python -m cat_lm.export {_folder(r)} {_folder(r)}/model" for r in runs if not r.export
-    ]
+    missing = [_command("cat_lm.export", run, " RUN/model") for run in runs if not run.export]
     return {
         "columns": [head for _, head, _, _ in columns],
         "lines": lines,
-        "reference": None if reference is None else shown,
+        "reference": shown,
         "notes": _notes(runs),
         "todos": [("Not exported yet, so without evaluation and filters", missing)],
     }
@@ -235,28 +234,26 @@ def _learning(runs: Sequence[Run]) -> dict[str, Any]:
     return _drawn(lambda size: loss_figure(curves(runs), reference, size), "loss", caption)
 
 
-# Measurements after training
-
-
 def _table2(runs: Sequence[Run]) -> dict[str, Any]:
     ours = table2.own_rows(runs)
-    commands = {r.label: f"python -m eval.zero_shot {_folder(r)} --tasks table2" for r in runs}
-    outdated = [run.label for run in runs if "zero_shot" in run.outdated]
+    is_whole = ours[list(table2.COLUMNS[:-1])].notna().all(axis=1)
+    outdated = [run for run in runs if "zero_shot" in run.outdated]
     missing = [
-        row.model
-        for row in ours
-        if any(row.values[column] is None for column in table2.COLUMNS[:-1])
-        and row.model not in outdated
+        r for r, whole in zip(runs, is_whole, strict=True) if not whole and r not in outdated
     ]
-    measured = any(value is not None for row in ours for value in row.values.values())
+    is_measured = ours[list(table2.COLUMNS)].notna().any(axis=None)
+
+    def commands(runs: Sequence[Run]) -> list[str]:
+        return [_command("eval.zero_shot", run, " --tasks table2") for run in runs]
+
     return {
         "heads": list(table2.HEADS.values()),
-        "groups": table2.groups(ours, table2.paper_rows()) if measured else [],
+        "groups": table2.groups(ours, table2.paper_rows()) if is_measured else [],
         "note": table2.NOTE,
-        "warnings": table2.warnings(ours),
+        "warnings": table2.warnings(runs),
         "todos": [
-            (OUTDATED, [commands[label] for label in outdated]),
-            ("Not measured, or not all of it", [commands[label] for label in missing]),
+            (OUTDATED, commands(outdated)),
+            ("Not measured, or not all of it", commands(missing)),
         ],
     }
 
@@ -282,9 +279,7 @@ def _lengths(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[str, A
 
 
 def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    def draw(size: tuple[float, float]) -> Figure:
-        return length_figure(rows, size, order=[run.label for run in runs])
-
+    labels = [run.label for run in runs]
     row = rows[0]
     sweep = next(run.sweep for run in runs if run.sweep)
     caption = (
@@ -295,7 +290,8 @@ def _length_figures(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list
         caption += f"Bars: one standard error over {row['groups']:,} {row['group_kind']}."
     else:
         caption += f"Too few {row['group_kind']} ({row['groups']}) for error bars."
-    figures = [_drawn(draw, "lengths", caption, _length_warning(rows))]
+    warning = _length_warning(rows)
+    figures = [_drawn(lambda size: length_figure(rows, size, labels), "lengths", caption, warning)]
     # One line a run: the methods would hide each other.
     plain = [row for row in rows if row["method"] == "none" and row["positions"]]
     if plain:
@@ -332,10 +328,10 @@ def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
 def _sweep_command(run: Run) -> str:
     trained = run.config.data.context_length
     lengths = ",".join(str(max(1, int(trained * factor))) for factor in (0.5, 1, 2, 4, 8))
-    data = shlex.quote(run.config.data.folders[0])
+    folder, data = (shlex.quote(str(x)) for x in (run.folder, run.config.data.folders[0]))
     return (
-        f"python -m eval.length_sweep {_folder(run)} --data {data} --lengths {lengths} "
-        f"--methods all --out {_folder(run)}/eval"
+        f"python -m eval.length_sweep {folder} --data {data} --lengths {lengths} --methods all "
+        f"--out {folder}/eval"
     )
 
 
@@ -346,18 +342,17 @@ def _length_lines(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> list[d
     for index, run in enumerate(runs):
         methods = list(dict.fromkeys(r["method"] for r in rows if r["label"] == run.label))
         for method in methods:
-            plain, cells = method == "none", []
-            for length in lengths:
-                row = found.get((run.label, method, length))
-                bits = _number(row["bits_per_byte"]) if row and plain else ""
-                cells.append(
-                    {"perplexity": _number(row["perplexity"]) if row else "", "bits": bits}
-                )
-            name = run.label if plain else method
-            more = method != methods[-1]
-            lines.append(
-                {"index": index, "plain": plain, "name": name, "more": more, "cells": cells}
-            )
+            plain = method == "none"
+            of_length = [found.get((run.label, method, length)) for length in lengths]
+            cells = [
+                {
+                    "perplexity": _number(row["perplexity"]) if row else "",
+                    "bits": _number(row["bits_per_byte"]) if row and plain else "",
+                }
+                for row in of_length
+            ]
+            line = {"index": index, "plain": plain, "name": run.label if plain else method}
+            lines.append(line | {"more": method != methods[-1], "cells": cells})
     return lines
 
 
@@ -388,7 +383,7 @@ def _filters(run: Run) -> dict[str, Any]:
 def _samples(runs: Sequence[Run]) -> dict[str, Any] | None:
     """Gather what the models wrote after held-out beginnings; None where there is nothing."""
     shown = [(index, run) for index, run in enumerate(runs) if run.samples]
-    outdated = [f"python -m eval.samples {_folder(r)}" for r in runs if "samples" in r.outdated]
+    outdated = [_command("eval.samples", run) for run in runs if "samples" in run.outdated]
     if not shown and not outdated:
         return None
     documents: dict[str, dict[str, Any]] = {}
@@ -404,9 +399,6 @@ def _samples(runs: Sequence[Run]) -> dict[str, Any] | None:
         "documents": list(documents.values()),
         "todos": [(OUTDATED, outdated)],
     }
-
-
-# Configuration and origin
 
 
 def _configuration(runs: Sequence[Run]) -> dict[str, Any]:
@@ -431,9 +423,10 @@ def _lookup(values: dict[str, Any], dotted: str) -> Any:
 def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
     commands = []
     for run in runs:
-        commands.append(f"python train.py {_folder(run)}/config.yaml train.output_dir=NEW")
+        folder = shlex.quote(str(run.folder))
+        commands.append(f"python train.py {folder}/config.yaml train.output_dir=NEW")
         if run.export:
-            commands.append(f"python -m cat_lm.export {_folder(run)} {_folder(run)}/model")
+            commands.append(_command("cat_lm.export", run, " RUN/model"))
     evaluations = [run.sweep.get("command") for run in runs]
     commands += dict.fromkeys([*filter(None, evaluations), made["command"]])
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
@@ -442,17 +435,16 @@ def _origin(runs: Sequence[Run], made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_facts(runs: Sequence[Run]) -> dict[str, str]:
-    facts = {}
+    facts: dict[str, str] = {}
     for name, manifest in {n: m for run in runs for n, m in run.manifests.items()}.items():
         train = manifest["splits"]["train"]
         facts[f"data {name}"] = (
             f"{train['documents']:,} documents, {train['tokens']:,} training tokens, "
             f"fingerprint {manifest['fingerprint'][:16]}"
         )
-
-    def known(run: Run) -> str:
+    elsewhere: dict[str, list[str]] = {}
+    for run in (run for run in runs if not run.manifests):
         place = " and ".join(run.config.data.folders)
-        return f"fingerprint {run.data[:16]}; not found in {place}" if run.data else "unknown"
-
-    elsewhere = _labels_by([run for run in runs if not run.manifests], known)
+        text = f"fingerprint {run.data[:16]}; not found in {place}" if run.data else "unknown"
+        elsewhere.setdefault(text, []).append(run.label)
     return facts | {f"data of {', '.join(names)}": text for text, names in elsewhere.items()}

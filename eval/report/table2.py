@@ -8,17 +8,16 @@ single value marks nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from cat_lm.core.readers import read_object
 from eval.common.text_table import markdown_table
 from eval.zero_shot.tasks import table2
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from eval.common.runs import Run
 
 PAPER = Path(__file__).with_name("paper_table2.json")
@@ -38,7 +37,8 @@ HEADS = {
     AVERAGE: ("average", "of 7 acc\u00a0↑"),
 }
 OURS, THEIRS = "this report", "paper"
-# What rows must share to be compared: attribute, number of values from which a warning is due, the
+ABOUT = ("model", "source", "limit", "context", "dtype")
+# What rows must share to be compared: column, number of values from which a warning is due, the
 # warning, and how it shows a value.
 ALIKE = (
     ("limit", 1, "Not whole tasks, by --limit: only {} of each.", "the first {:,} rows"),
@@ -53,127 +53,79 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model.
-
-    Attributes:
-        source: OURS or THEIRS.
-        values: column -> value; None where there is none.
-        errors: column -> standard error, where it is known.
-        limit: rows of each task that were used, where not all of them.
-        context, dtype: the longest text that is read at once, in tokens, and the arithmetic's
-            dtype, where known.
-        tasks: task -> digests of its rows and definition.
-        copied: a row that the paper took from elsewhere.
-    """
-
-    model: str
-    source: str
-    values: dict[str, float | None]
-    errors: dict[str, float | None] = field(default_factory=dict)
-    limit: int | None = None
-    context: int | None = None
-    dtype: str | None = None
-    tasks: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    copied: bool = False
-
-
-def own_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for every run; its values are None where eval.zero_shot was not run."""
-    digests = ("rows_sha256", "definition_sha256")
+def own_rows(runs: Sequence[Run]) -> pd.DataFrame:
+    """Return a row for every run, with all digits; absent where eval.zero_shot was not run."""
     rows = []
     for run in runs:
-        tasks = run.zero_shot.get("tasks", {})
-        errors = {
-            column: tasks.get(task, {}).get("stderr", {}).get(metric)
-            for column, (task, metric) in table2.COLUMNS.items()
-        }
+        tasks, model = run.zero_shot.get("tasks", {}), run.zero_shot.get("model", {})
         average = table2.average(tasks)
-        model = run.zero_shot.get("model", {})
-        rows.append(
-            Row(
-                run.label,
-                OURS,
-                table2.columns(tasks) | {AVERAGE: average["value"]},
-                errors | {AVERAGE: average["stderr"]},
-                limit=run.zero_shot.get("settings", {}).get("limit"),
-                context=model.get("max_length"),
-                dtype=model.get("dtype"),
-                tasks={
-                    task: tuple(v["key"][name] for name in digests) for task, v in tasks.items()
-                },
-            )
-        )
-    return rows
+        limit = run.zero_shot.get("settings", {}).get("limit")
+        about = (run.label, OURS, limit, model.get("max_length"), model.get("dtype"))
+        values = table2.columns(tasks) | {AVERAGE: average["value"]}
+        errors = table2.columns(tasks, "stderr") | {AVERAGE: average["stderr"]}
+        errors = {f"{column}_stderr": error for column, error in errors.items()}
+        rows.append(dict(zip(ABOUT, about, strict=True)) | values | errors)
+    return _frame(rows)
 
 
-def paper_rows() -> list[Row]:
-    """Return the rows as printed."""
+def paper_rows() -> pd.DataFrame:
+    """Return the rows as printed; the model's name has a star where the paper copied it."""
     rows = []
     for row in read_object(PAPER)["rows"]:
-        values = {column: row.get(column) for column in COLUMNS}
-        rows.append(Row(row["model"], THEIRS, values, copied=not row["trained_by_the_paper"]))
-    return rows
+        name = row["model"] if row["trained_by_the_paper"] else f"{row['model']}*"
+        rows.append({column: row.get(column) for column in COLUMNS})
+        rows[-1] |= {"model": name, "source": THEIRS}
+    return _frame(rows)
 
 
-def marks(rows: Sequence[Row]) -> dict[tuple[int, str], str]:
-    """Map (row, column) to "best" or "second"; equal values share a mark."""
-    found = {}
+def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    columns = [*ABOUT, *COLUMNS, *(f"{column}_stderr" for column in COLUMNS)]
+    return pd.DataFrame(rows, columns=columns, dtype=object)
+
+
+def marks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return "best", "second" or "" for each value; equal values share a mark."""
+    found = pd.DataFrame("", index=rows.index, columns=COLUMNS)
     for column in COLUMNS:
-        known = {
-            n: row.values[column] for n, row in enumerate(rows) if row.values[column] is not None
-        }
-        values = sorted(set(known.values()))
-        if not column.endswith("_ppl"):
-            values.reverse()
-        if len(known) < 2:
-            continue
-        for index, value in known.items():
-            if value in values[:2]:
-                found[index, column] = ("best", "second")[values.index(value)]
+        values = rows[column].dropna().astype(float)
+        if len(values) > 1:
+            is_lower_better = column.endswith("_ppl")
+            ranks = values.rank(method="dense", ascending=is_lower_better)
+            found.loc[values.index, column] = ranks.map({1: "best", 2: "second"}).fillna("")
     return found
 
 
-def _shown(column: str, value: float | None) -> str:
+def _shown(column: str, value: Any) -> str:
     """Show as many digits as the paper prints; an accuracy as a fraction."""
-    if value is None:
+    if pd.isna(value):
         return "–"
     return f"{value:,.3f}" if value < 1000 or not column.endswith("_ppl") else f"{value:,.0f}"
 
 
-def groups(ours: Sequence[Row], theirs: Sequence[Row]) -> list[dict[str, Any]]:
+def groups(ours: pd.DataFrame, theirs: pd.DataFrame) -> list[dict[str, Any]]:
     """Return what a table shows: the runs, and below them the paper's rows."""
-    return [
-        {"title": title, "ours": rows is ours, "rows": _shown_rows(rows)}
-        for title, rows in (
-            ("Runs of this report", ours),
-            ("Printed in the paper, not measured here", theirs),
-        )
-    ]
-
-
-def _shown_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    marked = marks(rows)
-    return [
-        {
-            "name": f"{row.model}*" if row.copied else row.model,
-            "source": row.source,
-            "cells": [
+    found = []
+    for title, rows in (
+        ("Runs of this report", ours),
+        ("Printed in the paper, not measured here", theirs),
+    ):
+        marked, shown = marks(rows), []
+        for index, row in rows.iterrows():
+            errors = {column: row[f"{column}_stderr"] for column in COLUMNS}
+            cells = [
                 {
-                    "text": _shown(column, row.values[column]),
-                    "error": "" if error is None else _shown(column, error),
-                    "mark": marked.get((index, column), ""),
+                    "text": _shown(column, row[column]),
+                    "error": "" if pd.isna(error) else _shown(column, error),
+                    "mark": marked.loc[index, column],
                 }
-                for column in COLUMNS
-                for error in (row.errors.get(column),)
-            ],
-        }
-        for index, row in enumerate(rows)
-    ]
+                for column, error in errors.items()
+            ]
+            shown.append({"name": row["model"], "source": row["source"], "cells": cells})
+        found.append({"title": title, "ours": rows is ours, "rows": shown})
+    return found
 
 
-def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
+def markdown(ours: pd.DataFrame, theirs: pd.DataFrame, warning: str) -> str:
     """Lay the table out in Markdown, with a word in every row on whose it is."""
     head = ["model", "from", *(" ".join(HEADS[column]) for column in COLUMNS)]
     style = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
@@ -182,41 +134,23 @@ def markdown(ours: Sequence[Row], theirs: Sequence[Row]) -> str:
         for group in groups(ours, theirs)
         for row in group["rows"]
     ]
-    warning = f"**{warnings(ours)}**" if warnings(ours) else ""
-    parts = (markdown_table(head, lines), warning, NOTE)
+    parts = (markdown_table(head, lines), f"**{warning}**" if warning else "", NOTE)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def warnings(rows: Sequence[Row]) -> str:
-    """Return which rows were not measured on whole tasks, or not as the others; empty if none."""
-    said = []
-    for attribute, due, sentence, show in ALIKE:
-        models: dict[Any, list[str]] = {}
-        for row in rows:
-            if value := getattr(row, attribute):
-                models.setdefault(value, []).append(row.model)
+def warnings(runs: Sequence[Run]) -> str:
+    """Return which runs were not measured on whole tasks, or not as the others; empty if none."""
+    said, rows = [], own_rows(runs)
+    for column, due, sentence, show in ALIKE:
+        models = rows.dropna(subset=[column]).groupby(column)["model"].agg(", ".join)
         if len(models) >= due:
-            parts = [
-                f"{show.format(v)} ({', '.join(names)})" for v, names in sorted(models.items())
-            ]
+            parts = [f"{show.format(value)} ({names})" for value, names in models.items()]
             said.append(sentence.format("; ".join(parts)))
     asked: dict[str, set[tuple[str, ...]]] = {}
-    for task, digests in (item for row in rows for item in row.tasks.items()):
-        asked.setdefault(task, set()).add(digests)
+    for run in runs:
+        for task, values in run.zero_shot.get("tasks", {}).items():
+            digests = (values["key"]["rows_sha256"], values["key"]["definition_sha256"])
+            asked.setdefault(task, set()).add(digests)
     if unlike := sorted(task for task, found in asked.items() if len(found) > 1):
         said.append(f"Not of the same rows, or by another definition: {', '.join(unlike)}.")
     return " ".join(said)
-
-
-def frame(ours: Sequence[Row], theirs: Sequence[Row]) -> pd.DataFrame:
-    """Return the table with all digits; `source` says whose a row is."""
-    import pandas as pd
-
-    about = ("model", "source", "limit", "context", "dtype")
-    rows = [
-        {name: getattr(row, name) for name in about}
-        | {column: row.values[column] for column in COLUMNS}
-        | {f"{column}_stderr": row.errors.get(column) for column in COLUMNS}
-        for row in (*ours, *theirs)
-    ]
-    return pd.DataFrame(rows, dtype=object)

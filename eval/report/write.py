@@ -36,8 +36,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
         if labels.count(label) > 1:
             raise UserError(f"run {label}: two runs have this name; rename one folder")
     out = Path(out)
-    rows = sweep_rows(runs)
-    made = provenance()
+    rows, made = sweep_rows(runs), provenance()
     stems = ["loss", "perplexity_by_length", *(f"filters_{label}" for label in labels)]
     names = ["index.html", "summary.csv", *named("table2", ".md", ".html", ".csv")]
     names += [name for stem in stems for name in named(stem, *PICTURES)]
@@ -49,9 +48,9 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
         if run.filters:
             save_figure(filters_figure(run.filters), out / f"filters_{run.label}")
     tables = table2.own_rows(runs), table2.paper_rows()
-    write_text(out / "table2.md", table2.markdown(*tables))
+    write_text(out / "table2.md", table2.markdown(*tables, table2.warnings(runs)))
     write_text(out / "table2.html", table2_page(runs))
-    write_text(out / "table2.csv", table2.frame(*tables).to_csv(index=False))
+    write_text(out / "table2.csv", pd.concat(tables).to_csv(index=False))
     summary = [final_numbers(run) for run in runs]
     write_json(out / "summary.json", {"runs": summary, "length_sweep": rows, **made})
     # Of another architecture some columns are others.
@@ -64,7 +63,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
 
 def final_numbers(run: Run) -> dict[str, Any]:
     """Return one row of the table: what the run was and where it ended."""
-    from eval.report import table2
+    from eval.zero_shot.tasks.table2 import average
 
     final = {} if run.diverged else run.final
     return {
@@ -76,9 +75,7 @@ def final_numbers(run: Run) -> dict[str, Any]:
         "steps": run.steps,
         "skipped_steps": run.skipped,
         "diverged": run.diverged,
-        "val_loss": final.get("val_loss"),
-        "val_perplexity": final.get("val_perplexity"),
-        "val_bits_per_byte": final.get("val_bits_per_byte"),
+        **{name: final.get(name) for name in ("val_loss", "val_perplexity", "val_bits_per_byte")},
         "tokens_per_second": run.tokens_per_second,
-        "zero_shot_average": table2.own_rows([run])[0].values[table2.AVERAGE],
+        "zero_shot_average": average(run.zero_shot.get("tasks", {}))["value"],
     }

@@ -12,25 +12,22 @@ from eval.common.options import Option
 from eval.common.precision import Dtype
 
 
+def _folder(what: str) -> Option:
+    return Option(what, kind=path, metavar="DIR")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Say how tasks are evaluated, whatever the model; each field is an option of the command."""
 
-    data_dir: Annotated[
-        Path | None, Option("rows from DIR/TASK.jsonl, no network", metavar="DIR", kind=path)
-    ] = None
-    include_path: Annotated[
-        Path | None, Option("custom tasks, as YAML of the harness", metavar="DIR", kind=path)
-    ] = None
-    limit: Annotated[
-        int | None, Option("the first N rows of every task", numbers.ROWS, metavar="N")
-    ] = None
+    data_dir: Annotated[Path | None, _folder("rows from DIR/TASK.jsonl, no network")] = None
+    include_path: Annotated[Path | None, _folder("custom tasks, as YAML of the harness")] = None
+    limit: Annotated[int | None, Option("the first N rows of every task", numbers.ROWS)] = None
     batch_size: Annotated[
-        int | None, Option("rows, or auto (default)", numbers.BATCH, word="auto", metavar="N")
+        int | None, Option("rows, or auto (default)", numbers.BATCH, word="auto")
     ] = None
     max_length: Annotated[
-        int | None,
-        Option("context; default: config.json", numbers.CONTEXT.at_least(2), metavar="T"),
+        int | None, Option("context; default: config.json", numbers.CONTEXT.at_least(2))
     ] = None
     dtype: Annotated[
         Dtype,
@@ -43,6 +40,5 @@ class Settings:
         Option(
             "for standard errors of perplexities; 0: no standard errors at all",
             numbers.BOOTSTRAP_ITERATIONS,
-            metavar="N",
         ),
     ] = 1000

@@ -12,6 +12,7 @@ from cat_lm.pretrained import loading
 from cat_lm.pretrained.loading import load_tokenizer
 from cat_lm.pretrained.record import read_record
 from eval.common import precision
+from eval.common.provenance import provenance
 from eval.length_sweep import perplexity
 from eval.length_sweep import sweep as length_sweep
 from tests.finished_runs import tiny_model
@@ -89,3 +90,13 @@ def test_bf16_is_within_its_bound_and_sums_in_fp32(models, tmp_path, monkeypatch
     rounded = found["nlls"].bfloat16().float()
     assert (rounded != found["nlls"]).float().mean() > 0.9
     assert losses["bfloat16"] == pytest.approx(float(found["nlls"].double().mean()), rel=1e-12)
+
+
+def test_record_tells_that_fp32_products_were_tf32(monkeypatch):
+    """Images set it by a variable of their own; numbers in fp32 are then others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    for set_to, ends in (("highest", "2 x H100"), ("high", "H100, fp32 products in TF32")):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda given=set_to: given)
+        assert provenance()["machine"].endswith(ends)

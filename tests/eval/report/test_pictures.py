@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
 from eval.common.filters import Filters, own_taps, read_filters
-from eval.common.runs import read_run
-from eval.report.figures import filters_figure, views
-from tests.eval.report.results import report
+from eval.common.style import NARROW, run_colour
+from eval.length_sweep.figures import length_figure
+from eval.report.figures import filters_figure, loss_figure, views
 
 
 class TestFilters:
@@ -57,19 +55,14 @@ class TestFilters:
         assert mean.values["k"][0, 0].tolist() == pytest.approx([1.0, 0.3])
         assert spread.values["k"][0, 0].tolist() == pytest.approx([0.0, 0.1])
 
-    def test_window_of_one_and_every_width_can_be_drawn(self):
-        for conv_type, shape in (("head", (2, 3, 1)), ("multihead", (2, 1, 3, 3))):
-            filters = Filters(conv_type, {"q": np.ones(shape, dtype=np.float32)})
-            assert own_taps(filters)["q"].shape == (2, 3, 1)
-            for size in ((7.4, 3.7), (3.8, 3.3)):
-                filters_figure(filters, size).canvas.draw()
+    def test_window_of_one_can_be_drawn_narrow(self):
+        filters = Filters("multihead", {"q": np.ones((2, 1, 3, 3), dtype=np.float32)})
+        assert own_taps(filters)["q"].shape == (2, 3, 1)
+        filters_figure(filters, NARROW).canvas.draw()
 
 
 class TestLengths:
     def test_methods_differ_by_line_and_runs_by_colour(self):
-        from eval.common.style import run_colour
-        from eval.length_sweep.figures import length_figure
-
         rows = [
             {
                 **{"label": label, "method": method, "length": length, "perplexity": 20.0},
@@ -89,22 +82,15 @@ class TestLengths:
         assert len(set(styles[:3])) == 3
         assert [line.get_color() for line in lines] == [run_colour(1)] * 3 + [run_colour(2)] * 2
 
-    def test_command_for_a_missing_sweep_is_complete(self, run, tmp_path, monkeypatch, capsys):
 
-        assert report(monkeypatch, capsys, run, "--out", tmp_path / "out")[0] == 0
-        page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
-        data = read_run(run).config.data.path
-        assert re.search(
-            rf"python -m eval.length_sweep {run} --data {data} --lengths 16,32,64,128,256 "
-            rf"--methods all --out {run}/eval",
-            page,
-        )
+def test_loss_picture_shows_every_validation_and_the_reference():
+    def limits(validation: list[float], unigram: float | None) -> tuple[float, float]:
+        steps = [(step, 9.0 - step / 50) for step in range(200)]
+        runs = {"run": {"train": steps, "validation": list(enumerate(validation))}}
+        return loss_figure(runs, unigram).axes[0].get_ylim()
 
-    def test_a_table_of_somebody_else_s_is_not_replaced(self, run, tmp_path, monkeypatch, capsys):
-        out = tmp_path / "out"
-        out.mkdir()
-        (out / "table2.md").write_text("mine")
-        code, said = report(monkeypatch, capsys, run, "--out", out)
-        assert code == 2 and f"--out {out}: table2.md is not of an earlier run" in said
-        assert [path.name for path in out.iterdir()] == ["table2.md"]
-        assert (out / "table2.md").read_text() == "mine"
+    assert limits([6.0, 5.5], 7.0)[1] < 8.5, "the first steps are cut off"
+    assert limits([8.2, 8.0], 7.0)[1] > 8.2, "a run that fails to learn is not"
+    assert limits([6.0], 7.0)[0] < 5.2
+    assert limits([6.0], None)[1] > 9.0
+    assert limits([8.0], 4.0)[0] < 4.0, "words outside of the picture leave its axes no room"

@@ -40,20 +40,21 @@ class TestTable2:
         run = finished_run(tmp_path / "gla", tiny_corpus, model, architecture="gla", **shape)
         write_json(run / "zero_shot/zero_shot.json", zero_shot(run))
         ours = table2.own_rows([read_run(run)])
-        lines = table2.markdown(ours, table2.paper_rows()).splitlines()
+        lines = table2.markdown(ours, table2.paper_rows(), "").splitlines()
         assert lines[2].startswith("| gla | this report | 30.000 |")
         assert any(line.startswith("| GLA (Yang et al., 2023)* | paper |") for line in lines)
 
     def test_marks_are_the_paper_s(self):
-        rows = table2.paper_rows()
+        rows = table2.paper_rows().set_index("model")
         marked = table2.marks(rows)
         for column, model in SECOND.items():
-            second = [rows[i].model for (i, c), m in marked.items() if (c, m) == (column, "second")]
-            assert second == [model], column
-            (best,) = [i for (i, c), mark in marked.items() if (c, mark) == (column, "best")]
-            values = [row.values[column] for row in rows if row.values[column] is not None]
+            assert [name.rstrip("*") for name in marked.index[marked[column] == "second"]] == [
+                model
+            ]
+            (best,) = marked.index[marked[column] == "best"]
+            values = rows[column].dropna()
             pick = min if column.endswith("_ppl") else max
-            assert rows[best].values[column] == pick(values)
+            assert rows.loc[best, column] == pick(values)
 
     def test_runs_and_paper_are_marked_apart_and_told_apart(
         self, runs, tmp_path, monkeypatch, capsys
@@ -97,36 +98,25 @@ class TestTable2:
         assert line.count("–") == 2, "PIQA and the average"
         assert "**" not in line, "one run is neither best nor second"
 
-    def test_runs_that_were_not_measured_alike_are_said(self, runs, tmp_path, monkeypatch, capsys):
+    def test_runs_that_were_not_measured_alike_are_said(self, runs, tmp_path):
         folders = [shutil.copytree(runs[name], tmp_path / name) for name in ("cat", "pythia")]
 
-        def warned(**second: object) -> str:
+        def warned(rows: str = "a", **second: object) -> str:
             for folder, changes in zip(folders, ({}, second), strict=True):
                 result = zero_shot(folder)
                 result["model"] |= changes
-                rows = result["model"].pop("rows", "a")
-                result["tasks"]["piqa"]["key"] = KEY | {"rows_sha256": rows}
+                digest = rows if folder is folders[1] else "a"
+                result["tasks"]["piqa"]["key"] = KEY | {"rows_sha256": digest}
                 write_json(folder / "zero_shot/zero_shot.json", result)
-            out = tmp_path / "out"
-            assert report(monkeypatch, capsys, *folders, "--out", out)[0] == 0
-            with open(out / "table2.csv", encoding="utf-8") as file:
-                row = list(csv.DictReader(file))[1]
+            found = [read_run(folder) for folder in folders]
+            row = table2.own_rows(found).loc[1]
             expected = {"max_length": 1024, "dtype": "float32"} | second
-            assert (row["context"], row["dtype"]) == (
-                str(expected["max_length"]),
-                expected["dtype"],
-            )
-            text = (out / "table2.md").read_text(encoding="utf-8")
-            lines = [line[2:-2] for line in text.splitlines() if line.startswith("**")]
-            page = (out / "index.html").read_text(encoding="utf-8")
-            assert all(line in page for line in lines)
-            return " ".join(lines)
+            assert (row["context"], row["dtype"]) == tuple(expected.values())
+            return table2.warnings(found)
 
         assert warned() == ""
         length = "Not at one length, by --max-length: 512 tokens (pythia); 1,024 tokens (cat)."
         assert warned(max_length=512) == length
-        assert (
-            warned(dtype="bfloat16")
-            == "Not in one arithmetic, by --dtype: bfloat16 (pythia); float32 (cat)."
-        )
+        arithmetic = "Not in one arithmetic, by --dtype: bfloat16 (pythia); float32 (cat)."
+        assert warned(dtype="bfloat16") == arithmetic
         assert warned(rows="b") == "Not of the same rows, or by another definition: piqa."

@@ -1,11 +1,10 @@
-"""Evaluations write over what an earlier run of theirs wrote, and over nothing else."""
+"""Commands write over what an earlier run of theirs wrote, and over nothing else."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import torch
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.outputs import PICTURES, claim_file, claim_outputs, named, write_result
@@ -63,16 +62,6 @@ def test_a_damaged_listing_or_another_version_s_lists_nothing(tmp_path):
         listing.write_text(json.dumps(whole | wrong))
         with pytest.raises(UserError, match=r"sweep\.json is not of an earlier run"):
             claim_outputs(tmp_path, "sweep.json")
-
-
-def test_a_record_tells_that_fp32_products_were_tf32(monkeypatch):
-    """Images set it by a variable of their own; numbers in fp32 are then others."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
-    for precision, ends in (("highest", "2 x H100"), ("high", "H100, fp32 products in TF32")):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda given=precision: given)
-        assert provenance()["machine"].endswith(ends)
 
 
 def test_result_replaces_its_own_file_and_no_other(tmp_path):
