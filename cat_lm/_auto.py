@@ -5,8 +5,8 @@ in circles. So the Auto classes' entry points are wrapped: their first call regi
 puts the original methods back. Modules that are not loaded yet, those of the Auto classes and
 peft's of target modules, are awaited by a finder on `sys.meta_path`.
 
-torch calls `install` at the end of its own import, by `launch/cat_lm_entry.py`. Programs that know
-nothing of cat_lm, such as lm_eval, then open the models too.
+`import cat_lm` calls `install`. Programs that know nothing of cat_lm open an export by the file
+beside its weights (`cat_lm.pretrained.standalone`).
 """
 
 from __future__ import annotations
@@ -130,24 +130,5 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder)
     for name, look in _AWAITED.items():
         module = sys.modules.get(name)
-        if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            # torch, and so this function, is often imported by the first of them.
-            _look_after_execution(module, look)
-        elif module is not None:
+        if module is not None:
             look(module)
-
-
-def _look_after_execution(module: ModuleType, look: Callable[[ModuleType], None]) -> None:
-    """Look at a module that is being executed on its first use afterwards."""
-    original = type(module)
-
-    class Executing(original):
-        def __getattribute__(self, name: str):
-            found = original.__getattribute__(self, name)
-            if name != "__spec__" and not getattr(self.__spec__, "_initializing", False):
-                self.__class__ = original
-                look(self)
-                return original.__getattribute__(self, name)
-            return found
-
-    module.__class__ = Executing

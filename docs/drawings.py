@@ -104,9 +104,7 @@ def cat_block() -> None:
     drawing.box(105, 80, 228, 40, "softmax attention")
     drawing.arrow((219, 80), (219, 54))
     drawing.box(139, 14, 160, 38, "output projection")
-    drawing.text(
-        560, 34, "Filters of 5 taps, 3 heads of 4 channels", "title left"
-    )
+    drawing.text(560, 34, "Filters of 5 taps, 3 heads of 4 channels", "title left")
     rows = (
         ("head", "[H, W]: one filter for each head"),
         ("multihead", "[W, H, H]: one for each pair of heads"),

@@ -90,8 +90,7 @@ def pins() -> dict[str, str]:
 def fingerprint() -> str:
     """Hash every file that decides what is installed."""
     digest = hashlib.sha256()
-    names = ("requirements.txt", "setup.cfg", "setup.py", "pyproject.toml")
-    for name in (*names, "launch/cat_lm_entry.py"):
+    for name in ("requirements.txt", "setup.cfg", "pyproject.toml"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -77,31 +76,6 @@ def test_version_is_a_literal_that_setuptools_can_read():
     text = (REPOSITORY / "cat_lm/core/__init__.py").read_text(encoding="utf-8")
     (value,) = re.findall(r'^__version__ = "(.*)"$', text, re.M)
     Version(value)
-
-
-@pytest.mark.long
-def test_torch_is_imported_where_the_checkout_of_an_editable_install_has_moved(tmp_path):
-    checkout, site = tmp_path / "checkout", tmp_path / "site"
-    names = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-    for name in (*names, "launch/cat_lm_entry.py", "cat_lm/__init__.py"):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, checkout / name)
-    build = "from setuptools import build_meta; build_meta.build_editable('dist')"
-    subprocess.run([sys.executable, "-c", build], cwd=checkout, check=True, capture_output=True)
-    with zipfile.ZipFile(next(checkout.glob("dist/*.whl"))) as wheel:
-        wheel.extractall(site)
-    (site / "cat_lm.py").write_text("raise ImportError('moved')")  # as if the tests' own had gone
-    paths = os.pathsep.join(map(str, [site, *site.glob("*.data/purelib")]))
-    for option in ("-Wdefault", "-Werror"):
-        done = subprocess.run(
-            [sys.executable, option, "-c", "import torch"],
-            cwd=site,
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("know its models (moved)" in done.stderr) == (option == "-Wdefault")
 
 
 # Commands

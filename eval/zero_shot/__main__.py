@@ -8,10 +8,10 @@ local jsonl files without a network; `--prefetch DIR` writes such a folder where
 Several GPUs: `torchrun --nproc-per-node 8 -m eval.zero_shot MODEL ...`, or accelerate's launcher.
 A call that was interrupted is repeated: finished tasks are not computed again.
 
-The harness's own command gives the same numbers, where they are not in float32 with its dtype too:
+The harness's own command gives the same numbers, in half precision with
+`dtype=bfloat16,softmax_dtype=float32`:
 
-    lm_eval --model hf --model_args pretrained=MODEL --tasks piqa
-    lm_eval --model hf --model_args pretrained=MODEL,dtype=bfloat16,softmax_dtype=float32 …
+    lm_eval --model hf --model_args pretrained=MODEL,trust_remote_code=True --tasks piqa
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ assert type(AutoConfig.for_model("cat_neox")).__name__ == "CatConfig"
 ORDERS = {
     "cat_lm first": "import cat_lm",
     "gpt_neox later": "import cat_lm\nfrom transformers import GPTNeoXConfig, GPTNeoXForCausalLM",
-    "by torch alone": "import torch",
-    "by torch, amid configurations": "from transformers import AutoConfig",
+    "transformers first": "from transformers import AutoConfig\nimport cat_lm",
     "reloaded": "import importlib, cat_lm, transformers.models.auto.modeling_auto as auto\n"
     "importlib.reload(auto)\nimportlib.reload(cat_lm)",
 }
@@ -46,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 # Each is an interpreter of its own.
-SHORT = ("by torch, amid configurations",)
+SHORT = ("transformers first",)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def project(tmp_path, monkeypatch) -> Path:
     """A checkout with nothing but what the environment is made from, in a path with a space."""
     root = tmp_path / "a checkout"
     (root / "launch").mkdir(parents=True)
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "requirements.txt"):
+    for name in ("setup.cfg", "pyproject.toml", "requirements.txt"):
         shutil.copy(REPOSITORY / name, root / name)
-    for name in ("environment.sh", "environment.py", "cat_lm_entry.py"):
+    for name in ("environment.sh", "environment.py"):
         shutil.copy(REPOSITORY / "launch" / name, root / "launch" / name)
     venv = root / ".venv"
     for name, value in (

@@ -73,7 +73,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
     environment = os.environ | {
         "HF_HOME": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # A package that torch loads may be cat_lm.
     }
     program = Path(standalone_models.__file__)
     subprocess.run([sys.executable, program, folder], check=True, env=environment)
