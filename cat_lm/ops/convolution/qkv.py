@@ -81,9 +81,8 @@ def head_conv_qkv(
     backend = serving_backend("head", qkv, window, backend)
     positions = packed_positions(qkv, document_ids, cu_seqlens, positions)
     if backend == "triton" and initial_state is None:
-        cast = [None if taps is None else taps.to(qkv.dtype) for taps in filters]
-        bias = None if bias is None else bias.to(qkv.dtype)
-        return triton.head_conv_qkv(qkv, tuple(cast), bias, rotary, positions)
+        cast = [None if x is None else x.to(qkv.dtype) for x in (*filters, bias)]
+        return triton.convolution.conv_qkv(qkv, *cast, *(rotary or (None, None)), positions)
     outputs = _convolved(qkv, filters, bias, positions, initial_state, backend)
     if rotary is None:
         return outputs

@@ -13,7 +13,16 @@ from torch import Tensor
 from cat_lm.ops.convolution.backends import serving_backend
 from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.runtime.operators import is_differentiated
-from cat_lm.ops.runtime.triton_launch import contiguous, on_device_of
+from cat_lm.ops.runtime.triton_launch import (
+    INSTALLED,
+    contiguous,
+    next_power_of_2,
+    on_device_of,
+)
+
+if INSTALLED:
+    from cat_lm.ops.convolution.triton.decode import MOST_LAGS, Step, decode_kernel
+    from cat_lm.ops.convolution.triton.launch import angle_arguments, rotated
 
 
 def can_step(conv_type: str, inputs: Tensor, window: int, backend: str = "auto") -> bool:
@@ -53,36 +62,28 @@ def convolve_step(
     Returns:
         q, k, v, each [B, 1, its heads, D].
     """
-    from cat_lm.ops.convolution.triton.decode import decode_kernel, step_of
-
     batch, _, query_heads, width = inputs[0].shape
     heads = inputs[1].shape[2]
     outputs = tuple(x.new_empty(x.shape) for x in inputs)
     cos, sin = rotary if rotary is not None else (None, None)
-    turned = 0 if cos is None else cos.shape[-1]
     held, room = (next(x for x in kept if x is not None) for kept in (past, following))
-    taps = [None if x is None else x.to(inputs[0].dtype).contiguous() for x in filters]
-    named = {"x_": inputs, "past_": past, "filter_": taps, "bias_": biases}
-    named |= {"": outputs, "next_": following}
-    pointers = {
-        f"{stream}_{kind}ptr": x
-        for kind, tensors in named.items()
-        for stream, x in zip("qkv", tensors, strict=True)
-    }
+    sizes = heads, held.shape[1], room.shape[1], width, inputs[0].stride(2), held.stride(2)
+    lags, columns = min(MOST_LAGS, next_power_of_2(window)), next_power_of_2(width)
+    compiled = Step(window, lags, columns, rotated(cos), KERNEL_NUMBERS[conv_type], silu)
     with on_device_of(inputs[0]):
         decode_kernel[(batch * (query_heads + 2 * heads),)](
-            **pointers,
-            cos_ptr=contiguous(cos),
-            sin_ptr=contiguous(sin),
+            x=tuple(inputs),
+            past=tuple(past),
+            filters=tuple(
+                contiguous(None if f is None else f.to(inputs[0].dtype)) for f in filters
+            ),
+            biases=tuple(biases),
+            outputs=outputs,
+            following=tuple(following),
+            angles=angle_arguments(cos, sin),
             query_heads=query_heads,
-            heads=heads,
-            rows=held.shape[1],
-            next_rows=room.shape[1],
-            width=width,
-            x_step=inputs[0].stride(2),
-            past_step=held.stride(2),
-            cos_stride_b=0 if cos is None or cos.shape[0] == 1 else turned,
-            STEP=step_of(width, window, turned, KERNEL_NUMBERS[conv_type], silu),
+            sizes=sizes,
+            STEP=compiled,
             num_warps=4,
         )
     return outputs

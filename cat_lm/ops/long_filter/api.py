@@ -196,21 +196,21 @@ def _check(x: Tensor, modes: Modes, initial_state: Tensor | None) -> None:
     check_shapes(initial_state=(initial_state, state))
 
 
-@custom_op("cat_lm::long_conv")
-def _forward(
-    x: Tensor,
-    taps: Tensor,
-    read: Tensor,
-    write: Tensor,
-    carry: Tensor,
-    positions: Tensor | None,
-    initial: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+_CHUNK = "Tensor taps, Tensor read, Tensor write, Tensor carry, Tensor? positions"
+
+
+def _kernels(backend: str) -> Any:
+    return chunks_triton if backend == "triton" else chunks
+
+
+@custom_op(
+    "cat_lm::long_conv",
+    f"(Tensor x, {_CHUNK}, Tensor initial, str backend) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute y, the last state and the states before chunks, see chunks.py."""
-    chunk = chunks.Chunk(taps, read, write, carry)
-    kernels = chunks_triton if backend == "triton" else chunks
-    return kernels.forward(x, chunk, positions, initial)
+    *chunk, positions, initial, backend = given
+    return _kernels(backend).forward(x, chunks.Chunk(*chunk), positions, initial)
 
 
 @_forward.register_fake
@@ -221,23 +221,17 @@ def _(x, taps, read, write, carry, positions, initial, backend):
     return x.new_empty(x.shape), initial.new_empty(initial.shape), kept
 
 
-@custom_op("cat_lm::long_conv_backward")
-def _backward(
-    dy: Tensor,
-    dlast: Tensor,
-    x: Tensor,
-    taps: Tensor,
-    read: Tensor,
-    write: Tensor,
-    carry: Tensor,
-    positions: Tensor | None,
-    kept: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "cat_lm::long_conv_backward",
+    f"(Tensor dy, Tensor dlast, Tensor x, {_CHUNK}, Tensor kept, str backend)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(dy: Tensor, dlast: Tensor, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Compute the gradients of x, taps, read, write, carry and the initial state."""
-    chunk = chunks.Chunk(taps, read, write, carry)
-    kernels = chunks_triton if backend == "triton" else chunks
-    dx, found, dinitial = kernels.backward(dy, dlast, x, chunk, positions, kept)
+    *chunk, positions, kept, backend = given
+    dx, found, dinitial = _kernels(backend).backward(
+        dy, dlast, x, chunks.Chunk(*chunk), positions, kept
+    )
     return dx, *found, dinitial
 
 

@@ -20,8 +20,6 @@ from cat_lm.ops.runtime.triton_launch import (
     contiguous,
     next_power_of_2,
     on_device_of,
-    pointers,
-    strides,
     unit_stride,
 )
 
@@ -82,35 +80,33 @@ def _matrices(chunk, head, length, state, SIDES: tl.constexpr):
     return taps, read, write, carry
 
 
+@triton.jit
+def _load_rows(x, row, head, place, inside, column):
+    """The numbers of a head at some places of a row, in fp32."""
+    x_ptr, stride_b, stride_t, stride_h = x
+    at = x_ptr + row * stride_b + place * stride_t + head * stride_h
+    return tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr,
-    taps_ptr,
-    read_ptr,
-    write_ptr,
-    carry_ptr,
-    positions_ptr,
-    initial_ptr,
-    y_ptr,
-    last_ptr,
-    kept_ptr,
-    time,
-    length,
-    heads,
-    state,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    SIDES: tl.constexpr,
+    x, matrices, positions_ptr, initial_ptr, results, time, length, shape, SIDES: tl.constexpr
 ):
-    """Outputs, the last state, and that before every chunk."""
+    """Outputs, the last state, and that before every chunk.
+
+    Args:
+        x: a pointer, and the strides of rows, steps and heads.
+        matrices: pointers of a chunk's.
+        results: of what is to be filled.
+        shape: heads, state, width.
+    """
+    y_ptr, last_ptr, kept_ptr = results
+    heads, state, width = shape
     PRECISION: tl.constexpr = SIDES.precision
     column = tl.program_id(1) * SIDES.columns + tl.arange(0, SIDES.columns)
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
-    matrices = (taps_ptr, read_ptr, write_ptr, carry_ptr)
     taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     held = _load(initial_ptr + ends_at, state, width, number, column)
@@ -120,59 +116,44 @@ def forward_kernel(
         _store(kept_ptr + kept, state, width, number, column, held)
         start = chunk * length
         inside = ((step < length) & (start + step < time))[:, None] & (column < width)[None, :]
-        at = x_ptr + row * x_stride_b + (start + step)[:, None].to(tl.int64) * x_stride_t
-        x = tl.load(at + head * x_stride_h + column[None, :], inside, 0.0).to(tl.float32)
+        place = (start + step)[:, None].to(tl.int64)
+        inputs = _load_rows(x, row, head, place, inside, column)
         if positions_ptr is None:
-            y = _dot(taps, x, PRECISION) + _dot(read, held, PRECISION)
-            held = _dot(carry, held, PRECISION) + _dot(write, x, PRECISION)
+            y = _dot(taps, inputs, PRECISION) + _dot(read, held, PRECISION)
+            held = _dot(carry, held, PRECISION) + _dot(write, inputs, PRECISION)
         else:
             near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
-            y = _dot(tl.where(near, taps, 0.0), x, PRECISION)
+            y = _dot(tl.where(near, taps, 0.0), inputs, PRECISION)
             y += tl.where(before[:, None], _dot(read, held, PRECISION), 0.0)
             passed = tl.where(on, _dot(carry, held, PRECISION), 0.0)
-            held = passed + _dot(tl.where(after[None, :], write, 0.0), x, PRECISION)
-        to = y_ptr + ((row * time + start + step)[:, None] * heads + head) * width + column[None, :]
+            held = passed + _dot(tl.where(after[None, :], write, 0.0), inputs, PRECISION)
+        to = y_ptr + ((row * time + place) * heads + head) * width + column[None, :]
         tl.store(to, y.to(y_ptr.dtype.element_ty), inside)
     _store(last_ptr + ends_at, state, width, number, column, held)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    dy_ptr,
+    dy,
     dlast_ptr,
-    x_ptr,
-    taps_ptr,
-    read_ptr,
-    write_ptr,
-    carry_ptr,
+    x,
+    matrices,
     positions_ptr,
     kept_ptr,
-    dx_ptr,
-    dtaps_ptr,
-    dread_ptr,
-    dwrite_ptr,
-    dcarry_ptr,
-    dinitial_ptr,
+    results,
     time,
     length,
-    heads,
-    state,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    dy_stride_b,
-    dy_stride_t,
-    dy_stride_h,
+    shape,
     SIDES: tl.constexpr,
 ):
-    """Gradients; those of the matrices are this program's part of them."""
+    """Gradients, `results`; those of the matrices are this program's part of them."""
+    dx_ptr, dtaps_ptr, dread_ptr, dwrite_ptr, dcarry_ptr, dinitial_ptr = results
+    heads, state, width = shape
     PRECISION: tl.constexpr = SIDES.precision
     column = tl.program_id(1) * SIDES.columns + tl.arange(0, SIDES.columns)
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
-    matrices = (taps_ptr, read_ptr, write_ptr, carry_ptr)
     taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     flow = _load(dlast_ptr + ends_at, state, width, number, column)  # of the state after a chunk
@@ -186,25 +167,23 @@ def backward_kernel(
         held = _load(kept_ptr + kept, state, width, number, column)
         inside = ((step < length) & (start + step < time))[:, None] & (column < width)[None, :]
         place = (start + step)[:, None].to(tl.int64)
-        at = x_ptr + row * x_stride_b + place * x_stride_t + head * x_stride_h
-        x = tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
-        at = dy_ptr + row * dy_stride_b + place * dy_stride_t + head * dy_stride_h
-        dy = tl.load(at + column[None, :], inside, 0.0).to(tl.float32)
+        inputs = _load_rows(x, row, head, place, inside, column)
+        grads = _load_rows(dy, row, head, place, inside, column)
         if positions_ptr is None:
-            dx = _dot(taps.T, dy, PRECISION) + _dot(write.T, flow, PRECISION)
-            dtaps += _dot(dy, x.T, PRECISION)
-            dread += _dot(dy, held.T, PRECISION)
-            dwrite += _dot(flow, x.T, PRECISION)
+            dx = _dot(taps.T, grads, PRECISION) + _dot(write.T, flow, PRECISION)
+            dtaps += _dot(grads, inputs.T, PRECISION)
+            dread += _dot(grads, held.T, PRECISION)
+            dwrite += _dot(flow, inputs.T, PRECISION)
             dcarry += _dot(flow, held.T, PRECISION)
-            flow = _dot(read.T, dy, PRECISION) + _dot(carry.T, flow, PRECISION)
+            flow = _dot(read.T, grads, PRECISION) + _dot(carry.T, flow, PRECISION)
         else:
             near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
-            reading = tl.where(before[:, None], dy, 0.0)
-            dx = _dot(tl.where(near, taps, 0.0).T, dy, PRECISION)
+            reading = tl.where(before[:, None], grads, 0.0)
+            dx = _dot(tl.where(near, taps, 0.0).T, grads, PRECISION)
             dx += tl.where(after[:, None], _dot(write.T, flow, PRECISION), 0.0)
-            dtaps += tl.where(near, _dot(dy, x.T, PRECISION), 0.0)
+            dtaps += tl.where(near, _dot(grads, inputs.T, PRECISION), 0.0)
             dread += _dot(reading, held.T, PRECISION)
-            dwrite += tl.where(after[None, :], _dot(flow, x.T, PRECISION), 0.0)
+            dwrite += tl.where(after[None, :], _dot(flow, inputs.T, PRECISION), 0.0)
             passed = tl.where(on, flow, 0.0)
             dcarry += _dot(passed, held.T, PRECISION)
             flow = _dot(read.T, reading, PRECISION) + _dot(carry.T, passed, PRECISION)
@@ -237,8 +216,9 @@ def forward(
     compiled = options(length, state, width, torch.version.hip is not None)
     with on_device_of(x):
         forward_kernel[(batch * heads, cdiv(width, compiled["SIDES"].columns))](
+            initial_ptr=initial.contiguous(),
+            results=(y, last, kept),
             **_given(x, chunk, positions),
-            **pointers(initial=initial.contiguous(), y=y, last=last, kept=kept),
             **compiled,
         )
     return y, last, kept
@@ -257,11 +237,11 @@ def backward(
     parts = [m.new_empty(batch, heads, columns, *m.shape[1:]) for m in chunk]
     with on_device_of(x):
         backward_kernel[(batch * heads, columns)](
+            dy=(dy, *dy.stride()[:3]),
+            dlast_ptr=dlast.contiguous(),
+            kept_ptr=kept.contiguous(),
+            results=(dx, *parts, dinitial),
             **_given(x, chunk, positions),
-            **pointers(dy=dy, dlast=dlast.contiguous(), kept=kept.contiguous()),
-            **pointers(dx=dx, dinitial=dinitial),
-            **{f"d{name}_ptr": p for name, p in zip(Chunk._fields, parts, strict=True)},
-            **strides("dy", dy, "bth"),
             **compiled,
         )
     return dx, Chunk(*(part.sum((0, 2)) for part in parts)), dinitial
@@ -270,9 +250,11 @@ def backward(
 def _given(x: Tensor, chunk: Chunk, positions: Tensor | None) -> dict[str, Any]:
     """Return what both kernels take."""
     length, state = chunk.read.shape[1:]
-    given = {"time": x.shape[1], "length": length, "heads": x.shape[2]}
-    given |= {"state": state, "width": x.shape[3]} | strides("x", x, "bth")
-    given |= pointers(x=x, positions=contiguous(positions))
-    return given | pointers(
-        **{name: matrix.contiguous() for name, matrix in chunk._asdict().items()}
-    )
+    return {
+        "x": (x, *x.stride()[:3]),
+        "matrices": tuple(matrix.contiguous() for matrix in chunk),
+        "positions_ptr": contiguous(positions),
+        "time": x.shape[1],
+        "length": length,
+        "shape": (x.shape[2], state, x.shape[3]),
+    }

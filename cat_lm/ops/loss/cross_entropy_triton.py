@@ -71,12 +71,6 @@ def cross_entropy_kernel(
                 tl.store(logits_ptr + first + columns, gradient, mask=inside)
 
 
-def launch_options(vocabulary: int, warp: int) -> dict[str, int]:
-    """The block of a row that a program has at a time, and its warps of `warp` threads."""
-    block = min(_LONGEST_BLOCK, max(128, next_power_of_2(vocabulary)))
-    return {"BLOCK": block, "num_warps": max(1, min(THREADS, block // 8) // warp)}
-
-
 def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, wants_gradient: bool) -> None:
     """Fill `losses` and, if wanted, replace the logits by the gradient of the losses' sum.
 
@@ -85,15 +79,17 @@ def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, wants_gradien
         labels: [N] integers, 0 … V−1, or −100 for a loss and a gradient of 0.
         losses: fp32 [N], to be filled: −log softmax(logits)[label] in nats.
     """
-    warp = 32 if torch.version.hip is None else 64
+    vocabulary, warp = logits.shape[1], 32 if torch.version.hip is None else 64
+    block = min(_LONGEST_BLOCK, max(128, next_power_of_2(vocabulary)))
     with on_device_of(logits):
         cross_entropy_kernel[(logits.shape[0],)](
             logits_ptr=logits,
             labels_ptr=labels.contiguous(),
             losses_ptr=losses,
-            vocabulary=logits.shape[1],
+            vocabulary=vocabulary,
             stride=logits.stride(0),
             IGNORED=IGNORE_INDEX,
             WANTS_GRADIENT=wants_gradient,
-            **launch_options(logits.shape[1], warp),
+            BLOCK=block,
+            num_warps=max(1, min(THREADS, block // 8) // warp),
         )

@@ -123,15 +123,16 @@ def _kernels(backend: str, *tensors: Tensor) -> Any:
     return decaying_scan_cpu if name == "cpu" else decaying_scan_triton
 
 
-@custom_op("cat_lm::decaying_scan")
-def _forward(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+_INPUTS = "str backend, Tensor q, Tensor k, Tensor v, Tensor rate, Tensor a"
+
+
+@custom_op("cat_lm::decaying_scan", f"({_INPUTS}, Tensor initial) -> (Tensor, Tensor, Tensor)")
+def _forward(backend: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Compute outputs, the last state and the states kept, [M, B, T/EVERY up, H, K, V].
 
     M, the models, is in front of every tensor.
     """
-    inputs = (q, k, v, rate, a, initial)
+    q, _, v, *_, initial = inputs
     if not q.numel() or not v.numel():
         out, _, kept = _room(backend, *inputs)
         return out.zero_(), initial.clone(), kept.zero_()
@@ -148,23 +149,17 @@ def _room(
     return v.new_empty(v.shape), initial.new_empty(initial.shape), kept
 
 
-@custom_op("cat_lm::decaying_scan_backward")
-def _backward(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rate: Tensor,
-    a: Tensor,
-    kept: Tensor,
-    grad: Tensor,
-    grad_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "cat_lm::decaying_scan_backward",
+    f"({_INPUTS}, Tensor kept, Tensor grad, Tensor grad_last)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(backend: str, *given: Tensor) -> tuple[Tensor, ...]:
     """Compute the gradients of q, k, v, rate, a and the initial state."""
-    inputs = (q, k, v, rate, a)
-    if not q.numel() or not v.numel():
+    *inputs, kept, grad, grad_last = given
+    if not inputs[0].numel() or not inputs[2].numel():
         return *(s.new_zeros(s.shape) for s in inputs), grad_last.clone()
-    with without_autocast(q):
+    with without_autocast(grad):
         kernels = _kernels(backend, *inputs, grad, grad_last)
         return kernels.backward(EVERY, kept, grad, grad_last, *inputs)
 

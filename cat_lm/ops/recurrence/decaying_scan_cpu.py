@@ -27,9 +27,7 @@ KERNEL = Kernel(
 
 
 def forward(every: int, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute outputs [M, B, T, H, V], the last state [M, B, H, K, V] and the kept ones
-    [M, B, T/every up, H, K, V].
-    """
+    """Compute as `decaying_scan_torch.forward`."""
     q, k, v, rate, a, initial = inputs
     models, batch, time, heads, keys = q.shape
     out, last = (torch.empty(s.shape, dtype=s.dtype) for s in (v, initial))
@@ -42,7 +40,7 @@ def forward(every: int, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     every: int, kept: Tensor, grad: Tensor, grad_last: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of q, k, v, rate, a and the initial state."""
+    """Compute as `decaying_scan_torch.backward`."""
     q, k, v, rate, a = inputs
     dq, dk, dv, dinitial = (torch.empty(s.shape, dtype=s.dtype) for s in (q, k, v, grad_last))
     drate = torch.zeros(rate.shape, dtype=rate.dtype)

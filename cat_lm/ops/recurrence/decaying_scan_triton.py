@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of, pointers
+from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of
 
 COLUMNS = 32  # of a state that a program has at most
 _NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
@@ -111,24 +111,17 @@ def _next(state, decay, k, v, inside):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    rate_ptr,
-    a_ptr,
-    initial_ptr,
-    out_ptr,
-    last_ptr,
-    kept_ptr,
-    model_rows,
-    time,
-    heads,
-    keys,
-    values,
-    SCAN: tl.constexpr,
-):
-    """Outputs, the last state, and that before every every-th step."""
+def forward_kernel(inputs, results, model_rows, time, shape, SCAN: tl.constexpr):
+    """Outputs, the last state, and that before every every-th step.
+
+    Args:
+        inputs: pointers of q, k, v, rate, a and the first state.
+        results: of what is to be filled.
+        shape: heads, keys, values.
+    """
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, initial_ptr = inputs
+    out_ptr, last_ptr, kept_ptr = results
+    heads, keys, values = shape
     row, head, _, key, value = _item(heads, values, SCAN)
     held = (key, value, keys, values)
     a = _load_a(a_ptr, row, head, model_rows, heads, held, SCAN)
@@ -151,33 +144,31 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    rate_ptr,
-    a_ptr,
+    inputs,
     kept_ptr,
-    grad_ptr,
-    grad_last_ptr,
+    upstream,
     states_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    drate_ptr,
-    da_ptr,
-    dinitial_ptr,
+    results,
     rows,
     model_rows,
     time,
-    heads,
-    keys,
-    values,
+    shape,
     SCAN: tl.constexpr,
 ):
     """Gradients; those summed over columns are this program's part of them.
 
     The states of a block are made again, into this program's memory at `states_ptr`.
+
+    Args:
+        inputs: pointers of q, k, v, rate and a.
+        upstream: of the gradients of the outputs and the last state.
+        results: of the gradients of inputs and the first state.
+        shape: as in `forward_kernel`.
     """
+    q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr = inputs
+    grad_ptr, grad_last_ptr = upstream
+    dq_ptr, dk_ptr, dv_ptr, drate_ptr, da_ptr, dinitial_ptr = results
+    heads, keys, values = shape
     row, head, chunk, key, value = _item(heads, values, SCAN)
     held = (key, value, keys, values)
     a = _load_a(a_ptr, row, head, model_rows, heads, held, SCAN)
@@ -234,36 +225,28 @@ def backward_kernel(
 
 def _launch(
     every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor
-) -> tuple[int, dict[str, Any], dict[str, int]]:
-    """Choose the chunks of columns, a kernel's options, and the sizes that it takes."""
-    batch, time, heads, keys = q.shape[1:]
+) -> tuple[int, dict[str, Any]]:
+    """Choose the chunks of columns, and what a kernel is compiled for, and how."""
+    heads, keys = q.shape[3:]
     values = v.shape[-1]
     padded = next_power_of_2(keys)
     columns = min(COLUMNS, next_power_of_2(values), max(1, _WARPS * _NUMBERS // padded))
     rate_has, a_has = (tuple(n > 1 for n in sizes) for sizes in (rate.shape[-2:], a.shape[-3:]))
     scan = Scan(every, padded, columns, rate_has, a_has)
     options = {"SCAN": scan, "num_warps": min(_WARPS, max(1, padded * columns // _NUMBERS))}
-    sizes = {"model_rows": batch, "time": time, "heads": heads, "keys": keys, "values": values}
-    return cdiv(values, columns), options, sizes
+    return cdiv(values, columns), {"shape": (heads, keys, values)} | options
 
 
-def forward(
-    every: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor, initial: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute outputs [M, B, T, H, V], the last state [M, B, H, K, V] and the kept ones
-    [M, B, T/every up, H, K, V].
-    """
-    q, k, v, rate, a, initial = (s.contiguous() for s in (q, k, v, rate, a, initial))
-    chunks, options, sizes = _launch(every, q, v, rate, a)
+def forward(every: int, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute as `decaying_scan_torch.forward`."""
+    q, _, v, rate, a, initial = inputs = tuple(s.contiguous() for s in inputs)
+    chunks, options = _launch(every, q, v, rate, a)
     models, batch, time, heads, keys = q.shape
     out, last = torch.empty_like(v), torch.empty_like(initial)
     kept = q.new_empty(models, batch, cdiv(time, every), heads, keys, v.shape[-1])
     with on_device_of(q):
         forward_kernel[(models * batch * heads * chunks,)](
-            **pointers(q=q, k=k, v=v, rate=rate, a=a, initial=initial),
-            **pointers(out=out, last=last, kept=kept),
-            **sizes,
-            **options,
+            inputs=inputs, results=(out, last, kept), model_rows=batch, time=time, **options
         )
     return out, last, kept
 
@@ -271,26 +254,29 @@ def forward(
 def backward(
     every: int, kept: Tensor, grad: Tensor, grad_last: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of q, k, v, rate, a and the initial state."""
-    q, k, v, rate, a = (s.contiguous() for s in inputs)
-    grad_last = grad_last.contiguous()
-    chunks, options, sizes = _launch(every, q, v, rate, a)
-    models, batch, _, heads, _ = q.shape
+    """Compute as `decaying_scan_torch.backward`."""
+    q, k, v, rate, a = inputs = tuple(s.contiguous() for s in inputs)
+    upstream = grad.contiguous(), grad_last.contiguous()
+    chunks, options = _launch(every, q, v, rate, a)
+    models, batch, time, heads, _ = q.shape
     programs = models * batch * heads * chunks
     scan = options["SCAN"]
     states = q.new_empty(programs, every, scan.keys, scan.columns)
     dq, dk = (s.new_empty(chunks, *s.shape) for s in (q, k))
-    dv, dinitial = torch.empty_like(v), torch.empty_like(grad_last)
+    dv, dinitial = torch.empty_like(v), torch.empty_like(upstream[1])
     drate = rate.new_empty(1 if scan.rate[1] else chunks, *rate.shape)
     a_sizes = (models, batch, heads, *a.shape[-2:])
     da = a.new_empty(1 if scan.a[2] else chunks, *a_sizes)
     with on_device_of(q):
         backward_kernel[(programs,)](
-            **pointers(q=q, k=k, v=v, rate=rate, a=a, kept=kept.contiguous()),
-            **pointers(grad=grad.contiguous(), grad_last=grad_last, states=states),
-            **pointers(dq=dq, dk=dk, dv=dv, drate=drate, da=da, dinitial=dinitial),
+            inputs=inputs,
+            kept_ptr=kept.contiguous(),
+            upstream=upstream,
+            states_ptr=states,
+            results=(dq, dk, dv, drate, da, dinitial),
             rows=models * batch,
-            **sizes,
+            model_rows=batch,
+            time=time,
             **options,
         )
     dq, dk, drate = (s[0] if len(s) == 1 else s.sum(0) for s in (dq, dk, drate))

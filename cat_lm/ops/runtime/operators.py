@@ -18,18 +18,19 @@ _DEVICES = ("CPU", "CUDA", "MPS", "XPU")
 
 
 def custom_op(
-    name: str, device_types: str | None = None
+    name: str, schema: str | None = None
 ) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
     """Return the decorator that makes an operator of torch that changes no argument.
 
     A backward pass is registered as with `torch.library.custom_op`; without one, gradients through
     the operator raise RuntimeError. Forward-mode differentiation raises NotImplementedError.
+
+    Args:
+        schema: arguments and results, of a function without annotations.
     """
 
     def define(function: Callable[..., Any]) -> torch.library.CustomOpDef:
-        operator = torch.library.custom_op(
-            name, function, mutates_args=(), device_types=device_types
-        )
+        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         with_gradients = make_autograd_impl(operator._opoverload, operator)
 
         def implement(keyset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -59,13 +59,3 @@ def unit_stride(x: Tensor) -> Tensor:
 def contiguous(x: Tensor | None) -> Tensor | None:
     """Make a tensor contiguous, where there is one."""
     return None if x is None else x.contiguous()
-
-
-def pointers(**tensors: Tensor | None) -> dict[str, Tensor | None]:
-    """Name tensors as kernels do: `x_ptr`, …"""
-    return {f"{name}_ptr": x for name, x in tensors.items()}
-
-
-def strides(name: str, x: Tensor, dimensions: str) -> dict[str, int]:
-    """Name the strides of x's first dimensions as kernels do: `x_stride_b`, `x_stride_t`, …"""
-    return {f"{name}_stride_{d}": s for d, s in zip(dimensions, x.stride(), strict=False)}

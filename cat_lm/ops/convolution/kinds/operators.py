@@ -17,10 +17,12 @@ from torch import Tensor
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.runtime.operators import custom_op, folded, in_turn
 
-# (kind, x, filters, bias, positions, cos, sin) to y.
-Forward = Callable[..., Tensor]
-# (kind, dy, x, filters, positions, cos, sin, wanted) to the gradients of x, filters and bias.
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Forward, Backward = Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]
+_PLACES = "Tensor? positions, Tensor? cos, Tensor? sin"
+_FORWARD = f"(str conv_type, Tensor x, Tensor filters, Tensor? bias, {_PLACES}) -> Tensor"
+# To the gradients of x, filters and bias.
+_BACKWARD = f"(str conv_type, Tensor dy, Tensor x, Tensor filters, {_PLACES}, bool[] wanted)"
+_BACKWARD += " -> (Tensor, Tensor, Tensor)"
 
 
 def empty_gradients(x: Tensor, filters: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -38,36 +40,12 @@ def convolution_operator(
         empty_output: (kind, x) to room for y, laid out as `forward` lays it out.
     """
 
-    @custom_op(f"cat_lm::{name}")
-    def convolve(
-        conv_type: str,
-        x: Tensor,
-        filters: Tensor,
-        bias: Tensor | None,
-        positions: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-    ) -> Tensor:
-        return forward(conv_type, x, filters, bias, positions, cos, sin)
-
-    @custom_op(f"cat_lm::{name}_backward")
-    def differentiate(
-        conv_type: str,
-        dy: Tensor,
-        x: Tensor,
-        filters: Tensor,
-        positions: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        wanted: list[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(conv_type, dy, x, filters, positions, cos, sin, wanted)
-
+    convolve = custom_op(f"cat_lm::{name}", _FORWARD)(forward)
+    differentiate = custom_op(f"cat_lm::{name}_backward", _BACKWARD)(backward)
     convolve.register_fake(lambda conv_type, x, *_: empty_output(conv_type, x))
-
-    @differentiate.register_fake
-    def _(conv_type, dy, x, filters, positions, cos, sin, wanted):
-        return tuple(empty_gradients(x, filters, wanted))
+    differentiate.register_fake(
+        lambda conv_type, dy, x, filters, *others: tuple(empty_gradients(x, filters, others[-1]))
+    )
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.conv_type, x, filters, bias, *others = inputs

@@ -120,11 +120,6 @@ def check_kind(kind: kinds.Kind) -> None:
             raise ValueError(f"{named} changes its input with 1 at lag 0 and 0 elsewhere")
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: plain torch serves every dtype and device."""
-    return None
-
-
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """Return what runs."""
     return f"plain torch, lag by lag ({window} passes)"

@@ -65,28 +65,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotation.rotate(x, cos, sin, False)
 
 
-def head_conv_qkv(
-    qkv: Tensor,
-    filters: tuple[Tensor | None, Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v from the packed projection [B, T, H, 3, D] in one kernel.
-
-    Args:
-        filters: of q, k and v, [H, W] with one W, or None; in qkv's dtype.
-        bias: [H, 3, D] in qkv's dtype.
-        rotary, positions: as in `convolve`.
-
-    Returns:
-        q, k, v, each [B, T, H, D]. The rotation is done in fp32, before the one rounding to qkv's
-        dtype; in half precision with filters of more than 65 taps, after another.
-    """
-    cos, sin = (None, None) if rotary is None else rotary
-    return convolution.conv_qkv(qkv, *filters, bias, cos, sin, positions)
-
-
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     """Return how the kernels compute a convolution."""
     interpreter = "Triton's interpreter, slowly: " if INTERPRETED else "Triton: "

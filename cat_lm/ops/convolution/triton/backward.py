@@ -26,6 +26,7 @@ from cat_lm.ops.convolution.triton.tiles import (
     VARYING,
     add_apart,
     add_product,
+    earliest_inputs,
     load_rows,
     rotary_partners,
     rotated_columns,
@@ -62,20 +63,6 @@ def load_gradient(dy, angles, batch, first, rows, length, columns, inside, ROTAR
 def in_two_loops(halo):
     """Whether products with a halo are summed in a loop of their own: they fill the registers."""
     return halo > 64
-
-
-@triton.jit
-def earliest_inputs(positions_ptr, batch, first, length, BEGIN: tl.constexpr, COUNT: tl.constexpr):
-    """The first step of the tile that each output from BEGIN on may read, if there are documents.
-
-    The steps are made here: those that loops share would take registers through them.
-    """
-    steps = BEGIN + tl.arange(0, COUNT)
-    earliest = steps
-    if positions_ptr is not None:
-        reach_ptr = positions_ptr + batch * length + first
-        earliest = steps - tl.load(reach_ptr + steps, mask=first + steps < length, other=0)
-    return earliest
 
 
 @triton.jit
@@ -317,49 +304,43 @@ def backward_stream(
         )
 
 
+@triton.jit
+def rows_of_head(x, head):
+    """A pointer to a head of x [B, T, H, D], and the strides of rows and steps."""
+    x_ptr, stride_b, stride_t, stride_h = x
+    return x_ptr + head * stride_h, stride_b, stride_t
+
+
 @triton.jit(do_not_specialize=VARYING)
 def backward_kernel(
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    x_ptr,
-    q_filter_ptr,
-    k_filter_ptr,
-    v_filter_ptr,
+    gradients,
+    x,
+    filters,
     dx_ptr,
-    df_ptr,
-    dbias_ptr,
-    cos_ptr,
-    sin_ptr,
+    sums,
+    angles,
     positions_ptr,
     tiles_per_program,
     batch_size,
     length,
-    heads,
-    width,
-    dq_stride_b,
-    dq_stride_t,
-    dq_stride_h,
-    dk_stride_b,
-    dk_stride_t,
-    dk_stride_h,
-    dv_stride_b,
-    dv_stride_t,
-    dv_stride_h,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    x_stride_s,
-    cos_stride_b,
+    shape,
     TILE: tl.constexpr,
 ):
     """Gradients of `forward_kernel`: dx [B, T, H, (3,) D] and each program's sums for df and dbias.
 
-    df_ptr is [segments, H, (3,) chunks, BLOCK, W] with matrix products, [segments, H, (3,) chunks,
-    W] without and [segments, H, W, D] for filters per channel; dbias_ptr is [segments, H, (3,) D].
     There is a chunk more where rotated columns are one of their own, the first; values have none
     there.
+
+    Args:
+        gradients: of q, k and v, or of one stream and None: each a pointer, and the strides of
+            rows, steps and heads.
+        sums: df_ptr, [segments, H, (3,) chunks, BLOCK, W] with matrix products, [segments, H, (3,)
+            chunks, W] without and [segments, H, W, D] for filters per channel; and dbias_ptr,
+            [segments, H, (3,) D].
+        x, filters, angles, shape: as in `forward_kernel`.
     """
+    x_ptr, x_stride_b, x_stride_t, x_stride_h, x_stride_s = x
+    heads, width = shape
     program = tl.program_id(0)
     APART: tl.constexpr = 1 if TILE.use_dot and rotates_apart(TILE.rotary, TILE.columns) else 0
     chunks = tl.cdiv(width, TILE.columns) + APART
@@ -367,23 +348,21 @@ def backward_kernel(
     stream = program // chunks % TILE.streams
     head = (program // chunks // TILE.streams % heads).to(tl.int64)
     segment = program // chunks // TILE.streams // heads
-    x = (x_ptr + head * x_stride_h + stream * x_stride_s, x_stride_b, x_stride_t)
+    own = (x_ptr + head * x_stride_h + stream * x_stride_s, x_stride_b, x_stride_t)
     dx_stride_t = heads * TILE.streams * width
     if dx_ptr is not None:
         dx_ptr += (head * TILE.streams + stream) * width
     dx = (dx_ptr, tl.cast(dx_stride_t, tl.int64) * length, dx_stride_t)
-    angles = (cos_ptr, sin_ptr, cos_stride_b)
-    sums = (df_ptr, dbias_ptr)
     here = (head, segment, chunk, chunks)
     sizes = (tiles_per_program, batch_size, length, width)
     rest = (dx, positions_ptr, sums)
     if TILE.streams == 1 or stream == 0:
-        dy = (dq_ptr + head * dq_stride_h, dq_stride_b, dq_stride_t)
-        backward_stream(dy, x, q_filter_ptr, *rest, angles, here, sizes, TILE.rotary, TILE)
+        dy = rows_of_head(gradients[0], head)
+        backward_stream(dy, own, filters[0], *rest, angles, here, sizes, TILE.rotary, TILE)
     elif stream == 1:
-        dy = (dk_ptr + head * dk_stride_h, dk_stride_b, dk_stride_t)
-        backward_stream(dy, x, k_filter_ptr, *rest, angles, here, sizes, TILE.rotary, TILE)
+        dy = rows_of_head(gradients[1], head)
+        backward_stream(dy, own, filters[1], *rest, angles, here, sizes, TILE.rotary, TILE)
     else:
-        dy = (dv_ptr + head * dv_stride_h, dv_stride_b, dv_stride_t)
+        dy = rows_of_head(gradients[2], head)
         here = (head, segment, chunk - APART, chunks)
-        backward_stream(dy, x, v_filter_ptr, *rest, (None, None, 0), here, sizes, 0, TILE)
+        backward_stream(dy, own, filters[2], *rest, (None, None, 0), here, sizes, 0, TILE)

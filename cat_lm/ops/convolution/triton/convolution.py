@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
     on_device_of,
-    pointers,
-    strides,
     unit_stride,
 )
 
@@ -42,15 +39,20 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return what both kernels take; filters per channel as [H, W, D], which load as vectors."""
     filters = [contiguous(f if f is None or f.ndim == 2 else f.mT) for f in filters]
-    sizes = dict(zip(("batch_size", "length", "heads"), x.shape[:3], strict=True))
-    given = _of_streams("_filter", filters) | pointers(x=x, positions=contiguous(positions))
-    given |= {"x_stride_s": 0} | strides("x", x, "bths"[: x.ndim - 1]) | angle_arguments(cos, sin)
-    return given | sizes | {"width": x.shape[-1]}
+    return {
+        "x": (x, *x.stride()[:-1], 0)[:5],
+        "filters": _three(filters),
+        "positions_ptr": contiguous(positions),
+        "angles": angle_arguments(cos, sin),
+        "batch_size": x.shape[0],
+        "length": x.shape[1],
+        "shape": (x.shape[2], x.shape[-1]),
+    }
 
 
-def _of_streams(kind: str, tensors: Streams) -> dict[str, Tensor | None]:
-    """Name what a kernel takes for each of q, k and v; one tensor's is called q's."""
-    return {f"{s}{kind}_ptr": x for s, x in zip_longest("qkv", tensors)}
+def _three(streams: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a kernel takes for q, k and v; one tensor's is called q's."""
+    return (*streams, None, None)[:3]
 
 
 def _convolve(
@@ -72,10 +74,10 @@ def _convolve(
     segments = cdiv(launch.tiles(x), per_program)
     with on_device_of(x):
         forward_kernel[(segments * launch.chunks(x) * math.prod(x.shape[2:-1]),)](
-            **_arguments(x, filters, positions, *angles),
-            **_of_streams("", outputs),
+            outputs=_three(outputs),
             bias_ptr=contiguous(bias),
             tiles_per_program=per_program,
+            **_arguments(x, filters, positions, *angles),
             **launch.options(),
         )
     if apart:
@@ -114,17 +116,14 @@ def _differentiate(
         sums = x.new_empty(segments, *lead, *shape, dtype=torch.float32)
     if wanted[2]:
         dbias = x.new_empty(segments, *lead, width, dtype=torch.float32)
-    given = {}
-    for name, gradient in zip_longest(("dq", "dk", "dv"), map(unit_stride, gradients)):
-        given |= dict.fromkeys((f"{name}_stride_{d}" for d in "bth"), 0) | pointers(**{name: None})
-        if gradient is not None:
-            given |= pointers(**{name: gradient}) | strides(name, gradient, "bth")
+    gradients = [(g, *g.stride()[:3]) for g in map(unit_stride, gradients)]
     with on_device_of(x):
         backward_kernel[(segments * math.prod(lead) * chunks,)](
-            **_arguments(x, filters, positions, cos, sin),
-            **given,
-            **pointers(dx=dx if wanted[0] else None, df=sums, dbias=dbias),
+            gradients=_three(gradients),
+            dx_ptr=dx if wanted[0] else None,
+            sums=(sums, dbias),
             tiles_per_program=per_program,
+            **_arguments(x, filters, positions, cos, sin),
             **launch.options(),
         )
     if sums is not None:
@@ -174,28 +173,22 @@ def conv_qkv(
         positions: int32 [B, T].
 
     Returns:
-        q, k, v, each [B, T, H, D]. Flash attention and cuDNN's lay their output out as their
-        queries; so it is what follows attention's transpose, which then copies nothing.
+        q, k, v, each [B, T, H, D], rotated in fp32 before the one rounding to qkv's dtype; in half
+        precision with filters of more than 65 taps, after another. Flash attention and cuDNN's lay
+        their output out as their queries, so that what follows copies nothing.
     """
     return _convolve(qkv, (q_filter, k_filter, v_filter), bias, positions, cos, sin)
 
 
-@custom_op("cat_lm::triton_conv_qkv_backward")
-def conv_qkv_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    q_filter: Tensor | None,
-    k_filter: Tensor | None,
-    v_filter: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "cat_lm::triton_conv_qkv_backward",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_filter, Tensor? k_filter,"
+    " Tensor? v_filter, Tensor? cos, Tensor? sin, Tensor? positions, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def conv_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *given: Any) -> tuple:
     """Compute dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; no numbers if not wanted."""
-    filters = (q_filter, k_filter, v_filter)
+    *filters, cos, sin, positions, wanted = given
     dqkv, sums, dbias = _differentiate((dq, dk, dv), qkv, filters, positions, cos, sin, wanted)
     # Sums of streams without a filter were never written, and are not used.
     df = [
@@ -206,22 +199,22 @@ def conv_qkv_backward(
 
 
 @conv_qkv.register_fake
-def _(qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions):
+def _(qkv, *_):
     return tuple(qkv.new_empty(*qkv.shape[:3], qkv.shape[4]) for _ in range(3))
 
 
 @conv_qkv_backward.register_fake
-def _(dq, dk, dv, qkv, q_filter, k_filter, v_filter, cos, sin, positions, wanted):
-    filters = (q_filter, k_filter, v_filter)
+def _(dq, dk, dv, qkv, *given):
+    *filters, _, _, _, wanted = given
     shapes = [f.shape if wanted[1] and f is not None else 0 for f in filters]
     shapes = [qkv.shape if wanted[0] else 0, *shapes, qkv.shape[2:] if wanted[2] else 0]
     return tuple(qkv.new_empty(shape) for shape in shapes)
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, q_filter, k_filter, v_filter, bias, cos, sin, positions = inputs
+    *kept, bias, cos, sin, positions = inputs
     ctx.has_bias = bias is not None
-    ctx.save_for_backward(qkv, q_filter, k_filter, v_filter, cos, sin, positions)
+    ctx.save_for_backward(*kept, cos, sin, positions)
 
 
 def _backward(ctx, dq, dk, dv):

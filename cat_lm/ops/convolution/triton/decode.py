@@ -14,7 +14,6 @@ import triton.language as tl
 
 from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.convolution.triton.tiles import rotary_partners
-from cat_lm.ops.runtime.triton_launch import next_power_of_2
 
 MOST_LAGS = 32  # loaded at a time
 _HEAD = tl.constexpr(KERNEL_NUMBERS["head"])
@@ -82,21 +81,9 @@ def _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, S
 
 
 @triton.jit
-def _decode_stream(
-    x_ptr,
-    past_ptr,
-    f_ptr,
-    bias_ptr,
-    y_ptr,
-    next_ptr,
-    angles,
-    batch,
-    head,
-    sizes,
-    ROTARY: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def _decode_stream(stream, angles, batch, head, sizes, ROTARY: tl.constexpr, STEP: tl.constexpr):
     """One head of one stream; pointers are to the stream's first number."""
+    x_ptr, past_ptr, f_ptr, bias_ptr, y_ptr, next_ptr = stream
     heads, rows, next_rows, width, x_step, past_step = sizes
     columns = tl.arange(0, STEP.columns)
     inside = columns < width
@@ -135,57 +122,27 @@ def _decode_stream(
 
 @triton.jit
 def decode_kernel(
-    q_x_ptr,
-    k_x_ptr,
-    v_x_ptr,
-    q_past_ptr,
-    k_past_ptr,
-    v_past_ptr,
-    q_filter_ptr,
-    k_filter_ptr,
-    v_filter_ptr,
-    q_bias_ptr,
-    k_bias_ptr,
-    v_bias_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_next_ptr,
-    k_next_ptr,
-    v_next_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_heads,
-    heads,
-    rows,
-    next_rows,
-    width,
-    x_step,
-    past_step,
-    cos_stride_b,
-    STEP: tl.constexpr,
+    x, past, filters, biases, outputs, following, angles, query_heads, sizes, STEP: tl.constexpr
 ):
-    """All heads of queries, then of keys, then of values; a branch each, as they differ."""
+    """All heads of queries, then of keys, then of values; a branch each, as they differ.
+
+    Args:
+        x, past, filters, biases, outputs, following: pointers of q, k and v.
+        sizes: heads of keys, rows of `past` and `following`, width, and strides of heads in inputs
+            and states.
+    """
+    heads = sizes[0]
     programs = query_heads + 2 * heads
     batch = (tl.program_id(0) // programs).to(tl.int64)
     head = (tl.program_id(0) % programs).to(tl.int64)
-    angles = (cos_ptr, sin_ptr, cos_stride_b)
-    sizes = (heads, rows, next_rows, width, x_step, past_step)
     if head < query_heads:
-        stream = (q_x_ptr, q_past_ptr, q_filter_ptr, q_bias_ptr, q_ptr, q_next_ptr)
-        sizes = (query_heads, rows, next_rows, width, x_step, past_step)
-        _decode_stream(*stream, angles, batch, head, sizes, STEP.rotary, STEP)
+        stream = (x[0], past[0], filters[0], biases[0], outputs[0], following[0])
+        own = (query_heads, sizes[1], sizes[2], sizes[3], sizes[4], sizes[5])
+        _decode_stream(stream, angles, batch, head, own, STEP.rotary, STEP)
     elif head < query_heads + heads:
-        stream = (k_x_ptr, k_past_ptr, k_filter_ptr, k_bias_ptr, k_ptr, k_next_ptr)
-        head -= query_heads
-        _decode_stream(*stream, angles, batch, head, sizes, STEP.rotary, STEP)
+        stream = (x[1], past[1], filters[1], biases[1], outputs[1], following[1])
+        _decode_stream(stream, angles, batch, head - query_heads, sizes, STEP.rotary, STEP)
     else:
-        stream = (v_x_ptr, v_past_ptr, v_filter_ptr, v_bias_ptr, v_ptr, v_next_ptr)
+        stream = (x[2], past[2], filters[2], biases[2], outputs[2], following[2])
         head -= query_heads + heads
-        _decode_stream(*stream, (None, None, 0), batch, head, sizes, 0, STEP)
-
-
-def step_of(width: int, window: int, rotary: int, kind: int, silu: bool) -> Step:
-    """Return what the kernel is compiled for, of these sizes."""
-    lags = min(MOST_LAGS, next_power_of_2(window))
-    return Step(window, lags, next_power_of_2(width), rotary, kind, silu)
+        _decode_stream(stream, (None, None, 0), batch, head, sizes, 0, STEP)

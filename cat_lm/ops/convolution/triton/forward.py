@@ -9,6 +9,7 @@ from cat_lm.ops.convolution.triton.tiles import (
     VARYING,
     add_apart,
     add_product,
+    earliest_inputs,
     load_rows,
     rotary_partners,
     rotated_columns,
@@ -104,12 +105,14 @@ def rotate_outputs(outputs, others, angles, place, columns, rotated, ROTARY: tl.
 @triton.jit
 def forward_stream(
     x,
-    filters,
+    f_ptr,
+    bias_ptr,
     y_ptr,
     angles,
     positions_ptr,
     program,
-    sizes,
+    counts,
+    shape,
     ROTARY: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -118,17 +121,14 @@ def forward_stream(
 
     Args:
         x: a pointer to the head, and the strides of rows and steps.
-        filters: the stream's f_ptr and the head's bias_ptr, None where there is none.
-        y_ptr: the stream's results, [B, T, H, D].
-        angles: cos_ptr, sin_ptr and the stride of rows; ROTARY = 0 leaves out the rotation.
+        angles: as in `forward_kernel`; ROTARY = 0 leaves out the rotation.
         program: head, segment, and chunk of columns.
-        sizes: tiles_per_program, batch_size, length, heads, width.
     """
     x_ptr, x_stride_b, x_stride_t = x
-    f_ptr, bias_ptr = filters
     cos_ptr, sin_ptr, cos_stride_b = angles
     head, segment, chunk = program
-    tiles_per_program, batch_size, length, heads, width = sizes
+    tiles_per_program, batch_size, length = counts
+    heads, width = shape
     DOCUMENTS: tl.constexpr = positions_ptr is not None
     COLUMNS: tl.constexpr = TILE.columns
     TURNED: tl.constexpr = rotated_columns(ROTARY, COLUMNS)
@@ -147,11 +147,7 @@ def forward_stream(
     for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)
         first = (tile % tiles_per_row) * TILE.block
-        earliest = rows
-        if DOCUMENTS:
-            in_row = first + rows < length
-            reach_ptr = positions_ptr + batch * length + first
-            earliest = rows - tl.load(reach_ptr + rows, mask=in_row, other=0)
+        earliest = earliest_inputs(positions_ptr, batch, first, length, 0, TILE.block)
         place = (first, length, width, earliest)
         row = (x_ptr + batch * x_stride_b, x_stride_t)
         target = y_ptr + batch * y_stride_b
@@ -181,50 +177,48 @@ def forward_stream(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    x_ptr,
-    q_filter_ptr,
-    k_filter_ptr,
-    v_filter_ptr,
+    x,
+    filters,
     bias_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
+    outputs,
+    angles,
     positions_ptr,
     tiles_per_program,
     batch_size,
     length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    x_stride_s,
-    cos_stride_b,
+    shape,
     TILE: tl.constexpr,
 ):
-    """q, k, v [B, T, H, D] = RoPE(F * x + bias) from x [B, T, H, 3, D], or q from x [B, T, H, D].
+    """Compute RoPE(F * x + bias) of x [B, T, H, (3,) D], with any strides but 1 in D.
 
-    x has any strides but 1 in D. Channels, streams and heads count fastest in the grid, so that
-    programs that run at the same time read neighbours in memory. A branch per stream, so that each
-    is compiled with what it has: filter or none, rotation or none.
+    Channels, streams and heads count fastest in the grid, so that programs that run at the same
+    time read neighbours in memory. A branch per stream, so that each is compiled with what it has:
+    filter or none, rotation or none.
+
+    Args:
+        x: a pointer, and the strides of rows, steps, heads and streams.
+        filters, outputs: pointers of q, k and v, or of one stream and None; outputs are [B, T, H,
+            D] each.
+        angles: cos_ptr, sin_ptr and the stride of rows.
+        shape: heads, width.
     """
+    x_ptr, x_stride_b, x_stride_t, x_stride_h, x_stride_s = x
+    heads, width = shape
     program = tl.program_id(0)
     chunks = tl.cdiv(width, TILE.columns)
     chunk = program % chunks
     stream = program // chunks % TILE.streams
     head = (program // chunks // TILE.streams % heads).to(tl.int64)
     segment = program // chunks // TILE.streams // heads
-    x = (x_ptr + head * x_stride_h + stream * x_stride_s, x_stride_b, x_stride_t)
+    own = (x_ptr + head * x_stride_h + stream * x_stride_s, x_stride_b, x_stride_t)
     if bias_ptr is not None:
         bias_ptr += (head * TILE.streams + stream) * width
-    angles = (cos_ptr, sin_ptr, cos_stride_b)
-    sizes = (tiles_per_program, batch_size, length, heads, width)
-    rest = (positions_ptr, (head, segment, chunk), sizes)
+    counts = (tiles_per_program, batch_size, length)
+    rest = (positions_ptr, (head, segment, chunk), counts, shape)
     if TILE.streams == 1 or stream == 0:
-        forward_stream(x, (q_filter_ptr, bias_ptr), q_ptr, angles, *rest, TILE.rotary, TILE)
+        forward_stream(own, filters[0], bias_ptr, outputs[0], angles, *rest, TILE.rotary, TILE)
     elif stream == 1:
-        forward_stream(x, (k_filter_ptr, bias_ptr), k_ptr, angles, *rest, TILE.rotary, TILE)
+        forward_stream(own, filters[1], bias_ptr, outputs[1], angles, *rest, TILE.rotary, TILE)
     else:
-        forward_stream(x, (v_filter_ptr, bias_ptr), v_ptr, (None, None, 0), *rest, 0, TILE)
+        none = (None, None, 0)
+        forward_stream(own, filters[2], bias_ptr, outputs[2], none, *rest, 0, TILE)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import Tile, rotates_apart
-from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2, pointers
+from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
@@ -126,7 +126,7 @@ def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> b
     nothing is; that with a shorter one, that without rotation and the rotation alone gave the right
     ones. Its PTX is correct, but ptxas 12.8 has no uniform registers left for the descriptors of so
     many products and restores them while products of their group are under way, which
-    tests/unit/test_ops_triton_sass.py looks for.
+    tests/cat_lm/ops/test_triton_sass.py looks for.
     """
     return uses_dot(dtype, window, per_channel) and window > WIDEST_FUSED_ROTATION
 
@@ -136,12 +136,11 @@ def rotated(cos: Tensor | None) -> int:
     return 0 if cos is None else cos.shape[-1]
 
 
-def angle_arguments(cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
-    """Return kernels' arguments for angles [B or 1, T, R]: tensors, and the stride of rows."""
+def angle_arguments(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return what kernels take of angles [B or 1, T, R]: tensors, and the stride of rows."""
     if rotated(cos) == 0:
-        return {"cos_ptr": None, "sin_ptr": None, "cos_stride_b": 0}
-    stride = 0 if cos.shape[0] == 1 else cos.shape[1] * cos.shape[2]
-    return pointers(cos=contiguous(cos), sin=contiguous(sin)) | {"cos_stride_b": stride}
+        return None, None, 0
+    return contiguous(cos), contiguous(sin), 0 if cos.shape[0] == 1 else cos[0].numel()
 
 
 @functools.cache

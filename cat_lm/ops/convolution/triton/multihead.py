@@ -29,8 +29,6 @@ from cat_lm.ops.runtime.triton_launch import (
     contiguous,
     next_power_of_2,
     on_device_of,
-    pointers,
-    strides,
     unit_stride,
 )
 
@@ -60,26 +58,27 @@ class Mix(NamedTuple):
 
 @triton.jit(do_not_specialize=VARYING)
 def mix_kernel(
-    x_ptr,
+    x,
     f_ptr,
     bias_ptr,
     y_ptr,
     positions_ptr,
     batch_size,
     length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
+    shape,
     MIX: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
     """y [B, T, H, D] for x [B, T, H, D], BLOCKS blocks of STEPS outputs of HEADS heads at a time.
 
-    REVERSED: x are gradients, and each output looks ahead; f_ptr [W, H, H] is then transposed. With
-    positions BLOCKS must be 1: M then differs by block.
+    Args:
+        x: a pointer, and the strides of rows, steps and heads. With REVERSED these are gradients,
+            and each output looks ahead; f_ptr [W, H, H] is then transposed.
+        positions_ptr: None, or BLOCKS must be 1: M then differs by block.
+        shape: heads, width.
     """
+    x_ptr, x_stride_b, x_stride_t, x_stride_h = x
+    heads, width = shape
     WINDOW: tl.constexpr = MIX.window
     STEPS: tl.constexpr = MIX.steps
     INNER: tl.constexpr = MIX.inner
@@ -134,8 +133,8 @@ def mix_kernel(
         times = firsts[None, :] + offsets[:, None]
         present = (times >= 0) & (times < length) & (inputs < heads)[:, None] & valid[None, :]
         local = offsets * x_stride_t + inputs * x_stride_h
-        x = tl.load(sources[None, :] + local[:, None], mask=present, other=0.0)
-        sums = add_product(sums, matrix, x)
+        values = tl.load(sources[None, :] + local[:, None], mask=present, other=0.0)
+        sums = add_product(sums, matrix, values)
 
     stored = (firsts[None, :] + steps[:, None] < length) & (outputs < heads)[:, None]
     stored = stored & valid[None, :]
@@ -150,21 +149,14 @@ def mix_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def mix_filters_kernel(
-    dy_ptr,
-    x_ptr,
+    dy,
+    x,
     df_ptr,
     positions_ptr,
     blocks_per_program,
     batch_size,
     length,
-    heads,
-    width,
-    dy_stride_b,
-    dy_stride_t,
-    dy_stride_h,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
+    shape,
     MIX: tl.constexpr,
 ):
     """A program's part of dF, df_ptr [programs, STEPS, W, H, H], to be summed over the first two.
@@ -172,6 +164,9 @@ def mix_filters_kernel(
     dY Xᵀ of STEPS outputs with INNER of the inputs they see, for HEADS by HEADS heads, summed over
     `blocks_per_program` blocks and all channels.
     """
+    dy_ptr, dy_stride_b, dy_stride_t, dy_stride_h = dy
+    x_ptr, x_stride_b, x_stride_t, x_stride_h = x
+    heads, width = shape
     WINDOW: tl.constexpr = MIX.window
     STEPS: tl.constexpr = MIX.steps
     INNER: tl.constexpr = MIX.inner
@@ -206,21 +201,21 @@ def mix_filters_kernel(
         present = ((first + steps < length) & (outputs < heads))[:, None] & inside
         source = dy_ptr + batch * dy_stride_b + first.to(tl.int64) * dy_stride_t
         local = steps * dy_stride_t + outputs * dy_stride_h
-        dy = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        gradient = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
         times = first + offsets
         present = ((times >= 0) & (times < length) & (inputs < heads))[:, None] & inside
         source = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_t
         local = offsets * x_stride_t + inputs * x_stride_h
-        x = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
-        dy = dy.to(x_ptr.dtype.element_ty)
+        values = tl.load(source + local[:, None] + columns[None, :], mask=present, other=0.0)
+        gradient = gradient.to(x_ptr.dtype.element_ty)
         if positions_ptr is not None:
             reach_ptr = positions_ptr + batch * length + first + steps
             reach = tl.load(reach_ptr, mask=first + steps < length, other=0)
             product = tl.zeros([STEPS * HEADS, INNER * HEADS], dtype=tl.float32)
-            product = add_product(product, dy, tl.trans(x))
+            product = add_product(product, gradient, tl.trans(values))
             sums += tl.where(lags <= reach[:, None], product, 0.0)
         else:
-            sums = add_product(sums, dy, tl.trans(x))
+            sums = add_product(sums, gradient, tl.trans(values))
 
     used = (lags >= 0) & (lags < WINDOW) & (outputs < heads)[:, None] & (inputs < heads)[None, :]
     part = segment.to(tl.int64) * STEPS + steps
@@ -228,25 +223,8 @@ def mix_filters_kernel(
     tl.store(df_ptr + places, sums, mask=used)
 
 
-def mix_options(x: Tensor, window: int, documents: bool) -> dict[str, Any]:
-    """Return what `mix_kernel` is compiled for, and how.
-
-    128 rows by 256 columns are a tile of a fast matrix product; with documents the matrix differs
-    by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
-    """
-    half = x.dtype != torch.float32
-    columns = min(128 if half else 64, max(16, next_power_of_2(x.shape[-1])))
-    blocks = max(1, 256 // columns) if half and not documents else 1
-    return _options(x, Mix(window, 8, 4 if half else 2, columns, blocks))
-
-
-def filter_options(x: Tensor, window: int) -> dict[str, Any]:
-    """Return the same for `mix_filters_kernel`."""
-    half = x.dtype != torch.float32
-    return _options(x, Mix(window, 8, 8 if half else 4, 64 if half else 16))
-
-
 def _options(x: Tensor, mix: Mix) -> dict[str, Any]:
+    """Return what a kernel is compiled for, and how."""
     stages = 1
     if x.dtype != torch.float32:
         # Three stages of the products' tiles take up to 96 KiB, more than AMD's GPUs have.
@@ -259,23 +237,28 @@ def _mix(
 ) -> Tensor:
     """y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
     batch, time, heads, width = x.shape
-    options = mix_options(x, filters.shape[0], positions is not None)
-    mix = options["MIX"]
+    # 128 rows by 256 columns are a tile of a fast matrix product; with documents the matrix differs
+    # by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
+    half = x.dtype != torch.float32
+    columns = min(128 if half else 64, max(16, next_power_of_2(width)))
+    joined = max(1, 256 // columns) if half and positions is None else 1
+    mix = Mix(filters.shape[0], 8, 4 if half else 2, columns, joined)
     x, y = unit_stride(x), x.new_empty(x.shape)
     blocks = batch * cdiv(time, mix.steps)
     programs = cdiv(heads, HEADS.value) * cdiv(width, mix.columns)
     programs *= cdiv(blocks, mix.blocks)
     with on_device_of(x):
         mix_kernel[(programs,)](
-            **pointers(x=x, f=filters.contiguous(), bias=contiguous(bias), y=y),
+            x=(x, *x.stride()[:3]),
+            f_ptr=filters.contiguous(),
+            bias_ptr=contiguous(bias),
+            y_ptr=y,
             positions_ptr=contiguous(positions),
             batch_size=batch,
             length=time,
-            heads=heads,
-            width=width,
-            **strides("x", x, "bth"),
+            shape=(heads, width),
             REVERSED=reverse,
-            **options,
+            **_options(x, mix),
         )
     return y
 
@@ -326,24 +309,24 @@ def backward(
 def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | None) -> Tensor:
     """Return the gradient of the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape
-    options = filter_options(x, window)
-    steps, inner = options["MIX"].steps, options["MIX"].inner
+    half = x.dtype != torch.float32
+    mix = Mix(window, 8, 8 if half else 4, 64 if half else 16)
     x, dy = unit_stride(x), unit_stride(dy)
-    blocks = batch * cdiv(time, steps)
+    blocks = batch * cdiv(time, mix.steps)
     blocks_per_program = cdiv(blocks, PARTS)
     parts = cdiv(blocks, blocks_per_program)
-    programs = cdiv(heads, HEADS.value) ** 2 * cdiv(steps + window - 1, inner) * parts
-    sums = x.new_empty(parts, steps, window, heads, heads, dtype=torch.float32)
+    programs = cdiv(heads, HEADS.value) ** 2 * cdiv(mix.steps + window - 1, mix.inner) * parts
+    sums = x.new_empty(parts, mix.steps, window, heads, heads, dtype=torch.float32)
     with on_device_of(x):
         mix_filters_kernel[(programs,)](
-            **pointers(dy=dy, x=x, df=sums, positions=contiguous(positions)),
+            dy=(dy, *dy.stride()[:3]),
+            x=(x, *x.stride()[:3]),
+            df_ptr=sums,
+            positions_ptr=contiguous(positions),
             blocks_per_program=blocks_per_program,
             batch_size=batch,
             length=time,
-            heads=heads,
-            width=width,
-            **strides("dy", dy, "bth"),
-            **strides("x", x, "bth"),
-            **options,
+            shape=(heads, width),
+            **_options(x, mix),
         )
     return sums.sum(dim=(0, 1)).to(x.dtype)

@@ -19,7 +19,6 @@ from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     next_power_of_2,
     on_device_of,
-    strides,
     unit_stride,
 )
 
@@ -43,24 +42,17 @@ class Turn(NamedTuple):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def rotate_kernel(
-    x_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    length,
-    heads,
-    width,
-    x_stride_b,
-    x_stride_t,
-    x_stride_h,
-    y_stride_b,
-    y_stride_t,
-    y_stride_h,
-    cos_stride_b,
-    TURN: tl.constexpr,
-):
-    """y [B, T, H, D] is x, of which the first channels are turned."""
+def rotate_kernel(x, y, angles, length, shape, TURN: tl.constexpr):
+    """y [B, T, H, D] is x, of which the first channels are turned.
+
+    Args:
+        x, y: a pointer each, and the strides of rows, steps and heads.
+        shape: heads, width.
+    """
+    x_ptr, x_stride_b, x_stride_t, x_stride_h = x
+    y_ptr, y_stride_b, y_stride_t, y_stride_h = y
+    cos_ptr, sin_ptr, cos_stride_b = angles
+    heads, width = shape
     ROTARY: tl.constexpr = TURN.rotary
     blocks = tl.cdiv(length * heads, TURN.rows)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
@@ -69,16 +61,16 @@ def rotate_kernel(
     present = times < length
     x_rows = (x_ptr + batch * x_stride_b + times * x_stride_t + rows % heads * x_stride_h)[:, None]
     y_rows = (y_ptr + batch * y_stride_b + times * y_stride_t + rows % heads * y_stride_h)[:, None]
-    angles = (batch * cos_stride_b + times * ROTARY)[:, None]
+    place = (batch * cos_stride_b + times * ROTARY)[:, None]
     first = tl.arange(0, TURN.half)[None, :]
     mask = present[:, None] & (first < ROTARY // 2)
     second = first + ROTARY // 2
     a = tl.load(x_rows + first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x_rows + second, mask=mask, other=0.0).to(tl.float32)
-    a_cosines = tl.load(cos_ptr + angles + first, mask=mask, other=0.0).to(tl.float32)
-    b_cosines = tl.load(cos_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
-    a_sines = tl.load(sin_ptr + angles + first, mask=mask, other=0.0).to(tl.float32)
-    b_sines = tl.load(sin_ptr + angles + second, mask=mask, other=0.0).to(tl.float32)
+    a_cosines = tl.load(cos_ptr + place + first, mask=mask, other=0.0).to(tl.float32)
+    b_cosines = tl.load(cos_ptr + place + second, mask=mask, other=0.0).to(tl.float32)
+    a_sines = tl.load(sin_ptr + place + first, mask=mask, other=0.0).to(tl.float32)
+    b_sines = tl.load(sin_ptr + place + second, mask=mask, other=0.0).to(tl.float32)
     if TURN.back:
         turned = a * a_cosines + b * b_sines
         other = b * b_cosines - a * a_sines
@@ -94,13 +86,6 @@ def rotate_kernel(
             tl.store(y_rows + columns, tl.load(x_rows + columns, mask=passed), mask=passed)
 
 
-def turn_of(rotary: int, width: int, in_place: bool, back: bool = False) -> Turn:
-    """Return what `rotate_kernel` is compiled for, of `rotary` channels of a head of `width`."""
-    half = next_power_of_2(rotary // 2)
-    passed = 0 if in_place or width == rotary else min(64, 2 * half)
-    return Turn(rotary, max(1, ELEMENTS // half), half, passed, back)
-
-
 def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
     """Fill y with the rotated x [B, T, H, D]; they may be the same."""
     if cos.shape[-1] == 0:
@@ -108,19 +93,18 @@ def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> 
             y.copy_(x)
         return
     batch, time, heads, width = x.shape
-    compiled = turn_of(rotated(cos), width, x is y, back)
+    rotary, half = rotated(cos), next_power_of_2(rotated(cos) // 2)
+    passed = 0 if x is y or width == rotary else min(64, 2 * half)
+    compiled = Turn(rotary, max(1, ELEMENTS // half), half, passed, back)
     if x is y:  # said to be no more than what is touched
-        x = y = y[..., : compiled.rotary]
+        x = y = y[..., :rotary]
     with on_device_of(x):
         rotate_kernel[(batch * cdiv(time * heads, compiled.rows),)](
-            x_ptr=x,
-            y_ptr=y,
-            **angle_arguments(cos, sin),
+            x=(x, *x.stride()[:3]),
+            y=(y, *y.stride()[:3]),
+            angles=angle_arguments(cos, sin),
             length=time,
-            heads=heads,
-            width=width,
-            **strides("x", x, "bth"),
-            **strides("y", y, "bth"),
+            shape=(heads, width),
             TURN=compiled,
             num_warps=4,
         )

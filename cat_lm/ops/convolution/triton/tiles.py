@@ -18,8 +18,8 @@ import triton.language as tl
 
 from cat_lm.ops.runtime.triton_launch import INTERPRETED
 
-# What differs from call to call with batches and lengths. Compiled for values that 16 divides, and
-# for 1, kernels would be compiled anew; no pointer's alignment depends on these.
+# Arguments that differ from call to call with batches and lengths. Compiled for values that 16
+# divides, and for 1, kernels would be compiled anew; no pointer's alignment depends on these.
 VARYING = ("tiles_per_program", "blocks_per_program", "batch_size", "length")
 
 
@@ -93,6 +93,20 @@ def store_rows(ptr, values, first, rows, length, columns, inside, stride):
     start = ptr + first.to(tl.int64) * stride
     places = start + rows[:, None] * stride + columns[None, :]
     tl.store(places, values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def earliest_inputs(positions_ptr, batch, first, length, BEGIN: tl.constexpr, COUNT: tl.constexpr):
+    """The first step of the tile that each output from BEGIN on may read, if there are documents.
+
+    The steps are made here: those that loops share would take registers through them.
+    """
+    steps = BEGIN + tl.arange(0, COUNT)
+    earliest = steps
+    if positions_ptr is not None:
+        reach_ptr = positions_ptr + batch * length + first
+        earliest = steps - tl.load(reach_ptr + steps, mask=first + steps < length, other=0)
+    return earliest
 
 
 @triton.jit
