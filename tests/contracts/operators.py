@@ -3,6 +3,8 @@
 The one place that knows in which modules operators lie.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.multi_token import identity_start, multi_token_attention
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import api as long_filter_api
 from cat_lm.ops.long_filter import filters as long_filters
@@ -26,25 +27,6 @@ from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 long_conv = long_filter_api.long_conv
 if INSTALLED:
     from cat_lm.ops.loss.cross_entropy_triton import cross_entropy_
-
-__all__ = [
-    "CHUNK",
-    "EVERY",
-    "INSTALLED",
-    "INTERPRETED",
-    "can_step",
-    "convolve_step",
-    "cross_entropy_",
-    "decaying_scan",
-    "delta_rule",
-    "identity_start",
-    "linear_cross_entropy",
-    "long_conv",
-    "long_filter_api",
-    "long_filters",
-    "multi_token_attention",
-    "recurrence_backends",
-]
 
 # Relative errors of whole tensors: sums in fp32 at least, and one rounding of a half-precision
 # result, which Triton's interpreter does toward zero.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from tests.contracts.operators import (
 )
 from tests.reference.convolution import convolve
 from tests.reference.long_filter import long_taps
-from tests.unit.long_filters import random_numbers
 
 STATES = {name: 6 for name in long_filters.names()}
 BACKENDS = serving(
@@ -36,7 +36,17 @@ each_form = pytest.mark.parametrize(("form", "backend"), FORMS)
 
 
 def draw(name: str, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return random_numbers(name, heads, STATES[name]).to(dtype).requires_grad_()
+    """Return numbers of filters that turn and fade within some 20 tokens."""
+    state = STATES[name]
+    numbers = long_filters.get(name).identity(heads, state)
+    own = torch.randn(numbers.shape)
+    numbers[:, -state - 1 :] = own[:, -state - 1 :]
+    if name == "exponential":
+        numbers[:, :state] = 1.5 + own[:, :state]
+    else:
+        numbers[:, : -state - 1] += 0.3 * own[:, : -state - 1]
+        numbers[:, state] = math.log(0.2)
+    return numbers.to(dtype).requires_grad_()
 
 
 def modes(name: str, numbers: Tensor):

@@ -26,11 +26,22 @@ INTERPRETED_FILES = {
 }
 
 
-def run_contracts(files: str, keyword: str, **environment: str) -> None:
+def run_contracts(files: str, keyword: str, *options: str, **environment: str) -> None:
     """Run the chosen tests of files of contracts in a process, where all must pass."""
     named = [f"tests/contracts/{name}" for name in files.split()]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *named, "-k", keyword, "-q", "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *named,
+            "-k",
+            keyword,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+        ],
         cwd=REPOSITORY,
         env=os.environ | environment,
         capture_output=True,
@@ -43,9 +54,10 @@ def run_contracts(files: str, keyword: str, **environment: str) -> None:
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 @pytest.mark.parametrize("files", INTERPRETED_FILES)
-def test_contracts_hold_in_interpreter(files, tmp_path):
+def test_contracts_hold_in_interpreter(files, tmp_path, pytestconfig):
     own = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    run_contracts(files, INTERPRETED_FILES[files], **own)
+    options = ["--nightly"] if pytestconfig.getoption("--nightly") else []
+    run_contracts(files, INTERPRETED_FILES[files], *options, **own)
 
 
 def test_contracts_hold_without_compiler(tmp_path):

@@ -114,12 +114,15 @@ def test_cross_entropy_of_large_logits_is_finite(shift):
     torch.testing.assert_close(logits.double(), gradient, rtol=5e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("label", [200, -1, -101, 255])
-def test_cross_entropy_of_unknown_label_is_nan(label):
-    logits, labels, losses = torch.randn(3, 200), torch.tensor([0, label, 199]), torch.empty(3)
+def test_cross_entropy_of_unknown_label_is_nan():
+    logits, labels, losses = (
+        torch.randn(5, 200),
+        torch.tensor([0, 200, -1, -101, 255]),
+        torch.empty(5),
+    )
     cross_entropy_(logits, labels, losses, True)
-    assert losses.isnan().tolist() == [False, True, False]
-    assert logits[1].isnan().all() and logits[[0, 2]].isfinite().all()
+    assert losses.isnan().tolist() == [False] + 4 * [True]
+    assert logits[1:].isnan().all() and logits[0].isfinite().all()
 
 
 def test_trial_kernel_runs_and_its_numbers_are_compared(monkeypatch):

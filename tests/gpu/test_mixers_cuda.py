@@ -14,7 +14,7 @@ from cat_lm.ops.recurrence import backends
 from cat_lm.ops.recurrence import decaying_scan as _scan
 from cat_lm.ops.recurrence.decaying_scan import EVERY, decaying_scan
 from tests.cat_lm.architectures.test_families import model_of, tokens
-from tests.unit.scans import SHAPES, by, in_torch, inputs, state_of, with_state
+from tests.gpu.scans import SHAPES, by, in_torch, inputs, state_of, with_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +117,7 @@ WIDE = {
 
 @pytest.mark.parametrize("kind", WIDE)
 def test_large_states_are_shared_among_warps_and_programs(kind):
-    triton = pytest.importorskip("triton", reason="triton is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
     (heads, keys, values), rate, a, (warps, programs) = WIDE[kind]
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 67, heads, keys, device="cuda")
@@ -129,10 +129,10 @@ def test_large_states_are_shared_among_warps_and_programs(kind):
         torch.rand(4, 67, heads, *rate, device="cuda"),
         -torch.rand(a, device="cuda"),
     ]
-    _, options, _ = _scan.decaying_scan_triton._launch(
+    chunks, options = _scan.decaying_scan_triton._launch(
         EVERY, *(leaves[i][None] for i in (0, 2, 3, 4))
     )
-    assert (options["num_warps"], triton.cdiv(values, options["COLUMNS"])) == (warps, programs)
+    assert (options["num_warps"], chunks) == (warps, programs)
     double = [s.cpu().double().requires_grad_() for s in leaves]
     leaves = [s.requires_grad_() for s in leaves]
     found, wanted = decaying_scan(*leaves), decaying_scan(*double)

@@ -143,7 +143,7 @@ def test_packed_equals_the_definition(shape, rotary, window, streams, masked, dt
     positions = documents(*shape[:2]) if masked else None
     leaves = [leaf for leaf in (qkv, *filters, bias) if leaf is not None]
     gradients = [torch.randn(shape, **CUDA).to(dtype) for _ in range(3)]
-    outputs = backend.head_conv_qkv(qkv, tuple(filters), bias, turn, positions)
+    outputs = backend.convolution.conv_qkv(qkv, *filters, bias, *(turn or (None, None)), positions)
     results = (*outputs, *torch.autograd.grad(outputs, leaves, gradients))
 
     exact = {id(leaf): leaf.detach().double().requires_grad_() for leaf in leaves}
@@ -181,7 +181,7 @@ def test_captured_in_a_graph():
     qkv, filters, bias, turn = packed_arguments(1, 512, 4, 64, 16, 21, torch.bfloat16)
 
     def step() -> tuple[Tensor, ...]:
-        outputs = backend.head_conv_qkv(qkv, tuple(filters), bias, turn, None)
+        outputs = backend.convolution.conv_qkv(qkv, *filters, bias, *(turn or (None, None)), None)
         gradients = torch.autograd.grad(outputs, (qkv, *filters, bias), outputs)
         return *outputs, *gradients
 

@@ -1,7 +1,7 @@
 """What a layer costs on a GPU: kernels, bytes and waits of the host, forward and backward.
 
-Counted on a GPU that is not there (`tests.unit.fake_gpu`), so that a cost that comes back shows
-without one. A unit is one [B, T, C] of bf16; each operator reads and writes its tensors once.
+Counted on a GPU that is not there (`tests.cat_lm.ops.fake_gpu`), so that a cost that comes back
+shows without one. A unit is one [B, T, C] of bf16; each operator reads and writes its tensors once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from cat_lm import architectures
 from cat_lm.model.blocks.transformer import CatAttention
+from tests.cat_lm.ops.fake_gpu import Counts, FakeGpu, fake_gpu, on_fake_gpu
 from tests.tiny_models import LLAMA_VARIANTS, VARIANTS
-from tests.unit.fake_gpu import Counts, FakeGpu, fake_gpu, on_fake_gpu
 
 BATCH, TIME, WIDTH, HEADS = 8, 2048, 1024, 16  # 370M's
 UNIT = BATCH * TIME * WIDTH * 2

@@ -136,7 +136,7 @@ def fake_gpu(launched: Callable[[Any, dict], None] | None = None) -> Iterator[Fa
 
     Args:
         launched: is given each Triton kernel that would be launched, and its arguments, instead of
-            the counts; then the bodies of all of the project's operators run.
+            the counts.
     """
     if not triton_launch.INSTALLED:
         pytest.skip("triton is not installed")
@@ -144,7 +144,7 @@ def fake_gpu(launched: Callable[[Any, dict], None] | None = None) -> Iterator[Fa
 
     from cat_lm.ops.convolution.triton import launch
 
-    gpu = FakeGpu(_bodies("cat_lm::triton_" if launched is None else "cat_lm::"))
+    gpu = FakeGpu(_bodies())
 
     def launcher(kernel: Any, grid: Any) -> Callable:
         if launched is not None:
@@ -167,12 +167,12 @@ def fake_gpu(launched: Callable[[Any, dict], None] | None = None) -> Iterator[Fa
         yield gpu
 
 
-def _bodies(prefix: str) -> dict[str, Callable]:
+def _bodies() -> dict[str, Callable]:
     """What this project's own operators do on a GPU, by their names."""
     import cat_lm.ops.convolution.triton  # noqa: F401
 
     operators = torch._library.custom_ops.OPDEFS.values()
-    own = [op for op in operators if op._qualname.startswith(prefix)]
+    own = [op for op in operators if op._qualname.startswith("cat_lm::")]
     return {op._qualname: op._init_fn for op in own}
 
 

@@ -9,8 +9,6 @@ four uniform registers from gdesc[URn] on, the first two of which are of the fir
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from typing import NamedTuple
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
@@ -101,17 +99,6 @@ class Group(NamedTuple):
 
     first: int
     products: list[int]
-
-
-def disassemble(cubin: bytes) -> str:
-    """Return the machine code of a kernel as cuobjdump lists it."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Code:
