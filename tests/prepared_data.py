@@ -25,6 +25,28 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
+def write_shards(
+    folder: Path,
+    split: str,
+    documents: Sequence[Sequence[int]],
+    dtype: str = "uint16",
+    shard_tokens: int = 10**9,
+) -> list[dict]:
+    """Write documents into shards of at most `shard_tokens`; return their manifest entries."""
+    groups: list[list[Sequence[int]]] = []
+    for document in documents:
+        if not groups or sum(map(len, groups[-1])) + len(document) > shard_tokens:
+            groups.append([])
+        groups[-1].append(document)
+    entries = []
+    for number, group in enumerate(groups):
+        lengths = np.array([len(document) for document in group])
+        with ShardWriter(folder, f"{split}-{number:05d}", np.dtype(dtype)) as writer:
+            writer.write(np.concatenate(group), lengths, lengths - 1)
+        entries.append(writer.info.to_json())
+    return entries
+
+
 def write_prepared(
     folder: Path,
     train: Sequence[Sequence[int]],
@@ -39,10 +61,7 @@ def write_prepared(
     folder.mkdir(parents=True, exist_ok=True)
     splits = {}
     for split, documents in (("train", train), ("validation", validation)):
-        with ShardWriter(folder, split, np.dtype(dtype), shard_tokens) as writer:
-            for document in documents:
-                writer.write(np.array(document), np.array([len(document)]), [len(document) - 1])
-        listed = [shard.to_json() for shard in writer.shards]
+        listed = write_shards(folder, split, documents, dtype, shard_tokens)
         keys = ("documents", "tokens", "bytes")
         splits[split] = {key: sum(s[key] for s in listed) for key in keys} | {"shards": listed}
     (folder / "tokenizer").mkdir(exist_ok=True)

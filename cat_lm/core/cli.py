@@ -43,15 +43,17 @@ class Once(argparse.Action):
 
 def whole(allowed: Range) -> Callable[[str], int]:
     """Make a kind for whole numbers of a range: 20, 1_000, 15B."""
-    return _kind(lambda text: check_whole(text, allowed))
+    return kind(lambda text: check_whole(text, allowed))
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
     """Make a kind for numbers of a range; with `above`, that bound itself is not allowed."""
-    return _kind(lambda text: check_number(text, allowed, above=above))
+    return kind(lambda text: check_number(text, allowed, above=above))
 
 
-def _kind(check: Callable[[str], T]) -> Callable[[str], T]:
+def kind(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Make a kind of a function that raises ValueError with what would be right."""
+
     def parse(text: str) -> T:
         try:
             return check(text)

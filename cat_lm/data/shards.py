@@ -17,20 +17,21 @@ no code for uint32; int32 holds any real vocabulary at the same width and stays 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sha256, sync_directory
+from cat_lm.core.files import atomic_write
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,7 +46,6 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # lengths are int32
-SHARD_TOKENS = 500_000_000
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -182,137 +182,74 @@ class Shard:
         return np.frombuffer(self._index, dtype, count, offset)
 
 
+@contextmanager
+def _verified(path: Path) -> Iterator[tuple[Callable[[bytes], None], Any]]:
+    """Yield a function that appends to a new file, and the SHA-256 of what it was given.
+
+    The file is flushed, read again against its checksum (as a rule from the page cache: that finds
+    what was written wrongly, not what the disk loses), and only then gets its name.
+    """
+    digest = hashlib.sha256()
+    with atomic_write(path, "w+b") as stream:
+
+        def append(data: bytes) -> None:
+            stream.write(data)
+            digest.update(data)
+
+        yield append, digest
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.seek(0)
+        if hashlib.file_digest(stream, "sha256").digest() != digest.digest():
+            raise UserError(f"{path}: reads back different from what was written; check the disk")
+
+
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
-    """Write an `.idx` for documents of these lengths, flushed to disk; return its SHA-256."""
+    """Write an `.idx` for documents of these lengths; return its SHA-256."""
     lengths = np.ascontiguousarray(lengths, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * dtype.itemsize
-    parts = (
-        HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1),
-        lengths.tobytes(),
-        pointers.astype("<i8").tobytes(),
-        np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
-    )
-    data = b"".join(parts)
-    with open(path, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return hashlib.sha256(data).hexdigest()
+    with _verified(path) as (append, digest):
+        append(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1))
+        append(lengths.tobytes())
+        append(pointers.astype("<i8").tobytes())
+        append(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 class ShardWriter:
-    """Writes documents into `folder/PREFIX-00000.bin/.idx`, `PREFIX-00001` and so on.
+    """Writes documents into the shard `folder/NAME.bin` and `.idx`. Use as a context manager.
 
-    A shard grows under a temporary name (in `scratch`, a folder of the same file system, or in
-    `folder` itself), is closed once it holds `shard_tokens`, flushed, read again against its
-    checksum (as a rule from the page cache: that finds what was written wrongly, not what the disk
-    loses), and only then renamed.
-    A document never straddles two shards; the shards count from `first`. Use as a context manager:
-    an error leaves no temporary file behind, a kill leaves files whose names end in `.tmp`.
+    The `.idx` comes last, so that a pair with an index is a pair with its data. After an error
+    there is neither. `info` is the shard's entry in the manifest, once it is complete.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        prefix: str,
-        dtype: np.dtype,
-        shard_tokens: int = SHARD_TOKENS,
-        scratch: Path | str | None = None,
-        first: int = 0,
-    ) -> None:
-        self.folder = Path(folder)
-        self.prefix = prefix
-        self.first = first
-        self.dtype = dtype
-        self.shard_tokens = shard_tokens
-        self.scratch = Path(scratch) if scratch else self.folder
-        self.shards: list[ShardInfo] = []
-        self._stream = None
+    info: ShardInfo
+
+    def __init__(self, folder: Path | str, name: str, dtype: np.dtype) -> None:
+        self._folder, self._name, self._dtype = Path(folder), name, np.dtype(dtype)
+        self._lengths, self._bytes = [np.empty(0, np.int32)], 0
 
     def __enter__(self) -> ShardWriter:
+        self._file = _verified(self._folder / f"{self._name}.bin")
+        self._append, self._digest = self._file.__enter__()
         return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if self._stream is not None:
-            self._close() if kind is None else self._abandon()
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: Iterable[int]) -> None:
         """Append documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
-        text_bytes = np.asarray(text_bytes, dtype=np.int64)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        first = 0
-        while first < len(lengths):
-            if self._stream is None:
-                self._open()
-            begin = int(ends[first - 1]) if first else 0
-            # As many documents as fit; one that is larger than a shard gets a shard of its own.
-            room = begin + self.shard_tokens - self._tokens
-            stop = int(np.searchsorted(ends, room, side="right"))
-            if stop <= first:
-                if self._tokens:
-                    self._close()
-                    continue
-                stop = first + 1
-            self._append(tokens[begin : int(ends[stop - 1])], lengths[first:stop])
-            self._bytes += int(text_bytes[first:stop].sum())
-            first = stop
+        self._append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
+        self._lengths.append(np.asarray(lengths, np.int32))
+        self._bytes += int(np.sum(np.asarray(text_bytes, dtype=np.int64)))
 
-    def _path(self, suffix: str) -> Path:
-        # Two processes that write the same shard by mistake must not write the same file.
-        process = f"{os.uname().nodename}.{os.getpid()}"
-        return self.scratch / f".{self._name}{suffix}.{process}.tmp"
-
-    @property
-    def _name(self) -> str:
-        return f"{self.prefix}-{self.first + len(self.shards):05d}"
-
-    def _open(self) -> None:
-        self._stream = open(self._path(".bin"), "wb")  # noqa: SIM115 - lives across calls
-        self._digest = hashlib.sha256()
-        self._lengths: list[np.ndarray] = []
-        self._tokens = 0
-        self._bytes = 0
-
-    def _append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-        self._stream.write(data)
-        self._digest.update(data)
-        self._lengths.append(np.asarray(lengths, dtype="<i4"))
-        self._tokens += len(tokens)
-
-    def _close(self) -> None:
-        bin_path, idx_path = self._path(".bin"), self._path(".idx")
-        lengths = np.concatenate(self._lengths)
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        info = ShardInfo(
-            name=self._name,
-            documents=len(lengths),
-            tokens=self._tokens,
-            bytes=self._bytes,
-            bin_sha256=self._digest.hexdigest(),
-            idx_sha256=write_index(idx_path, self.dtype, lengths),
-        )
-        # The .idx goes last, so that a pair with an index is a pair with its data.
-        _publish(bin_path, self.folder / f"{info.name}.bin", info.bin_sha256)
-        _publish(idx_path, self.folder / f"{info.name}.idx", info.idx_sha256)
-        self.shards.append(info)
-        self._stream = None
-
-    def _abandon(self) -> None:
-        # On a full disk what is still buffered cannot be written, nor is it wanted.
-        with contextlib.suppress(OSError):
-            self._stream.close()
-        for suffix in (".bin", ".idx"):
-            self._path(suffix).unlink(missing_ok=True)
-        self._stream = None
-
-
-def _publish(temporary: Path, final: Path, digest: str) -> None:
-    """Verify a finished file and rename it."""
-    if sha256(temporary) != digest:
-        raise UserError(f"{temporary}: reads back different from what was written; check the disk")
-    os.replace(temporary, final)
-    sync_directory(final.parent)
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+        if error[0] is None:
+            lengths = np.concatenate(self._lengths)
+            self.info = ShardInfo(
+                name=self._name,
+                documents=len(lengths),
+                tokens=int(lengths.sum(dtype=np.int64)),
+                bytes=self._bytes,
+                bin_sha256=self._digest.hexdigest(),
+                idx_sha256=write_index(self._folder / f"{self._name}.idx", self._dtype, lengths),
+            )

@@ -14,22 +14,23 @@ somebody else's: it stays, and is not written over.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import sync_directory, write_json
 from cat_lm.core.folders import (
+    MARK,
     Busy,
+    Lock,
     files_below,
     hold,
     is_marked,
@@ -37,8 +38,8 @@ from cat_lm.core.folders import (
     remove_temporary,
 )
 from cat_lm.core.outputs import remove_files
-from cat_lm.core.readers import Versioned, read_json, resolve
-from cat_lm.data.manifest import MANIFEST, SPLITS, listed_shards, read_manifest
+from cat_lm.core.readers import Versioned, read_bytes, read_json, resolve
+from cat_lm.data.manifest import MANIFEST, SPLITS, listed_shards, parse_manifest, read_manifest
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import plan_files
 from cat_lm.data.verified import NOTE
@@ -46,20 +47,20 @@ from data_prep.assemble.shards import ASSEMBLY
 from data_prep.encode.plan import TOKENIZER, TOKENIZER_FILES
 
 LOCK, SETUP_LOCK = ".prepare.lock", ".setup.lock"
-UNFINISHED, RECORD, PARTS, REPLACED = "unfinished", "preparation.json", "parts", "replaced"
+UNFINISHED, RECORD, PARTS, REPLACED = "unfinished", "preparation.json", "parts", "replaced.json"
 MALFORMED = "malformed.log"
 # Arguments that choose among the encoded documents: a change leaves the parts useful.
 SELECTING = {"sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens"}
-_STEM = r"(?:part-\d+|(?:shard-)?(?:train|validation)-\d+|plan|assembly|preparation|manifest)"
-_FILE = rf"{_STEM}\.(?:bin|idx|docs|malformed|json|npy)|malformed\.log|\.cat_lm\.json"
+_SHARD = r"(?:train|validation)-\d+\.(?:bin|idx)|shard-(?:train|validation)-\d+\.json"
+_FILE = rf"{_SHARD}|part-\d+\.\w+|(?:plan|assembly|preparation|manifest|replaced)\.json|{MALFORMED}"
+_TOKENIZER_FILE = "|".join(map(re.escape, TOKENIZER_FILES))
+# All that a preparation writes, and the temporary files of a killed one.
 _OURS = re.compile(
-    rf"(?:{PARTS}/|{REPLACED}/)?(?:(?:{_FILE})?|\.(?:{_FILE})\..+\.tmp)|{re.escape(NOTE)}"
-    rf"|{TOKENIZER}/(?:{'|'.join(TOKENIZER_FILES)})?|\.{TOKENIZER}\..+\.tmp/.*"
+    rf"{re.escape(NOTE)}|(?:{PARTS}/)?(?:{_FILE}|\.(?:{_FILE}|{MARK})\..+\.tmp)"
+    rf"|{TOKENIZER}/(?:{_TOKENIZER_FILE}|\.(?:{_TOKENIZER_FILE})\..+\.tmp)"
 )
-# What is made of a choice of documents, in the folder of the result and beside the parts.
-_CHOSEN = re.compile(
-    rf"(?:shard-)?(?:train|validation)-.*|{ASSEMBLY}|{MALFORMED}|{re.escape(NOTE)}"
-)
+# What is made of a choice of documents.
+_CHOSEN = re.compile(rf"{_SHARD}|{ASSEMBLY}|{MALFORMED}|{re.escape(NOTE)}")
 
 
 class Preparation(Versioned):
@@ -68,24 +69,6 @@ class Preparation(Versioned):
     program: Literal["cat_lm data_prep.prepare"]
     identity: dict[str, Any]
     scratch: str | None
-
-
-@contextmanager
-def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold a lock file, as `hold` does; without it, what is written must be safe."""
-    with hold(path, shared=shared, wait=wait) as lock:
-        if lock.error is not None:
-            _note_missing_locks(path.parent, lock.error.strerror)
-        yield
-
-
-@functools.cache
-def _note_missing_locks(folder: Path, reason: str) -> None:
-    print(
-        f"note: {folder}: no file locks here ({reason}); what is done stays whole, but start no "
-        "two preparations into one folder, they would do the work twice",
-        file=sys.stderr,
-    )
 
 
 def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -123,25 +106,31 @@ class OutputFolder:
     @contextmanager
     def locked(self, shared: bool = False) -> Iterator[None]:
         """Make the folder and hold it, alone or with others that encode parts (`shared`)."""
-        lock = self.out / LOCK
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            with file_lock(lock, shared, wait=False):
-                try:
-                    yield
-                finally:
-                    if not shared:
-                        _remove_empty(lock)
+            lock = hold(self.out / LOCK, shared=shared, wait=False)
         except Busy:
             raise UserError(f"--out {self.out}: another preparation is writing to it") from None
-        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-            if error.filename not in (str(self.out), str(lock)):
-                raise
-            raise UserError(f"--out {self.out}: cannot be written ({error.strerror})") from None
+        except OSError as error:
+            reason = describe_os_error(error)
+            raise file_error(f"--out {self.out}: cannot be written ({reason})", error) from None
+        if lock.error is not None:
+            print(
+                f"note: {self.out}: no file locks here ({lock.error.strerror}); start no two "
+                "preparations into one folder, they would do the work twice",
+                file=sys.stderr,
+            )
+        with lock:
+            try:
+                yield
+            finally:
+                if not shared:
+                    for name in (SETUP_LOCK, LOCK):
+                        (self.out / name).unlink(missing_ok=True)
 
-    def setup_lock(self) -> Any:
+    def setup_lock(self) -> Lock:
         """Hold the lock under which the work is begun or taken up."""
-        return file_lock(self.out / SETUP_LOCK)
+        return hold(self.out / SETUP_LOCK)
 
     def is_complete(self, identity: dict, overwrite: bool) -> bool:
         """Return True if the folder holds the data that `identity` (the arguments) asks for.
@@ -152,11 +141,11 @@ class OutputFolder:
         if not self.out.is_dir():
             return False
         if not (self.out / MANIFEST).is_file():
-            files = [path.name for path in self.out.iterdir()]
-            foreign = sorted(n for n in files if not n.startswith((LOCK, SETUP_LOCK)))
-            if foreign and not is_marked(self.staging) and foreign != [UNFINISHED]:
+            ours = {LOCK, SETUP_LOCK, UNFINISHED}
+            others = sorted({path.name for path in self.out.iterdir()} - ours)
+            if others and not is_marked(self.staging):
                 raise UserError(
-                    f"--out {self.out}: is not empty ({foreign[0]!r} is in it) and was not made by "
+                    f"--out {self.out}: is not empty ({others[0]!r} is in it) and was not made by "
                     "this command; choose another folder"
                 )
             return False
@@ -167,7 +156,7 @@ class OutputFolder:
             for split in SPLITS:
                 open_corpus(self.out, split)  # an error where a shard is gone or cut short
             return True
-        # One that --overwrite has begun goes on without it.
+        # One that --overwrite has begun continues without it.
         record = self.read() if is_marked(self.staging) else None
         if record and not _differing(record.identity, identity):
             return False
@@ -177,20 +166,13 @@ class OutputFolder:
             "give --overwrite"
         )
 
-    def tidy_complete(self, identity: dict) -> None:
+    def tidy_complete(self) -> None:
         """Remove what a kill has left beside complete data, unless a preparation runs there."""
-        lock, setup_lock = self.out / LOCK, self.out / SETUP_LOCK
-        was_begun = is_marked(self.staging)
-        if not (was_begun or setup_lock.exists()) or not os.access(self.out, os.W_OK):
-            return  # of a mount that is only read, or somebody else's
-        # A record that cannot be read is a file of somebody else's.
-        with suppress(Busy, OSError, UserError), hold(lock, wait=False) as held:
-            record = self.read() if was_begun else None
-            if not was_begun:
-                _remove_empty(setup_lock)
-            elif held.error is None and not (record and _differing(record.identity, identity)):
-                OutputFolder(self.out, record.scratch if record else self.scratch).tidy()
-            _remove_empty(lock)
+        # With a record it is an unfinished preparation of other data.
+        if is_marked(self.staging) and not (self.staging / RECORD).exists():
+            with suppress(Busy, OSError, UserError), hold(self.out / LOCK, wait=False):
+                self.remove()
+                (self.out / LOCK).unlink()
 
     def read(self) -> Preparation | None:
         """Read the record of an unfinished preparation; return None where there is none.
@@ -201,13 +183,10 @@ class OutputFolder:
         path = self.staging / RECORD
         return read_json(path, Preparation, "move it away") if os.path.lexists(path) else None
 
-    def take_up(self, identity: dict, overwrite: bool, together: bool) -> None:
+    def take_up(self, identity: dict, overwrite: bool, stage: str) -> None:
         """Take up an unfinished preparation, or begin one.
 
         Where only the choice of documents has changed, the parts stay.
-
-        Args:
-            together: several machines may work on it.
 
         Raises:
             UserError: there is one with other arguments, unless `overwrite`, or one whose parts are
@@ -215,68 +194,53 @@ class OutputFolder:
         """
         record = self.read()
         differing = _differing(record.identity, identity) if record else []
-        if differing and not overwrite:
+        if record and not overwrite:
+            self._check_record(record, differing, identity, stage)
+        # Other sets under a limit are other documents; the same arguments are the same ones.
+        is_limited = identity["max_documents"] or identity["max_bytes"]
+        reusable = not differing or (SELECTING.issuperset(differing) and not is_limited)
+        if not (record and reusable and record.scratch == self.scratch and self.work.is_dir()):
+            OutputFolder(self.out, record.scratch if record else self.scratch).remove()
+        elif differing:
+            for folder in (self.staging, self.work):
+                remove_files(folder, filter(_CHOSEN.fullmatch, files_below(folder)))
+        make_temporary(self.staging)
+        try:
+            make_temporary(self.work)
+        except OSError as error:
+            flag, reason = "--scratch" if self.scratch else "--out", describe_os_error(error)
+            text = f"{flag} {self.work.parent}: cannot be written ({reason})"
+            raise file_error(text, error) from None
+        program = "cat_lm data_prep.prepare"
+        own = Preparation(format=1, program=program, identity=identity, scratch=self.scratch)
+        write_json(self.staging / RECORD, own.model_dump())
+
+    def _check_record(
+        self, record: Preparation, differing: list[str], identity: dict, stage: str
+    ) -> None:
+        work = OutputFolder(self.out, record.scratch).work
+        if differing:
             raise UserError(
                 f"--out {self.out}: holds an unfinished preparation made otherwise "
                 f"({_changes(record.identity, identity, differing)}); give its arguments to "
                 "continue it, or --overwrite for these"
             )
-        if record and not overwrite:
-            self._check_place(record, together)
-        # Other sets under a limit are other documents; the same arguments are the same ones.
-        is_limited = identity["max_documents"] or identity["max_bytes"]
-        reusable = not differing or (SELECTING.issuperset(differing) and not is_limited)
-        if not (record and reusable and record.scratch == self.scratch and self.work.is_dir()):
-            if record and record.scratch not in (self.scratch, None):
-                print(f"note: parts that other arguments left in {record.scratch} stay there")
-            self.remove()
-        elif differing:
-            for folder in (self.staging, self.work):
-                names = [name for name in files_below(folder) if _CHOSEN.fullmatch(name)]
-                remove_files(folder, names)
-        make_temporary(self.staging)
-        try:
-            make_temporary(self.work)
-        except OSError as error:
-            flag = "--scratch" if self.scratch else "--out"
-            reason = f"cannot be written ({error.strerror})"
-            raise UserError(f"{flag} {self.work.parent}: {reason}") from None
-        program = "cat_lm data_prep.prepare"
-        own = Preparation(format=1, program=program, identity=identity, scratch=self.scratch)
-        write_json(self.staging / RECORD, own.model_dump())
-
-    def _check_place(self, record: Preparation, together: bool) -> None:
         if record.scratch != self.scratch:
             raise UserError(
-                f"--out {self.out}: its unfinished preparation keeps its parts in "
-                f"{OutputFolder(self.out, record.scratch).work}; give the same --scratch to "
-                "continue it, or --overwrite"
+                f"--out {self.out}: its unfinished preparation keeps its parts in {work}; give the "
+                "same --scratch to continue it, or --overwrite"
             )
-        if together and not self.work.is_dir():
+        if stage != "all" and not work.is_dir():
             raise UserError(
-                f"--scratch {self.work.parent}: the parts that were begun ({self.work.name}) are "
-                "not there; several machines need one that they share (to begin anew: --overwrite)"
+                f"--scratch {work.parent}: the parts that were begun ({work.name}) are not there; "
+                "several machines need one that they share (to begin anew: --overwrite)"
             )
 
-    def remove_unfinished_files(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove what killed processes have left between its making and its renaming."""
         for folder in (self.staging, self.work):
-            for path in folder.glob(".*.tmp"):
-                if is_marked(path):
-                    remove_temporary(path)
-                elif _OURS.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-
-    def check_free(self, names: Iterable[str], listed: Iterable[str] = ()) -> None:
-        """Raise UserError where a file of someone else would be replaced by one of these."""
-        if (self.out / MANIFEST).is_file():
-            listed = finished_files(self.out, read_manifest(self.out))
-        for name in names:
-            if os.path.lexists(self.out / name) and name not in listed:
-                raise UserError(
-                    f"--out {self.out}: {name} is not of this preparation and would be replaced; "
-                    "move it away"
-                )
+            left = (path.name for path in folder.glob(".*.tmp"))
+            remove_files(folder, filter(_OURS.fullmatch, left))
 
     def publish(self, identity: dict) -> bool:
         """Move a result that is whole into its place, where earlier data make room for it.
@@ -295,18 +259,19 @@ class OutputFolder:
     def _move_up(self) -> None:
         made = finished_files(self.staging, read_manifest(self.staging))
         made = [name for name in made if (self.staging / name).is_file()]
-        replaced, current = self.staging / REPLACED, self.out / MANIFEST
-        earlier = []
-        if (replaced / MANIFEST).is_file():
-            earlier = finished_files(self.out, read_manifest(replaced))
-        self.check_free(made, earlier)
+        replaced, current, earlier = self.staging / REPLACED, self.out / MANIFEST, []
+        for path in filter(Path.is_file, (replaced, current)):
+            earlier = finished_files(self.out, parse_manifest(read_bytes(path), str(path)))
+        for name in made:
+            if os.path.lexists(self.out / name) and name not in earlier:
+                raise UserError(
+                    f"--out {self.out}: {name} is not of this preparation and would be replaced; "
+                    "move it away"
+                )
         if current.is_file():
-            earlier = finished_files(self.out, read_manifest(self.out))
-            replaced.mkdir(exist_ok=True)
-            os.replace(current, replaced / MANIFEST)
-        if earlier:
-            remove_files(self.out, earlier)
-            remove_files(self.staging, [f"{REPLACED}/{MANIFEST}"])
+            os.replace(current, replaced)
+        remove_files(self.out, earlier)
+        replaced.unlink(missing_ok=True)
         for name in made:
             (self.out / name).parent.mkdir(exist_ok=True)
             os.replace(self.staging / name, self.out / name)
@@ -316,28 +281,13 @@ class OutputFolder:
         sync_directory(self.out)
 
     def remove(self) -> None:
-        """Remove an unfinished preparation. Raises UserError where something else is in it."""
-        folders = (self.work, self.staging)
-        for folder in filter(is_marked, folders):
-            if strangers := sorted(n for n in files_below(folder) if not _OURS.fullmatch(n)):
-                raise UserError(
-                    f"{folder}: holds {strangers[0]}, which is not of a preparation; move it away"
-                )
-        for folder in folders:
-            remove_temporary(folder)
-
-    def tidy(self) -> None:
-        """Remove what is left of a preparation that is complete or given up."""
-        try:
-            self.remove()
-        except UserError as error:
-            print(f"note: {error}")
-        _remove_empty(self.out / SETUP_LOCK)
-
-
-def _remove_empty(path: Path) -> None:
-    if path.is_file() and path.stat().st_size == 0:
-        path.unlink(missing_ok=True)
+        """Remove the files of a preparation that is complete or given up; others stay."""
+        for folder in filter(is_marked, (self.work, self.staging)):
+            remove_files(folder, filter(_OURS.fullmatch, files_below(folder) - {MARK}))
+            with suppress(OSError):
+                (folder / TOKENIZER).rmdir()
+            if os.listdir(folder) == [MARK]:
+                remove_temporary(folder)
 
 
 def _differing(found: dict, identity: dict) -> list[str]:

@@ -19,7 +19,7 @@ from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import MAX_DOCUMENT_TOKENS, ShardWriter, token_dtype
 from cat_lm.data.tokenizers import build_tokenizer
 from cat_lm.data.verified import note_files, shard_digests
-from data_prep.assemble.manifest import manifest_of, print_counts
+from data_prep.assemble.manifest import build_manifest, print_counts, sum_counts
 from data_prep.encode.plan import TOKENIZER
 
 
@@ -32,7 +32,13 @@ def prepare(arguments: argparse.Namespace) -> None:
     out, file = arguments.out, Path(arguments.path)
     check_output(out)
     source = _describe(file, arguments.splits)
-    if _is_complete(out, source):
+    if out.is_dir() and any(out.iterdir()):
+        is_prepared = (out / MANIFEST).is_file()
+        if not is_prepared or read_manifest(out).get("source") != source:
+            what = "holds data made otherwise" if is_prepared else "is not empty"
+            raise UserError(f"--out {out}: {what}; choose another folder")
+        for split in source["splits"]:
+            open_corpus(out, split)  # an error where a shard is gone or cut short
         print(f"{out}: already complete with these arguments, nothing to do")
         return
     with atomic_folder(out, flag="--out") as made:
@@ -52,24 +58,14 @@ def _describe(file: Path, sizes: list[int]) -> dict:
     except OSError as error:
         text = f"--path {file}: cannot be read ({describe_os_error(error)})"
         raise file_error(text, error) from None
+    given = ",".join(map(str, sizes))
     if sum(sizes) > there:
-        given = ",".join(map(str, sizes))
         raise UserError(f"--splits {given}: are {sum(sizes):,} bytes, and {file} has {there:,}")
+    if max(sizes) >= MAX_DOCUMENT_TOKENS:
+        raise UserError(f"--splits {given}: one has at most {MAX_DOCUMENT_TOKENS - 1:,} bytes")
     splits = dict(zip(ALL_SPLITS, sizes, strict=False))
     known = {"kind": "raw-bytes", "files": 1, "file_bytes": there}
     return {**known, "contents_sha256": digest, "splits": splits}
-
-
-def _is_complete(out: Path, source: dict) -> bool:
-    if not out.is_dir() or not any(out.iterdir()):
-        return False
-    if not (out / MANIFEST).is_file():
-        raise UserError(f"--out {out}: is not empty; choose another folder")
-    if read_manifest(out).get("source") != source:
-        raise UserError(f"--out {out}: holds data made otherwise; choose another folder")
-    for split in source["splits"]:
-        open_corpus(out, split)  # an error where a shard is gone or cut short
-    return True
 
 
 def _make(made: Path, file: Path, source: dict) -> dict:
@@ -77,28 +73,19 @@ def _make(made: Path, file: Path, source: dict) -> dict:
     dtype = token_dtype(info.vocab_size)
     shards, counts, start = {}, {}, 0
     for split, size in source["splits"].items():
-        data = _read(file, start, size)
-        counts[split] = np.bincount(data, minlength=info.vocab_size).astype(np.int64)
-        counts[split][info.eod_id] += 1
-        tokens = np.append(data.astype(dtype), np.array([info.eod_id], dtype))
-        with ShardWriter(made, split, dtype) as writer:
+        data = np.fromfile(file, np.uint8, size, offset=start)
+        tokens = np.append(data, info.eod_id).astype(dtype)
+        counts[split] = np.bincount(tokens, minlength=info.vocab_size)
+        with ShardWriter(made, f"{split}-00000", dtype) as writer:
             writer.write(tokens, np.array([len(tokens)]), [size])
-        shards[split] = writer.shards
+        shards[split] = [writer.info]
+        note_files(made, shard_digests(writer.info.to_json()))
         start += size
+    sources = {file.name: {split: sum_counts(own) for split, own in shards.items()}}
     arguments = {"source": source, "tokenizer": "bytes"}
-    manifest = manifest_of({file.name: shards}, counts, info, dtype, arguments)
+    contents = {"empty_documents": 0, "sources": sources}
+    manifest = build_manifest(arguments, info, dtype, shards, counts, contents)
     write_json(made / MANIFEST, manifest)
     for split in shards:
         open_corpus(made, split)
-    for entry in (entry for entries in shards.values() for entry in entries):
-        note_files(made, shard_digests(entry.to_json()))
     return manifest
-
-
-def _read(file: Path, start: int, size: int) -> np.ndarray:
-    if size >= MAX_DOCUMENT_TOKENS:
-        raise UserError(f"--splits {size}: a split has at most {MAX_DOCUMENT_TOKENS - 1:,} bytes")
-    data = np.fromfile(file, np.uint8, size, offset=start)
-    if len(data) != size:
-        raise UserError(f"--path {file}: has changed since the preparation began; start it again")
-    return data

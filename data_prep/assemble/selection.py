@@ -74,8 +74,8 @@ class Selection:
     @property
     def passes(self) -> int:
         """Return how often the input is gone through for the training split."""
-        counts = (copies.whole + (copies.cut is not None) for copies in self.train.values())
-        return max(counts, default=0)
+        copies = self.train.values()
+        return max((own.whole + (own.cut is not None) for own in copies), default=0)
 
     def within(self, documents: np.ndarray, unit: int, unit_split: str | None) -> np.ndarray:
         """Return which documents lie before the end that a limit sets, bool [documents]."""
@@ -96,15 +96,12 @@ class Selection:
             return np.flatnonzero(taken & kept[documents["set"]])
         of_set = np.zeros(len(documents), dtype=bool)
         for index, name in enumerate(self.names):
-            copies = self.train.get(name)
-            if copies is None or number > copies.whole:
-                continue
+            copies = self.train.get(name, Copies(0))
             members = documents["set"] == index
-            if number == copies.whole:
-                if copies.cut is None:
-                    continue
-                members &= copies.cut.takes(documents, unit)
-            of_set |= members
+            if number == copies.whole and copies.cut is not None:
+                of_set |= members & copies.cut.takes(documents, unit)
+            elif number < copies.whole:
+                of_set |= members
         return np.flatnonzero(taken & of_set)
 
 
@@ -226,17 +223,12 @@ class Chooser:
 
     def _histograms(self) -> dict[str, np.ndarray]:
         """Count the tokens of each set's training documents by the upper bits of their places."""
-        found = {name: np.zeros(1 << BUCKET_BITS, dtype=np.int64) for name in self.names}
+        shape = len(self.names), 1 << BUCKET_BITS
+        found = np.zeros(shape, dtype=np.int64)
         for _, documents in self.scan():
             documents = documents[documents["validation"] == 0]
-            buckets = _buckets(documents)
-            for index in np.unique(documents["set"]).tolist():
-                members = documents["set"] == index
-                sums = np.bincount(
-                    buckets[members], documents["length"][members], minlength=1 << BUCKET_BITS
-                )
-                found[self.names[index]] += sums.astype(np.int64)
-        return found
+            np.add.at(found, (documents["set"], _buckets(documents)), documents["length"])
+        return dict(zip(self.names, found, strict=True))
 
     def _cuts(self, groups: dict[str, tuple[list[str], int]]) -> dict[str, SubsetEnd]:
         """Return the document of each group (sets, tokens) that reaches the tokens."""
@@ -250,21 +242,17 @@ class Chooser:
             documents = documents[documents["validation"] == 0]
             found = _buckets(documents)
             for key, (sets, _) in groups.items():
-                inside = documents[found == buckets[key]]
                 members = [index for index, name in enumerate(self.names) if name in sets]
-                inside = inside[np.isin(inside["set"], members)]
-                rows = np.empty((len(inside), 4), dtype=np.uint64)
-                for column, values in enumerate((inside["place"], unit, inside["position"])):
-                    rows[:, column] = values
-                rows[:, 3] = inside["length"]
-                candidates[key].append(rows)
+                inside = (found == buckets[key]) & np.isin(documents["set"], members)
+                columns = [documents[name][inside] for name in ("place", "position", "length")]
+                units = np.full(int(inside.sum()), unit)
+                candidates[key].append(np.array([columns[0], units, *columns[1:]], np.uint64))
         cuts = {}
         for key, (_, target) in groups.items():
-            rows = np.concatenate(candidates[key])
-            rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-            sums = before[key] + np.cumsum(rows[:, 3].astype(np.int64))
-            place, unit, position, _ = rows[int(np.searchsorted(sums, target))].tolist()
-            cuts[key] = SubsetEnd(place, unit, position)
+            rows = np.concatenate(candidates[key], axis=1)
+            rows = rows[:, np.lexsort(rows[2::-1])]
+            sums = before[key] + np.cumsum(rows[3].astype(np.int64))
+            cuts[key] = SubsetEnd(*rows[:3, int(np.searchsorted(sums, target))].tolist())
         return cuts
 
 

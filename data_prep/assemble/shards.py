@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cat_lm.core.files import atomic_write, sha256
 from cat_lm.data.shards import ShardInfo, ShardWriter, index_bytes
 from cat_lm.data.verified import note_files, shard_digests
 from data_prep.assemble.selection import Selection
-from data_prep.encode.parts import Parts, disk_errors, part_path, read_record, write_record
+from data_prep.encode.parts import Parts, disk_errors, load_record, part_path, write_record
 
 ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22
@@ -46,12 +45,6 @@ class PlannedShard:
     def units(self) -> set[int]:
         return {unit for _, unit, _, _ in self.pieces}
 
-    def add(self, number: int, unit: int, first: int, lengths: np.ndarray, sizes: np.ndarray):
-        self.pieces.append((number, unit, first, len(lengths)))
-        self.documents += len(lengths)
-        self.tokens += int(lengths.sum(dtype=np.int64))
-        self.bytes += int(sizes.sum(dtype=np.int64))
-
 
 def plan_shards(
     parts: Parts, selection: Selection, shard_tokens: int
@@ -67,11 +60,9 @@ def plan_shards(
         made: list[PlannedShard] = []
         for number in range(selection.passes if split == "train" else 1):
             for unit, documents in parts.scan():
-                chosen = documents[
-                    selection.chosen(documents, unit, parts.unit_splits[unit], split, number)
-                ]
-                _cut(made, split, number, unit, chosen, shard_tokens)
-                _count(counts, parts.names, split, chosen)
+                taken = selection.chosen(documents, unit, parts.unit_splits[unit], split, number)
+                _cut(made, split, number, unit, documents[taken], shard_tokens)
+                _count(counts, parts.names, split, documents[taken])
         shards += made
     return shards, counts
 
@@ -84,33 +75,32 @@ def _cut(
     documents: np.ndarray,
     shard_tokens: int,
 ) -> None:
-    lengths, sizes = documents["length"], documents["bytes"]
-    ends = np.cumsum(lengths, dtype=np.int64)
+    """Append documents that a pass takes from a unit to the last shard, and to new ones."""
+    ends = np.cumsum(documents["length"], dtype=np.int64)
     first = 0
-    while first < len(lengths):
-        if not shards:
-            shards.append(PlannedShard(split, 0))
-        shard = shards[-1]
+    while first < len(documents):
         before = int(ends[first - 1]) if first else 0
-        room = before + shard_tokens - shard.tokens
-        stop = int(np.searchsorted(ends, room, side="right"))
+        left = shard_tokens - shards[-1].tokens if shards else 0
+        stop = int(np.searchsorted(ends, before + left, side="right"))
         if stop <= first:
-            if shard.tokens:
-                shards.append(PlannedShard(split, shard.number + 1))
-                continue
-            stop = first + 1
-        shard.add(number, unit, first, lengths[first:stop], sizes[first:stop])
+            shards.append(PlannedShard(split, len(shards)))
+            stop = max(first + 1, int(np.searchsorted(ends, before + shard_tokens, side="right")))
+        shard, some = shards[-1], documents[first:stop]
+        shard.pieces.append((number, unit, first, len(some)))
+        for name, size in _sums(some).items():
+            setattr(shard, name, getattr(shard, name) + size)
         first = stop
 
 
 def _count(counts: dict, names: list[str], split: str, documents: np.ndarray) -> None:
     for index in np.unique(documents["set"]).tolist():
-        members = documents[documents["set"] == index]
-        counts.setdefault(names[index], {}).setdefault(split, Counter()).update(
-            documents=len(members),
-            tokens=int(members["length"].sum(dtype=np.int64)),
-            bytes=int(members["bytes"].sum(dtype=np.int64)),
-        )
+        found = counts.setdefault(names[index], {}).setdefault(split, Counter())
+        found.update(_sums(documents[documents["set"] == index]))
+
+
+def _sums(documents: np.ndarray) -> dict[str, int]:
+    tokens, size = (int(documents[key].sum(dtype=np.int64)) for key in ("length", "bytes"))
+    return {"documents": len(documents), "tokens": tokens, "bytes": size}
 
 
 @dataclass(frozen=True)
@@ -121,65 +111,60 @@ class ShardTask:
     parts: Parts
     selection: Selection
     folder: Path
-    dtype: str
+    dtype: np.dtype
     vocab_size: int
     key: str
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard: the key of its plan, its entry, and how often it has each token."""
+
+    key: str
+    shard: ShardInfo
+    counts: list[int]
 
 
 def _record_path(work: Path, name: str) -> Path:
     return work / f"shard-{name}.json"
 
 
-def token_counts_path(work: Path, name: str) -> Path:
-    """Return the file that counts each token of a shard, int64 [vocab_size]."""
-    return work / f"shard-{name}.npy"
-
-
-def finished_shard(work: Path, folder: Path, name: str, key: str, dtype: str) -> ShardInfo | None:
+def finished_shard(
+    work: Path, folder: Path, name: str, key: str, dtype: np.dtype
+) -> ShardRecord | None:
     """Describe a finished shard; None where it is not there, not whole, or of another plan."""
-    record = read_record(_record_path(work, name), ("key", "shard", "counts_sha256"))
-    if record is None or record["key"] != key:
+    record = load_record(_record_path(work, name), ShardRecord)
+    if record is None or record.key != key:
         return None
-    info = ShardInfo(**record["shard"])
     sizes = {
-        folder / f"{name}.bin": info.tokens * np.dtype(dtype).itemsize,
-        folder / f"{name}.idx": index_bytes(info.documents),
+        folder / f"{name}.bin": record.shard.tokens * dtype.itemsize,
+        folder / f"{name}.idx": index_bytes(record.shard.documents),
     }
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-    counts = token_counts_path(work, name)
-    whole = whole and counts.is_file() and sha256(counts) == record["counts_sha256"]
-    return info if whole else None
+    return record if whole else None
 
 
-def write_shard(task: ShardTask, report: Callable[[int], None]) -> str:
+def write_shard(task: ShardTask, report: Callable[[int], object]) -> str:
     """Write a shard, verified, then its record; `report` gets bytes of tokens."""
     shard, work = task.shard, task.parts.work
-    dtype = np.dtype(task.dtype).newbyteorder("<")
     counts = np.zeros(task.vocab_size, dtype=np.int64)
-    with (
-        disk_errors(task.folder),
-        ShardWriter(task.folder, shard.split, dtype, shard.tokens, first=shard.number) as writer,
-    ):
-        for tokens, documents in _blocks(task, dtype):
+    with disk_errors(task.folder), ShardWriter(task.folder, shard.name, task.dtype) as writer:
+        for tokens, documents in _blocks(task):
             writer.write(tokens, documents["length"], documents["bytes"])
             counts += np.bincount(tokens, minlength=task.vocab_size)
             report(tokens.nbytes)
-    (info,) = writer.shards
+    info = writer.info
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
     # It was read again before it got its name.
     note_files(task.folder, shard_digests(info.to_json()))
     with disk_errors(work):
-        path = token_counts_path(work, shard.name)
-        with atomic_write(path, "wb") as stream:
-            np.save(stream, counts)
-        record = {"key": task.key, "shard": info.to_json(), "counts_sha256": sha256(path)}
-        write_record(_record_path(work, shard.name), record)
+        write_record(_record_path(work, shard.name), ShardRecord(task.key, info, counts.tolist()))
     return shard.name
 
 
-def _blocks(task: ShardTask, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _blocks(task: ShardTask) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     # Some million tokens at a time, and their documents.
     parts = task.parts
     for number, unit, first, count in task.shard.pieces:
@@ -187,17 +172,12 @@ def _blocks(task: ShardTask, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.n
         stops = np.cumsum(documents["length"], dtype=np.int64)
         chosen = task.selection.chosen(documents, unit, split, task.shard.split, number)
         chosen = chosen[first : first + count]
-        path, size = part_path(parts.work, unit, "bin"), (parts.records[unit]["tokens"],)
-        tokens = np.memmap(path, dtype, mode="r", shape=size)
-        ends = np.cumsum(documents["length"][chosen], dtype=np.int64)
-        begin = 0
-        while begin < len(chosen):
-            before = int(ends[begin - 1]) if begin else 0
-            stop = int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right"))
-            some = chosen[begin : max(stop, begin + 1)]
+        path, size = part_path(parts.work, unit, "bin"), (parts.tokens[unit],)
+        tokens = np.memmap(path, task.dtype, mode="r", shape=size)
+        blocks = np.cumsum(documents["length"][chosen], dtype=np.int64) // BLOCK_TOKENS
+        for some in np.split(chosen, np.flatnonzero(np.diff(blocks)) + 1):
             starts = stops[some] - documents["length"][some]
             yield _gather(tokens, starts, stops[some]), documents[some]
-            begin += len(some)
 
 
 def _gather(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:

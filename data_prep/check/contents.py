@@ -113,23 +113,24 @@ def print_samples(
 ) -> None:
     """Print documents of each split, and windows of train, at even distances."""
     for split, corpus in corpora.items():
-        count = min(samples, corpus.num_documents)
-        for index in (i * corpus.num_documents // count for i in range(count)):
+        for index in _spread(corpus.num_documents, samples):
             start, stop = corpus.document(index)
             first, last = start // context_length, (stop - 1) // context_length
             windows = f"window {first:,}" if first == last else f"windows {first:,} to {last:,}"
             print(f"\n----- {split} document {index:,}: tokens {start:,} to {stop:,}, {windows}")
             print(_excerpt(corpus, encoder, start, stop, context_length))
     corpus = corpora["train"]
-    windows = corpus.num_tokens // context_length
-    count = min(samples, windows)
-    for window in (i * windows // count for i in range(count)):
-        start = window * context_length
-        stop = start + context_length
+    for window in _spread(corpus.num_tokens // context_length, samples):
+        start, stop = window * context_length, (window + 1) * context_length
         print(f"\n----- train window {window:,}: tokens {start:,} to {stop:,}")
         print(_excerpt(corpus, encoder, start, stop, context_length))
     if samples:
         print("-----")
+
+
+def _spread(number: int, samples: int) -> Iterator[int]:
+    count = min(number, samples)
+    return (index * number // count for index in range(count))
 
 
 def _excerpt(

@@ -22,7 +22,6 @@ from data_prep.check.integrity import (
     manifest_problems,
     shard_problems,
 )
-from data_prep.common.workers import useful_workers
 from data_prep.encode.plan import TOKENIZER
 
 DUPLICATES = {
@@ -42,7 +41,6 @@ def inspect(options: argparse.Namespace) -> bool:
             them are in `options.json`.
     """
     manifest = read_manifest(options.folder)
-    options.workers = useful_workers(options.workers)
     _print_manifest(options.folder, manifest)
     corpora, problems = _check(options, manifest)
     findings = {

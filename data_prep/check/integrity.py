@@ -18,12 +18,11 @@ from cat_lm.core.files import sha256
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, check_fingerprint, splits_of
 from cat_lm.data.shards import Shard
-from cat_lm.data.verified import check_tokenizer
-from data_prep.common.progress import TextProgress
+from cat_lm.data.verified import check_tokenizer, shard_digests
+from data_prep.common.progress import progress_bar
 from data_prep.common.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
-BLOCK_HASHES = 1 << 20
 PART_DOCUMENTS = 1 << 22  # about as many are sorted, and compared, at a time
 SMALL_BYTES = 1 << 26  # read before other processes have started
 EXAMPLES = 5  # of duplicates of each kind
@@ -68,16 +67,14 @@ def document_ends(shard: Shard) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """A worker's task: compare the files of a shard with what they must hold."""
+    """A worker's task: return everything that is wrong with the files of a shard."""
 
     path: Path  # without suffix
-    bin_sha256: str
-    idx_sha256: str
+    digests: dict[str, str]
     eod_id: int
     vocab_size: int
 
     def __call__(self) -> list[str]:
-        """Return everything that is wrong with the shard."""
         try:
             return list(self._problems(Shard(self.path)))
         except UserError as error:
@@ -85,7 +82,7 @@ class ShardCheck:
 
     def _problems(self, shard: Shard) -> Iterator[str]:
         again = "its SHA-256 is not the manifest's; prepare the data again"
-        whole = sha256(shard.idx_path) == self.idx_sha256
+        whole = sha256(shard.idx_path) == self.digests[shard.idx_path.name]
         if not whole:
             yield f"{shard.idx_path}: {again}"
         digest, eods, outside = hashlib.sha256(), 0, False
@@ -94,33 +91,28 @@ class ShardCheck:
             digest.update(tokens)
             eods += int(np.count_nonzero(tokens == self.eod_id))
             outside |= int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0
-        if digest.hexdigest() != self.bin_sha256:
+        if digest.hexdigest() != self.digests[shard.bin_path.name]:
             yield f"{shard.bin_path}: {again}"
         elif outside:
             yield f"{shard.bin_path}: ids outside the vocabulary of {self.vocab_size}"
         elif eods != shard.num_documents:
             yield f"{shard.bin_path}: {eods} EOD tokens for {shard.num_documents} documents"
-        elif whole and not self._ends_at_eods(shard):
-            yield f"{shard.idx_path}: the documents' lengths do not end at EOD tokens"
-
-    def _ends_at_eods(self, shard: Shard) -> bool:
-        ends = document_ends(shard)
-        last = ends[-1] if len(ends) else 0
-        return last == shard.num_tokens and bool((shard.tokens[ends - 1] == self.eod_id).all())
+        elif whole:
+            ends = np.append(0, document_ends(shard))
+            at_eods = (shard.tokens[ends[1:] - 1] == self.eod_id).all()
+            if ends[-1] != shard.num_tokens or not at_eods:
+                yield f"{shard.idx_path}: the documents' lengths do not end at EOD tokens"
 
 
 def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:
     """Return everything that is wrong with the shards, in their order."""
-    checks = []
+    checks, shards = [], []
     for corpus in corpora.values():
-        for shard, entry in zip(corpus.shards, corpus.entries, strict=True):
-            path, digests = (
-                shard.bin_path.with_suffix(""),
-                (entry["bin_sha256"], entry["idx_sha256"]),
-            )
-            checks.append(ShardCheck(path, *digests, corpus.eod_id, corpus.vocab_size))
-    shards = [shard for corpus in corpora.values() for shard in corpus.shards]
-    found = _of_all(checks, shards, "checking", workers)
+        shards += corpus.shards
+        for entry in corpus.entries:
+            ids, path = (corpus.eod_id, corpus.vocab_size), corpus.folder / entry["name"]
+            checks.append(ShardCheck(path, shard_digests(entry), *ids))
+    found = _of_all(checks, shards, "checking shards", workers)
     return [problem for problems in found for problem in problems]
 
 
@@ -130,14 +122,14 @@ def _of_all(
     sizes = [shard.num_tokens * shard.dtype.itemsize for shard in shards]
     workers = min(workers, len(tasks)) if sum(sizes) >= SMALL_BYTES else 1
     found = {}
-    with TextProgress(label, sum(sizes), "of shards") as progress:
-        for number, result in run_tasks(_call, enumerate(tasks), max(1, workers), progress.update):
+    with progress_bar(label, sum(sizes)) as bar:
+        for number, result in run_tasks(_call, enumerate(tasks), max(1, workers), bar.update):
             found[number] = result
-            progress.update(sizes[number])
+            bar.update(sizes[number])
     return [found[number] for number in range(len(tasks))]
 
 
-def _call(numbered: tuple[int, Callable[[], Any]], report: Callable[[int], None]) -> Any:
+def _call(numbered: tuple[int, Callable[[], Any]], report: Callable[[int], object]) -> Any:
     number, task = numbered
     return number, task()
 
@@ -150,18 +142,11 @@ class HashShard:
     out: Path
 
     def __call__(self) -> None:
-        shard, first = Shard(self.path), 0
-        edges = np.append(0, document_ends(shard))
+        shard = Shard(self.path)
+        edges = np.append(0, document_ends(shard)).tolist()
         with open(self.out, "wb") as stream:
-            while first < len(edges) - 1:
-                # Many small documents are read at once.
-                stop = int(np.searchsorted(edges, edges[first] + BLOCK_TOKENS, side="right"))
-                own = edges[first : max(stop, first + 2)]
-                data = memoryview(shard.read(int(own[0]), int(own[-1])).tobytes())
-                places = ((own - own[0]) * shard.dtype.itemsize).tolist()
-                for start, end in itertools.pairwise(places):
-                    stream.write(hashlib.blake2b(data[start:end], digest_size=8).digest())
-                first += len(own) - 1
+            for start, end in itertools.pairwise(edges):
+                stream.write(hashlib.blake2b(shard.read(start, end), digest_size=8).digest())
 
 
 def find_duplicates(
@@ -191,14 +176,12 @@ def find_duplicates(
 def _repeated(files: Sequence[Path], part: int, parts: int) -> np.ndarray:
     """Return the documents whose hashes are equal and leave `part` when divided by `parts`."""
     numbers, values, base = [], [], 0
-    for file in filter(lambda file: file.stat().st_size, files):
-        hashes = np.memmap(file, np.uint64, "r")
-        for start in range(0, len(hashes), BLOCK_HASHES):
-            block = np.asarray(hashes[start : start + BLOCK_HASHES])
-            own = np.flatnonzero(block % parts == part)
-            numbers.append(own + base)
-            values.append(block[own])
-            base += len(block)
+    for file in files:
+        hashes = np.fromfile(file, np.uint64)
+        own = np.flatnonzero(hashes % parts == part)
+        numbers.append(own + base)
+        values.append(hashes[own])
+        base += len(hashes)
     found = np.concatenate(values)
     ordered = np.sort(found)
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

@@ -1,31 +1,20 @@
-"""Values of the command line: amounts, lists, weights of sets, and what they choose together."""
+"""Values of the command line: lists, weights of sets, and what they choose together."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import NamedTuple
 
+from cat_lm.core.cli import kind
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import TOKENS, check_whole
 from cat_lm.core.readers import clipped
 
-_MOST_CHARACTERS = 40  # of a number that can be meant
-
-
-def kind(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Make a type of argparse of a function that raises ValueError with what would be right."""
-
-    def parse(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{clipped(text)!r} {error}") from None
-
-    return parse
+_DECIMAL = r"[0-9]{1,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40}"
 
 
 @kind
@@ -51,9 +40,9 @@ def numbers_by_set(text: str) -> dict[str, str]:
     """Read SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
     found: dict[str, str] = {}
     for item in text.split(","):
-        name, equals, number = (piece.strip() for piece in item.partition("="))
-        good = _match(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", number) and Fraction(number) > 0
-        if not name or not equals or not good or name in found:
+        name, _, number = (piece.strip() for piece in item.partition("="))
+        positive = re.fullmatch(_DECIMAL, number) and Fraction(number) > 0
+        if not name or not positive or name in found:
             raise ValueError(
                 "must be SET=NUMBER with a positive number, each set once (such as "
                 f"RedPajamaC4=0.6,RedPajamaBook=0.4), which {clipped(item.strip())!r} is not"
@@ -91,34 +80,27 @@ def key_path(text: str) -> str:
     return text
 
 
-def _match(pattern: str, text: str) -> re.Match[str] | None:
-    return re.fullmatch(pattern, text.strip()) if len(text) <= _MOST_CHARACTERS else None
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The number, or the share of all records, of malformed ones that is borne."""
+class Limit(NamedTuple):
+    """The malformed records that are tolerated: a number, and a share of all records."""
 
     text: str
-    count: int | None = None
-    share: Fraction | None = None
+    count: int = 0
+    share: Fraction = Fraction(0)
 
     def exceeded(self, malformed: int, records: int) -> bool:
         """Return True if so many malformed ones among `records` (they included) are too many."""
-        if self.count is not None:
-            return malformed > self.count
-        return malformed > self.share * records
+        return malformed > self.count + self.share * records
 
 
 @kind
 def limit(text: str) -> Limit:
     """Read a `Limit` from `100` or `0.01%`."""
-    match = _match(r"([0-9]+(?:\.[0-9]+)?)%", text)
-    if match and Fraction(match[1]) <= 100:
-        return Limit(text, share=Fraction(match[1]) / 100)
-    if not _match(r"[0-9]+", text):
+    number = text.strip().removesuffix("%")
+    if text.strip() != number and re.fullmatch(_DECIMAL, number) and Fraction(number) <= 100:
+        return Limit(text, share=Fraction(number) / 100)
+    if text.strip() != number or not re.fullmatch("[0-9]{1,40}", number):
         raise ValueError("must be a number of lines or a share such as 0.01%")
-    return Limit(text, count=int(text))
+    return Limit(text, count=int(number))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -11,34 +10,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import Any, NoReturn
 
 from cat_lm.core.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
-WORKERS_PER_CORE = 8
+WORKERS_PER_CORE = 8  # more are of no use, though some may wait for a network
 POLL_SECONDS = 0.5  # between looks at the bytes that workers have counted
 SIGNAL_SECONDS = 1.0  # for a signal to a whole job to reach this process, too
 _counter: Any = None  # of a worker: the bytes that all of them have done
-
-
-def useful_workers(asked: int) -> int:
-    """Return --workers, or as many as this machine's cores can keep busy; print where it is less.
-
-    Of several for each core, some may wait for a network at once.
-    """
-    cores = len(os.sched_getaffinity(0))
-    most = WORKERS_PER_CORE * cores
-    if asked > most:
-        print(f"note: --workers {asked}: {most} are of use on {cores} cores")
-    return min(asked, most)
 
 
 def run_tasks(
     work: Work,
     tasks: Iterable[Any],
     workers: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     threads: int = 1,
 ) -> Iterator[Any]:
     """Yield the results of `work(task, report)` in the order in which they are finished.
@@ -59,11 +47,23 @@ def run_tasks(
         for task in tasks:
             yield work(task, progress)
         return
+    workers = min(workers, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("spawn")  # the tokenizers' threads do not survive a fork
-    counter = context.Value("q")
+    counter, seen = context.Value("q"), 0
     pool = ProcessPoolExecutor(workers, context, _begin, (counter, threads))
+    left, pending = iter(tasks), set[Future]()
     try:
-        yield from _results(pool, work, iter(tasks), workers, _reader(counter, progress))
+        while True:
+            free = islice(left, workers - len(pending))
+            pending |= {pool.submit(_work, work, task) for task in free}
+            if not pending:
+                return
+            finished, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
+            done = counter.get_obj().value  # Its lock may be held by a worker that has died.
+            progress(done - seen)
+            seen = done
+            for future in finished:
+                yield future.result()
     except BrokenProcessPool:
         # All processes of a job are sent SIGTERM at once: then this one is interrupted here.
         time.sleep(SIGNAL_SECONDS)
@@ -77,39 +77,6 @@ def run_tasks(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _results(
-    pool: ProcessPoolExecutor,
-    work: Work,
-    tasks: Iterator[Any],
-    workers: int,
-    look: Callable[[], None],
-) -> Iterator[Any]:
-    pending: set[Future] = set()
-    while True:
-        for task in itertools.islice(tasks, workers - len(pending)):
-            pending.add(pool.submit(_work, work, task))
-        if not pending:
-            return
-        done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-        look()
-        for future in done:
-            yield future.result()
-
-
-def _reader(counter: Any, progress: Callable[[int], None]) -> Callable[[], None]:
-    seen = 0
-
-    def look() -> None:
-        nonlocal seen
-        # Without its lock, with which a worker may have died.
-        done = counter.get_obj().value
-        if done > seen:
-            progress(done - seen)
-            seen = done
-
-    return look
 
 
 def _begin(counter: Any, threads: int) -> None:

@@ -6,14 +6,23 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
+from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import DocumentEncoder, TokenizerInfo
-from data_prep.encode.parts import DOCUMENT, PartWriter, finished_part
+from data_prep.encode.parts import (
+    DOCUMENT,
+    PartRecord,
+    disk_errors,
+    finish_part,
+    finished_part,
+    new_part,
+)
 from data_prep.sources.base import Source, Unit
 from data_prep.sources.documents import Document, Malformed
 
@@ -48,10 +57,6 @@ class Rules:
         """
         is_held_out = self.place_of(document) < self.validation_fraction
         return document.split or ("validation" if is_held_out else "train")
-
-    def held_out_below(self, source: Source) -> int:
-        """Return the place below which all is held out, 0 where the source says what is."""
-        return 0 if source.has_validation else int(self.validation_fraction * PLACES)
 
     @property
     def is_limited(self) -> bool:
@@ -100,16 +105,20 @@ class Encoding:
     work: Path
     tokenizer_folder: Path
     tokenizer: TokenizerInfo
-    dtype: str
     rules: Rules
     coverage: Coverage
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the dtype of the tokens on disk."""
+        return token_dtype(self.tokenizer.vocab_size)
 
     def key(self, unit: Unit) -> str:
         """Return the identity of a part: everything that decides its bytes."""
         decides = {
             "source": self.source.kind,
-            "reading": asdict(self.source.reading) if hasattr(self.source, "reading") else None,
-            "tokenizer": [self.tokenizer.sha256, self.tokenizer.eod_id, self.dtype],
+            "reading": self.source.reading and asdict(self.source.reading),
+            "tokenizer": [self.tokenizer.sha256, self.tokenizer.eod_id, self.dtype.name],
             "rules": asdict(self.rules),
             "unit": [unit.number, unit.split, unit.listing_sha256],
             "coverage": asdict(self.coverage),
@@ -117,8 +126,7 @@ class Encoding:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A document on its way to its tokens."""
 
     text: str
@@ -129,48 +137,32 @@ class Candidate:
     validation: bool
 
 
-@dataclass
-class UnitCounts:
-    """Counts of a unit's documents, encoded or not."""
-
-    text_bytes: int = 0
-    found: int = 0  # documents with text, of any set: the number of the next one
-    documents: int = 0  # encoded
-    encoded_bytes: int = 0
-    empty: int = 0
-    malformed: int = 0
-    first_malformed: str | None = None
-    tokens: int = 0
-    sets: list[str] = field(default_factory=list)
-    seen: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-
-
-def encode_unit(task: tuple[Encoding, Unit], report: Callable[[int], None]) -> tuple[int, dict]:
+def encode_unit(
+    task: tuple[Encoding, Unit], report: Callable[[int], object]
+) -> tuple[int, PartRecord]:
     """Make the part of a unit unless it is there already; return the unit's number and its record.
 
     `report` is called with bytes of text now and then.
     """
     encoding, unit = task
-    key = encoding.key(unit)
-    done = finished_part(encoding.work, unit.number, key)
-    if done is not None:  # another process has made it meanwhile
-        report(done["text_bytes"])
-        return unit.number, done
-    encoder = _encoder(
-        encoding.tokenizer_folder, encoding.tokenizer.eod_id, encoding.tokenizer.vocab_size
-    )
-    dtype = np.dtype(encoding.dtype).newbyteorder("<")
-    with PartWriter(encoding.work, unit.number) as writer:
-        tally, reported = UnitCounts(), 0
-        for chunk in chunks(_candidates(encoding, unit, tally, writer)):
-            tokens, lengths = encoder.encode_documents([c.text for c in chunk], dtype)
-            writer.write("bin", np.ascontiguousarray(tokens, dtype).tobytes())
-            writer.write("docs", _describe(chunk, lengths, tally.sets).tobytes())
-            tally.tokens += len(tokens)
-            report(tally.text_bytes - reported)
-            reported = tally.text_bytes
-        report(tally.text_bytes - reported)
-        return unit.number, writer.finish({"key": key, **asdict(tally)})
+    key, work, number = encoding.key(unit), encoding.work, unit.number
+    if (done := finished_part(work, number, key)) is not None:  # by another process, meanwhile
+        report(done.text_bytes)
+        return number, done
+    info = encoding.tokenizer
+    encoder = _encoder(encoding.tokenizer_folder, info.eod_id, info.vocab_size)
+    record, reported = PartRecord(key), 0
+    with disk_errors(work):
+        with new_part(work, number) as files:
+            for chunk in chunks(_candidates(encoding, unit, record, files["malformed"])):
+                tokens, lengths = encoder.encode_documents([c.text for c in chunk], encoding.dtype)
+                files["bin"].write(tokens.tobytes())
+                files["docs"].write(_describe(chunk, lengths, record.sets).tobytes())
+                record.tokens += len(tokens)
+                report(record.text_bytes - reported)
+                reported = record.text_bytes
+        report(record.text_bytes - reported)
+        return number, finish_part(work, number, record)
 
 
 @functools.lru_cache(maxsize=1)
@@ -179,50 +171,51 @@ def _encoder(folder: Path, eod_id: int, vocab_size: int) -> DocumentEncoder:
 
 
 def _candidates(
-    encoding: Encoding, unit: Unit, tally: UnitCounts, writer: PartWriter
+    encoding: Encoding, unit: Unit, record: PartRecord, malformed: IO[bytes]
 ) -> Iterator[Candidate]:
     """Yield the documents of a unit that are to be encoded; everything else is counted."""
     rules = encoding.rules
     held_out_below = 0 if unit.split else rules.validation_fraction
     for item in (item for part in unit.parts for item in encoding.source.read(part)):
         if isinstance(item, Malformed):
-            tally.malformed += 1
+            record.malformed += 1
             # Keys that are quoted may hold what UTF-8 cannot.
             line = f"{item.where}: {item.reason}".encode("utf-8", "backslashreplace")
-            tally.first_malformed = tally.first_malformed or line.decode()
-            writer.write("malformed", line + b"\n")
+            record.first_malformed = record.first_malformed or line.decode()
+            malformed.write(line + b"\n")
             continue
         if not item.text:
-            tally.empty += 1
+            record.empty += 1
             continue
         text = item.text.encode()
         place = hash_place(text, rules.seed)
         validation = unit.split == "validation" or place / PLACES < held_out_below
-        candidate = Candidate(item.text, item.set, len(text), place, tally.found, validation)
-        if _count(candidate, tally, encoding.coverage):
+        candidate = Candidate(item.text, item.set, len(text), place, record.found, validation)
+        if _count(candidate, record, encoding.coverage):
             yield candidate
-            if rules.limit_reached(unit.split, tally.documents, tally.encoded_bytes):
+            if rules.limit_reached(unit.split, record.documents, record.encoded_bytes):
                 return
 
 
-def _count(candidate: Candidate, tally: UnitCounts, coverage: Coverage) -> bool:
+def _count(candidate: Candidate, record: PartRecord, coverage: Coverage) -> bool:
+    """Count a document; return True if it is to be encoded."""
     split = "validation" if candidate.validation else "train"
-    by_split = tally.seen.setdefault(candidate.set, {})
+    by_split = record.seen.setdefault(candidate.set, {})
     counts = by_split.setdefault(split, {"documents": 0, "bytes": 0})
     counts["documents"] += 1
     counts["bytes"] += candidate.bytes
-    tally.text_bytes += candidate.bytes
-    tally.found += 1
+    record.text_bytes += candidate.bytes
+    record.found += 1
     below, held_out = coverage.of(candidate.set)
     wanted = held_out if candidate.validation else candidate.place < below
     if wanted:
-        tally.documents += 1
-        tally.encoded_bytes += candidate.bytes
-        if candidate.set not in tally.sets:
-            tally.sets.append(candidate.set)
-            if len(tally.sets) > np.iinfo(DOCUMENT["set"]).max:
+        record.documents += 1
+        record.encoded_bytes += candidate.bytes
+        if candidate.set not in record.sets:
+            record.sets.append(candidate.set)
+            if len(record.sets) > np.iinfo(DOCUMENT["set"]).max:
                 raise UserError(
-                    f"{len(tally.sets)} different sets in a few files: the set's key seems to "
+                    f"{len(record.sets)} different sets in a few files: the set's key seems to "
                     "hold something else (choose with --set-key)"
                 )
     return wanted
@@ -243,10 +236,8 @@ def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
 
 
 def _describe(chunk: list[Candidate], lengths: np.ndarray, sets: list[str]) -> np.ndarray:
-    described = np.zeros(len(chunk), DOCUMENT)
-    described["place"] = np.array([c.place for c in chunk], dtype=np.uint64)
-    for name in ("position", "bytes", "validation"):
-        described[name] = [getattr(c, name) for c in chunk]
-    described["length"] = lengths
-    described["set"] = [sets.index(c.set) for c in chunk]
-    return described
+    rows = (
+        (c.place, c.position, length, c.bytes, sets.index(c.set), c.validation, 0)
+        for c, length in zip(chunk, lengths.tolist(), strict=True)
+    )
+    return np.array(list(rows), DOCUMENT)

@@ -7,11 +7,9 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-
-import numpy as np
 
 from cat_lm.core.errors import UserError
+from data_prep.common.amounts import SelectionSpec
 from data_prep.encode.encoding import PLACES
 from data_prep.encode.job import Job
 from data_prep.encode.parts import DOCUMENT
@@ -33,35 +31,46 @@ class Estimate:
     parts_bytes: float
     seconds_per_byte: float  # of text
 
-    @classmethod
-    def of(cls, job: Job) -> Estimate:
-        """Estimate it from the plan. Raises UserError for --tokens far beyond what there is."""
-        measured = job.plan.measured
-        share = _held_out_share(job)
-        train, held_out = _result_tokens(job, share)
-        encoded = _encoded_share(job, share)
-        item, document = np.dtype(job.plan.dtype).itemsize, 1 / max(1.0, measured.document_bytes)
-        tokens = train + held_out
-        documents = tokens / max(1e-9, measured.tokens_per_byte) * document
-        per_byte = measured.tokens_per_byte * item + document * DOCUMENT.itemsize
-        return cls(
-            train,
-            held_out,
-            tokens * item + documents * INDEX_BYTES,
-            encoded * measured.text_bytes * per_byte,
-            encoded / max(1.0, measured.bytes_per_second) + 1 / READ_BYTES_PER_SECOND,
-        )
+
+def estimate(job: Job) -> Estimate:
+    """Estimate a preparation from its plan.
+
+    Raises:
+        UserError: --tokens is far beyond what there is.
+    """
+    spec, measured, share = job.spec, job.plan.measured, _held_out_share(job)
+    train, held_out, encoded = {}, 0.0, 0.0
+    for name, rate in measured.set_tokens.items():
+        tokens = measured.text_bytes * rate
+        below, with_held_out = job.plan.coverage.of(name)
+        covered = max(0, below - job.held_out_below) / (PLACES - job.held_out_below)
+        encoded += tokens * ((1 - share) * covered + share * with_held_out)
+        if spec.includes(name):
+            train[name] = (1 - share) * tokens
+        if spec.holds_out(name):
+            held_out += share * tokens
+    wanted = _train_tokens(spec, train)
+    item, tokens_per_byte = job.encoding.dtype.itemsize, max(1e-9, measured.tokens_per_byte)
+    tokens_per_document = max(1.0, tokens_per_byte * measured.document_bytes)
+    seconds = encoded / tokens_per_byte / max(1.0, measured.bytes_per_second)
+    return Estimate(
+        wanted,
+        held_out,
+        (wanted + held_out) * (item + INDEX_BYTES / tokens_per_document),
+        encoded * (item + DOCUMENT.itemsize / tokens_per_document),
+        seconds / max(1, measured.text_bytes) + 1 / READ_BYTES_PER_SECOND,
+    )
 
 
 def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
     """Print the work that is left to this process, and the disk that all of them take."""
-    found, measured = Estimate.of(job), job.plan.measured
+    found, measured = estimate(job), job.plan.measured
     units = task_units(job.units, arguments.task)
     of = "" if len(units) == len(job.units) else f" of {len(job.units):,}"
     file_bytes = sum(unit.bytes for unit in units)
     share = file_bytes / max(1, sum(unit.bytes for unit in job.units))
-    done = sum(record["text_bytes"] for unit in units if (record := job.record(unit)))
-    seconds = max(0.0, measured.text_bytes * share - done) * found.seconds_per_byte / job.workers
+    left = max(0.0, measured.text_bytes * share - job.encoded_bytes(units))
+    minutes = left * found.seconds_per_byte / job.workers / 60
     print(
         f"input: {len(units):,}{of} units, {_bytes(file_bytes)} in files, about "
         f"{_bytes(measured.text_bytes)} of text in all, about {found.train_tokens:,.0f} training "
@@ -69,69 +78,46 @@ def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
     )
     print(
         f"disk: about {_bytes(found.result_bytes)} in {arguments.out}, "
-        f"{_bytes(found.parts_bytes)} for a time in {job.work}"
+        f"{_bytes(found.parts_bytes)} temporarily in {job.work}"
     )
     print(
-        f"time: about {_duration(seconds)} still to encode with {job.workers} workers "
+        f"time: about {minutes:,.1f} minutes still to encode with {job.workers} workers "
         f"({measured.bytes_per_second / 1e6:.1f} MB of text a second and core)"
     )
 
 
-def check_disk(job: Job, shard_tokens: int) -> None:
-    """Raise UserError where the shards and the parts would not fit on their disks."""
-    found = Estimate.of(job)
-    places = [
-        ("--out", job.staging, found.result_bytes - _size(job.staging)),
-        ("--scratch", job.work, found.parts_bytes - _size(job.work)),
-    ]
-    out, work = _existing(job.staging), _existing(job.work)
-    if out.stat().st_dev == work.stat().st_dev:
-        size = found.parts_bytes + _growth(job, found, shard_tokens)
-        there = sum(_size(folder) for folder in {job.staging, job.work})
-        places = [("--out", job.staging, size - there)]
-    for flag, folder, needed in places:
-        free = shutil.disk_usage(_existing(folder)).free
-        if needed * DISK_MARGIN > free:
+def check_disk(job: Job) -> None:
+    """Raise UserError where the shards or the parts surely would not fit on their disks."""
+    found = estimate(job)
+    for flag, folder, size in (
+        ("--out", job.staging, found.result_bytes),
+        ("--scratch", job.work, found.parts_bytes),
+    ):
+        there = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+        place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        needed, free = (size - there) * DISK_MARGIN, shutil.disk_usage(place).free
+        if needed > free:
             raise UserError(
-                f"{flag} {folder}: about {needed * DISK_MARGIN / 1e9:.3f} GB are needed and "
-                f"{free / 1e9:.3f} GB are free; choose another folder, or less text with --tokens "
-                "or --max-bytes"
+                f"{flag} {folder}: about {needed / 1e9:.3f} GB are needed and {free / 1e9:.3f} GB "
+                "are free; choose another folder, or less text with --tokens or --max-bytes"
             )
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
-
-
-def _growth(job: Job, found: Estimate, shard_tokens: int) -> float:
-    # The bytes of shards that are written before the parts make room for others.
-    if job.spec.mixture or job.spec.repeat:  # the parts are read more than once
-        return found.result_bytes
-    shards = (job.workers + 1) * shard_tokens * np.dtype(job.plan.dtype).itemsize
-    held_out = found.held_out_tokens / max(1.0, found.train_tokens + found.held_out_tokens)
-    return min(found.result_bytes, held_out * found.result_bytes + shards)
-
-
-def _result_tokens(job: Job, share: float) -> tuple[float, float]:
-    spec, measured = job.spec, job.plan.measured
-    of_set = {name: measured.text_bytes * rate for name, rate in measured.set_tokens.items()}
-    train = {name: (1 - share) * n for name, n in of_set.items() if spec.includes(name)}
-    held_out = sum(share * n for name, n in of_set.items() if spec.holds_out(name))
+def _train_tokens(spec: SelectionSpec, there: dict[str, float]) -> float:
+    """Return the training tokens of the result, by those that `there` are of each wanted set."""
     if spec.tokens is not None:
-        there = sum(train.values())
         repeats = 1 if spec.mixture is None else spec.max_repeats
-        if train and spec.tokens > FAR_BEYOND * repeats * there:
+        if there and spec.tokens > FAR_BEYOND * repeats * sum(there.values()):
             raise UserError(
-                f"--tokens {spec.tokens}: the input has about {there:,.0f} training tokens of "
-                "these sets; ask for fewer"
+                f"--tokens {spec.tokens}: the input has about {sum(there.values()):,.0f} training "
+                "tokens of these sets; ask for fewer"
             )
-        return float(spec.tokens), held_out
+        return float(spec.tokens)
     if spec.mixture is not None:
         shares = spec.shares()
-        sizes = (tokens / float(shares[name]) for name, tokens in train.items())
-        return min(sizes, default=0.0), held_out
+        return min((n / float(shares[name]) for name, n in there.items()), default=0.0)
     repeat = spec.repeat or {}
-    return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in train.items()), held_out
+    return sum(float(Fraction(repeat.get(name, "1"))) * n for name, n in there.items())
 
 
 def _held_out_share(job: Job) -> float:
@@ -144,30 +130,8 @@ def _held_out_share(job: Job) -> float:
     return min(share, rules.validation_fraction) if rules.is_limited else share
 
 
-def _encoded_share(job: Job, held_out: float) -> float:
-    encoded = 0.0
-    rates = job.plan.measured.set_tokens
-    for name, rate in rates.items():
-        below, with_held_out = job.plan.coverage.of(name)
-        train = max(0, below - job.held_out_below) / (PLACES - job.held_out_below)
-        encoded += rate * ((1 - held_out) * train + held_out * with_held_out)
-    return encoded / max(1e-12, sum(rates.values()))
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.resolve()
-    return folder if folder.exists() else _existing(folder.parent)
-
-
 def _bytes(number: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"
     return f"{number / 1e3:,.1f} kB"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"

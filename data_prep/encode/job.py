@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cat_lm.core.files import checksums
 from data_prep.common.amounts import SelectionSpec
-from data_prep.common.progress import TextProgress
+from data_prep.common.progress import progress_bar
 from data_prep.common.workers import run_tasks
 from data_prep.encode.encoding import Coverage, Encoding, encode_unit
-from data_prep.encode.parts import Parts, check_part, finished_part, remove_part
+from data_prep.encode.parts import PartRecord, Parts, finished_part, part_path, remove_part
 from data_prep.encode.plan import Plan
 from data_prep.sources.base import Unit, counted_with
-
-SMALL_BYTES = 1 << 26  # of parts: read before other processes have started
 
 
 @dataclass
@@ -34,14 +32,14 @@ class Job:
     spec: SelectionSpec
     workers: int
     held_out_below: int
-    _records: dict[int, dict] = field(default_factory=dict)
+    _records: dict[int, PartRecord] = field(default_factory=dict)
     _checked: set[int] = field(default_factory=set)  # parts that this process has made or read
 
     @property
     def work(self) -> Path:
         return self.encoding.work
 
-    def record(self, unit: Unit) -> dict | None:
+    def record(self, unit: Unit) -> PartRecord | None:
         """Return the record of a part, None where it is not done."""
         if unit.number not in self._records:
             done = finished_part(self.work, unit.number, self.encoding.key(unit))
@@ -50,12 +48,15 @@ class Job:
             self._records[unit.number] = done
         return self._records[unit.number]
 
+    def encoded_bytes(self, units: Iterable[Unit]) -> int:
+        """Return the bytes of text of the units that are done."""
+        return sum(record.text_bytes for unit in units if (record := self.record(unit)))
+
     def cover(self, coverage: Coverage) -> None:
         """Plan to encode these documents, too; no part that is there will do."""
-        coverage = self.plan.coverage.join(coverage)
-        self.plan = dataclasses.replace(self.plan, coverage=coverage)
+        self.plan = replace(self.plan, coverage=self.plan.coverage.join(coverage))
         self.plan.save(self.work)
-        self.encoding = dataclasses.replace(self.encoding, coverage=coverage)
+        self.encoding = replace(self.encoding, coverage=self.plan.coverage)
         self._records.clear()
         self._checked.clear()
 
@@ -65,21 +66,15 @@ class Job:
         todo = [unit for unit in units if self.record(unit) is None]
         if not todo:
             return
-        done = sum(record["text_bytes"] for unit in units if (record := self.record(unit)))
+        done, total = self.encoded_bytes(units), self.plan.measured.text_bytes
         processes = min(self.workers, len(todo))
         # A few large files: the cores that no file keeps busy help with its tokens.
         threads = max(1, min(self.workers, len(os.sched_getaffinity(0))) // processes)
-        with TextProgress("encoding", self.plan.measured.text_bytes, done=done) as progress:
-            for number, record in run_tasks(
-                encode_unit, self._tasks(todo), processes, progress.update, threads
-            ):
+        tasks = ((self.encoding, unit) for unit in todo if not self._is_behind_limit(unit))
+        with progress_bar("encoding text", total, done) as bar:
+            for number, record in run_tasks(encode_unit, tasks, processes, bar.update, threads):
                 self._records[number] = record
                 self._checked.add(number)
-
-    def _tasks(self, units: list[Unit]) -> Iterator[tuple[Encoding, Unit]]:
-        for unit in units:
-            if not self._is_behind_limit(unit):
-                yield self.encoding, unit
 
     def _is_behind_limit(self, unit: Unit) -> bool:
         if not self.encoding.rules.is_limited:
@@ -88,8 +83,8 @@ class Job:
         for number, record in self._records.items():
             split = self.units[number].split
             if number < unit.number and counted_with(split) == counted_with(unit.split):
-                documents += record["documents"]
-                text_bytes += record["encoded_bytes"]
+                documents += record.documents
+                text_bytes += record.encoded_bytes
         return self.encoding.rules.limit_reached(unit.split, documents, text_bytes)
 
     def complete_parts(self, units: list[Unit]) -> list[Unit]:
@@ -100,29 +95,30 @@ class Job:
         while True:
             self.encode(units)
             needed = [unit for unit in units if not self._is_behind_limit(unit)]
-            if not (damaged := self._remove_damaged(needed)):
+            if not (damaged := list(self._damaged(needed))):
                 return needed
-            print(f"{damaged} damaged parts are made again", flush=True)
+            print(f"{len(damaged)} damaged parts are made again", flush=True)
+            for number in damaged:
+                self.remove(number)
 
-    def _remove_damaged(self, units: list[Unit]) -> int:
-        records = {u.number: self.record(u) for u in units if u.number not in self._checked}
-        tasks = [(self.work, number, record["sha256"]) for number, record in records.items()]
-        total = sum(sum(record["bytes"].values()) for record in records.values())
-        damaged = 0
-        with TextProgress("checking parts", total, "of parts") as progress:
-            workers = max(1, min(self.workers, len(tasks)) if total > SMALL_BYTES else 1)
-            for number, is_whole in run_tasks(check_part, tasks, workers, progress.update):
-                if is_whole:
-                    self._checked.add(number)
-                else:
-                    damaged += 1
-                    self.remove(number)
-        return damaged
+    def _damaged(self, units: list[Unit]) -> Iterator[int]:
+        for unit in units:
+            if unit.number in self._checked:
+                continue
+            digests = self.record(unit).sha256
+            paths = {part_path(self.work, unit.number, kind): kind for kind in digests}
+            found = checksums(paths, "sha256")
+            if any(found[path] != digests[kind] for path, kind in paths.items()):
+                yield unit.number
+            else:
+                self._checked.add(unit.number)
 
     def parts(self, units: Iterable[Unit], names: list[str]) -> Parts:
         """Return access to the documents of these units, which must be done, of sets `names`."""
         records = {unit.number: self.record(unit) for unit in units}
-        return Parts(self.work, names, records, {unit.number: unit.split for unit in units})
+        sets = {number: record.sets for number, record in records.items()}
+        tokens = {number: record.tokens for number, record in records.items()}
+        return Parts(self.work, names, sets, tokens, {unit.number: unit.split for unit in units})
 
     def remove(self, unit: int, *kinds: str) -> None:
         """Remove a part, or its files of some kinds."""

@@ -3,7 +3,7 @@
     part-00012.bin        the tokens of its documents, one after the other
     part-00012.docs       a `DOCUMENT` for each of them, in the same order
     part-00012.malformed  a line for each record that was not a document
-    part-00012.json       the part's record: counts, sizes, checksums; it goes last
+    part-00012.json       a `PartRecord`: counts, sizes, checksums; it goes last
 
 A part without its record does not exist. The record carries its own checksum, and the `key` of the
 work it belongs to, so that nothing else is ever taken for it.
@@ -12,20 +12,18 @@ work it belongs to, so that nothing else is ever taken for it.
 from __future__ import annotations
 
 import errno
-import hashlib
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import opened, sha256, sync_directory, write_sealed
+from cat_lm.core.files import atomic_write, opened, sha256, write_sealed
 from cat_lm.core.readers import Versioned, check_shape, read_object
 
 DOCUMENT = np.dtype(
@@ -43,85 +41,57 @@ T = TypeVar("T")
 KINDS = ("bin", "docs", "malformed")
 
 
+@dataclass
+class PartRecord:
+    """Counts of a unit's documents, encoded or not, and the sizes and SHA-256 of its files."""
+
+    key: str
+    text_bytes: int = 0
+    found: int = 0  # documents with text, of any set: the number of the next one
+    documents: int = 0  # encoded
+    encoded_bytes: int = 0
+    empty: int = 0
+    malformed: int = 0
+    first_malformed: str | None = None
+    tokens: int = 0
+    sets: list[str] = field(default_factory=list)
+    seen: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
+
+
 def part_path(work: Path, unit: int, kind: str) -> Path:
     """Return the file of a part; `kind` is one of `KINDS`, or json for its record."""
     return work / f"part-{unit:05d}.{kind}"
 
 
-class PartWriter:
-    """Writes a part under temporary names; `finish` puts it in its place.
-
-    Use as a context manager: without `finish`, nothing remains. The temporary names are unique, so
-    that two processes that encode the same unit do not meet; both make the same bytes.
-    """
-
-    def __init__(self, work: Path, unit: int) -> None:
-        self.work = work
-        self.unit = unit
-
-    def __enter__(self) -> PartWriter:
-        self._stack = ExitStack()
-        self._streams: dict[str, IO[bytes]] = {}
-        self._digests = {kind: hashlib.sha256() for kind in KINDS}
-        self._sizes = dict.fromkeys(KINDS, 0)
-        with ExitStack() as undo, disk_errors(self.work):
-            undo.push(self._stack)
-            for kind in KINDS:
-                path = part_path(self.work, self.unit, kind)
-                self._streams[kind] = self._stack.enter_context(_temporary(path))
-            undo.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def write(self, kind: str, data: bytes | memoryview) -> None:
-        """Append to one of the three files."""
-        with disk_errors(self.work):
-            _write(self._streams[kind], data)
-        self._digests[kind].update(data)
-        self._sizes[kind] += len(data)
-
-    def finish(self, record: dict) -> dict:
-        """Flush and rename the files; the record, completed and written, says that it is done."""
-        digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
-        with disk_errors(self.work):
-            for stream in self._streams.values():
-                stream.flush()
-                os.fsync(stream.fileno())
-            for kind, stream in self._streams.items():
-                os.replace(stream.name, part_path(self.work, self.unit, kind))
-            sync_directory(self.work)
-            record = {**record, "bytes": self._sizes, "sha256": digests}
-            write_record(part_path(self.work, self.unit, "json"), record)
-        return record
-
-
-def _write(stream: IO[bytes], data: bytes | memoryview) -> None:
-    stream.write(data)
-
-
 @contextmanager
-def _temporary(path: Path) -> Iterator[IO[bytes]]:
-    path = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    stream = None
-    try:
-        stream = open(path, "wb")  # noqa: SIM115 - closed below
-        yield stream
-    finally:
-        if stream is not None:
-            with suppress(OSError):  # on a full disk what is still buffered cannot be written
-                stream.close()
-        path.unlink(missing_ok=True)
+def new_part(work: Path, unit: int) -> Iterator[dict[str, IO[bytes]]]:
+    """Yield the three files of a part, which get their names when no error ends the block.
+
+    Two processes may make the same part; both make the same bytes.
+    """
+    with ExitStack() as stack:
+        paths = {kind: part_path(work, unit, kind) for kind in KINDS}
+        yield {k: stack.enter_context(atomic_write(path, "wb")) for k, path in paths.items()}
 
 
-def write_record(path: Path, record: dict) -> None:
-    """Write JSON that carries its own checksum."""
-    write_sealed(path, {"format": 1, **record})
+def finish_part(work: Path, unit: int, record: PartRecord) -> PartRecord:
+    """Read the files of a part again and write the record that says that it is done."""
+    for kind in KINDS:
+        path = part_path(work, unit, kind)
+        record.bytes[kind], record.sha256[kind] = path.stat().st_size, sha256(path)
+    write_record(part_path(work, unit, "json"), record)
+    return record
 
 
-def read_record(path: Path, keys: Iterable[str]) -> dict | None:
-    """Read a record with `keys`; None where none is, a damaged one, or one of another kind.
+def write_record(path: Path, record: Any) -> None:
+    """Write a dataclass as JSON that carries its own checksum."""
+    write_sealed(path, {"format": 1, **asdict(record)})
+
+
+def load_record(path: Path, kind: type[T]) -> T | None:
+    """Read a record of a dataclass; None where none is, a damaged one, or one of another kind.
 
     Raises:
         UserError: another version wrote it.
@@ -133,26 +103,20 @@ def read_record(path: Path, keys: Iterable[str]) -> dict | None:
     if not whole:
         return None
     check_shape(record, Versioned, str(path), f"delete {path.parent}")
-    del record["format"]
-    return record if record.keys() >= set(keys) else None
-
-
-def load_record(path: Path, kind: type[T]) -> T | None:
-    """Read a record of a dataclass; None as in `read_record`."""
-    record = read_record(path, kind.__dataclass_fields__)
-    return None if record is None else TypeAdapter(kind).validate_python(record)
-
-
-def finished_part(work: Path, unit: int, key: str) -> dict | None:
-    """Return the record of a part that is done for this key and has files of its sizes, or None."""
-    record = read_record(part_path(work, unit, "json"), ("key", "bytes", "sha256", "sets"))
-    if record is None or record["key"] != key:
+    try:
+        return TypeAdapter(kind).validate_python(record)
+    except ValidationError:
         return None
-    for kind in KINDS:
-        path = part_path(work, unit, kind)
-        if not path.is_file() or path.stat().st_size != record["bytes"][kind]:
-            return None
-    return record
+
+
+def finished_part(work: Path, unit: int, key: str) -> PartRecord | None:
+    """Return the record of a part that is done for this key and has files of its sizes, or None."""
+    record = load_record(part_path(work, unit, "json"), PartRecord)
+    if record is None or record.key != key:
+        return None
+    paths = {part_path(work, unit, kind): size for kind, size in record.bytes.items()}
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+    return record if whole else None
 
 
 def remove_part(work: Path, unit: int, kinds: Iterable[str] = ("json", *KINDS)) -> None:
@@ -163,44 +127,30 @@ def remove_part(work: Path, unit: int, kinds: Iterable[str] = ("json", *KINDS)) 
 
 @dataclass
 class Parts:
-    """The parts to read: their folder, and the records and the splits of their units."""
+    """The parts to read: their folder, and the sets, tokens and splits of their units."""
 
     work: Path
     names: list[str]  # of the sets, in the order in which `Selection` counts them
-    records: dict[int, dict]
+    sets: dict[int, list[str]]
+    tokens: dict[int, int]
     unit_splits: dict[int, str | None]
 
     def read(self, unit: int) -> np.ndarray:
         """Read the documents of a unit in the order of the input: `DOCUMENT`, sets by `names`."""
         documents = np.fromfile(part_path(self.work, unit, "docs"), DOCUMENT)
-        own = [self.names.index(name) for name in self.records[unit]["sets"]]
+        own = [self.names.index(name) for name in self.sets[unit]]
         if own:
             documents["set"] = np.array(own, dtype="<u2")[documents["set"]]
         return documents
 
     def scan(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the documents of all units, each with its unit's number, in order."""
-        return ((unit, self.read(unit)) for unit in sorted(self.records))
+        return ((unit, self.read(unit)) for unit in sorted(self.sets))
 
     def of(self, units: set[int]) -> Parts:
         """Return the same for some units only, light enough to be sent to a worker."""
-        records = {
-            unit: {key: self.records[unit][key] for key in ("sets", "tokens")} for unit in units
-        }
-        return Parts(self.work, self.names, records, {u: self.unit_splits[u] for u in units})
-
-
-def check_part(
-    task: tuple[Path, int, dict[str, str]], report: Callable[[int], None]
-) -> tuple[int, bool]:
-    """Return a unit's number, and whether the files of its part have these checksums."""
-    work, unit, digests = task
-    for kind in KINDS:
-        path = part_path(work, unit, kind)
-        if not path.is_file() or sha256(path) != digests[kind]:
-            return unit, False
-        report(path.stat().st_size)
-    return unit, True
+        of_units = (self.sets, self.tokens, self.unit_splits)
+        return Parts(self.work, self.names, *({u: own[u] for u in units} for own in of_units))
 
 
 @contextmanager

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
-from cat_lm.core.folders import make_temporary, remove_temporary
-from cat_lm.data.shards import token_dtype
 from cat_lm.data.tokenizers import (
     DocumentEncoder,
     TokenizerInfo,
@@ -73,14 +69,9 @@ class Plan:
     coverage: Coverage
     measured: Measured
 
-    @property
-    def dtype(self) -> str:
-        """Return the name of the dtype of the tokens on disk."""
-        return token_dtype(self.tokenizer.vocab_size).name
-
     def save(self, work: Path) -> None:
         """Write the plan into the work folder."""
-        write_record(work / PLAN, asdict(self))
+        write_record(work / PLAN, self)
 
     @classmethod
     def load(cls, work: Path, tokenizer_folder: Path) -> Plan | None:
@@ -120,22 +111,19 @@ def _first_documents(source: Source, rules: Rules, spec: SelectionSpec) -> Itera
     first, good, malformed = None, False, 0
     for part in source.parts:
         seen = counts.setdefault(counted_with(part.split), Counter())
-        if rules.limit_reached(part.split, seen["documents"], seen["bytes"]):
-            continue
         for item in source.read(part):
+            if rules.limit_reached(part.split, seen["documents"], seen["bytes"]):
+                break
             if isinstance(item, Malformed):
                 first, malformed = first or item, malformed + 1
                 if malformed >= ALL_MALFORMED and not good:
                     raise UserError(f"{first.where}: {first.reason}")
                 continue
             good = True
-            if not item.text:
-                continue
-            yield item
-            if spec.holds_out(item.set):
-                seen.update(documents=1, bytes=len(item.text.encode()))
-            if rules.limit_reached(part.split, seen["documents"], seen["bytes"]):
-                break
+            if item.text:
+                yield item
+                if spec.holds_out(item.set):
+                    seen.update(documents=1, bytes=len(item.text.encode()))
     if malformed and not good:
         raise UserError(f"{first.where}: {first.reason}")
 
@@ -205,7 +193,7 @@ def measure(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> 
     overall = tokens_of.total() / max(1, encoded_of.total())
     rates = {n: tokens_of[n] / encoded_of[n] if encoded_of[n] else overall for n in bytes_of}
     mean = bytes_of.total() / max(1, len(documents))
-    total = source.text_bytes() * (actual / expected if actual else 1)
+    total = sum(part.text_bytes for part in source.parts) * (actual / expected if actual else 1)
     limits = (rules.max_bytes, rules.max_documents and int(rules.max_documents * mean * 2))
     return Measured(
         text_bytes=min(int(total), *(limit for limit in limits if limit is not None), 2**63),
@@ -230,26 +218,10 @@ def _spread(documents: list[Document], seed: int) -> list[Document]:
 def make_tokenizer(
     spec: str, eod_token: str | None, folder: Path, source: Source, rules: Rules
 ) -> TokenizerInfo:
-    """Make the tokenizer of the prepared data, verify it on a sample and put it into `folder`.
-
-    Several processes may do so at once: what they make is the same, and each file comes whole.
-    """
-    making = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    make_temporary(making)
-    try:
-        made = making / folder.name
-        texts = functools.partial(sample_texts, source, rules, TRAINING_SAMPLE)
-        info = build_tokenizer(spec, made, texts, eod_token)
-        verify_tokenizer(info, made, list(sample_texts(source, rules, CHECK_SAMPLE)))
-        folder.mkdir(parents=True, exist_ok=True)
-        # tokenizer.json goes last: the plan knows its checksum.
-        for name in reversed(TOKENIZER_FILES):
-            if (made / name).is_file():
-                os.replace(made / name, folder / name)
-            else:
-                (folder / name).unlink(missing_ok=True)
-    finally:
-        remove_temporary(making)
+    """Make the tokenizer of the prepared data in `folder` and verify it on a sample."""
+    texts = functools.partial(sample_texts, source, rules, TRAINING_SAMPLE)
+    info = build_tokenizer(spec, folder, texts, eod_token)
+    verify_tokenizer(info, folder, list(sample_texts(source, rules, CHECK_SAMPLE)))
     return info
 
 

@@ -5,26 +5,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import sha256, write_json
+from cat_lm.core.files import write_json
 from cat_lm.core.folders import atomic_folder, check_output
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
-from cat_lm.data.shards import Shard, ShardInfo, write_index
+from cat_lm.data.shards import Shard, ShardInfo, ShardWriter, write_index
 from cat_lm.data.tokenizers import TokenizerInfo, build_tokenizer, check_spec, spec_sha256
 from cat_lm.data.verified import Notes, note_line
-from data_prep.assemble.manifest import manifest_of, print_counts
-from data_prep.common.progress import TextProgress
+from data_prep.assemble.manifest import build_manifest, print_counts, sum_counts
+from data_prep.common.progress import progress_bar
 from data_prep.encode.plan import TOKENIZER
-from data_prep.megatron.validate import TextBytes, count_tokens, document_lengths, scan
-
-COPY_BLOCK = 1 << 24
+from data_prep.megatron.validate import (
+    BLOCK_TOKENS,
+    TextBytes,
+    count_tokens,
+    document_lengths,
+    scan,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Pair:
     shard: Shard
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """A shard to be: documents that lie one behind the other in a pair."""
 
@@ -47,8 +51,9 @@ class Piece:
     lengths: np.ndarray
     counts: np.ndarray  # of each id
     text_bytes: int
-    bin_sha256: str | None  # None for a part of a file
+    bin_sha256: str  # of the pair's .bin
     read_as: os.stat_result  # the pair's .bin, as it was before it was read
+    info: ShardInfo | None = None  # once it is in its place
 
 
 def adopt(arguments: argparse.Namespace) -> None:
@@ -100,45 +105,28 @@ def _check_pairs(pairs: list[Pair]) -> None:
 
 def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
     info = build_tokenizer(arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token)
-    pieces = _examine_all(pairs, info, made, arguments)
-    numbers = dict.fromkeys(SPLITS, 0)
-    adopted: list[tuple[Piece, ShardInfo]] = []
-    notes: list[str] = []
+    pieces: list[Piece] = []
+    text = TextBytes(made / TOKENIZER, info)
+    last = [pair for pair in pairs if pair.split == "train"][-1]
+    total = sum(pair.shard.num_tokens * pair.shard.dtype.itemsize for pair in pairs)
+    with progress_bar("reading shards", total) as bar:
+        for pair in pairs:
+            held_out = (arguments.validation_documents or 0) if pair is last else 0
+            pieces += _examine(pair, info, text, arguments.documents, held_out, bar.update)
+    numbers, notes = Counter(), Notes(made)
     for piece in pieces:
         name = f"{piece.split}-{numbers[piece.split]:05d}"
         numbers[piece.split] += 1
-        shard, lines = _settle(piece, name, made, arguments.link)
-        adopted.append((piece, shard))
-        notes += lines
-    manifest = _manifest(adopted, info, arguments)
+        notes.add(_settle(piece, name, made, arguments.link))
+    manifest = _manifest(pieces, info, arguments)
     write_json(made / MANIFEST, manifest)
     for split in SPLITS:
         open_corpus(made, split)
-    Notes(made).add(notes)
     return manifest
 
 
-def _examine_all(
-    pairs: list[Pair], info: TokenizerInfo, folder: Path, arguments: argparse.Namespace
-) -> list[Piece]:
-    pieces: list[Piece] = []
-    text = TextBytes(folder / TOKENIZER, info)
-    last = max(index for index, pair in enumerate(pairs) if pair.split == "train")
-    total = sum(pair.shard.num_tokens * pair.shard.dtype.itemsize for pair in pairs)
-    with TextProgress("reading", total, "of shards") as progress:
-        for index, pair in enumerate(pairs):
-            held_out = (arguments.validation_documents or 0) if index == last else 0
-            pieces += _examine(pair, info, text, arguments.documents, held_out, progress.update)
-    return pieces
-
-
 def _examine(
-    pair: Pair,
-    info: TokenizerInfo,
-    text: TextBytes,
-    documents: str,
-    held_out: int,
-    report: Callable[[int], None],
+    pair: Pair, info: TokenizerInfo, text: TextBytes, documents: str, held_out: int, report
 ) -> list[Piece]:
     """Return the shards that a pair becomes: two where `held_out` documents are cut off."""
     shard = pair.shard
@@ -146,61 +134,50 @@ def _examine(
     tokens = scan(shard, info, documents == "eod", report)
     lengths = document_lengths(shard, tokens, info, documents)
     text.check(shard, lengths)
-    if not held_out:
-        size = text.count(shard, lengths, tokens.counts)
-        own = (0, lengths, tokens.counts, size, tokens.bin_sha256, before)
-        return [Piece(pair.set, pair.split, shard, *own)]
     if held_out >= len(lengths):
         raise UserError(
             f"--validation-documents {held_out}: {shard.bin_path} has {len(lengths)} documents; "
             "leave some for training"
         )
-    cut = int(lengths[:-held_out].sum(dtype=np.int64))
-    counts = count_tokens(shard, cut, info.vocab_size)
-    train = (0, lengths[:-held_out], tokens.counts - counts)
+    parts = [(pair.split, 0, lengths, tokens.counts)]
+    if held_out:
+        cut = int(lengths[:-held_out].sum(dtype=np.int64))
+        counts = count_tokens(shard, cut, info.vocab_size)
+        train = (0, lengths[:-held_out], tokens.counts - counts)
+        parts = [("train", *train), ("validation", cut, lengths[-held_out:], counts)]
     return [
         Piece(
-            pair.set,
-            split,
-            shard,
-            start,
-            own,
-            seen,
-            text.count(shard, own, seen, start),
-            None,
-            before,
+            *(pair.set, split, shard, start, own, counts),
+            *(text.count(shard, own, counts, start), tokens.bin_sha256, before),
         )
-        for split, (start, own, seen) in (
-            ("train", train),
-            ("validation", (cut, lengths[-held_out:], counts)),
-        )
+        for split, start, own, counts in parts
     ]
 
 
-def _settle(piece: Piece, name: str, folder: Path, link: str) -> tuple[ShardInfo, list[str]]:
-    """Put a shard into its place; return its entry in the manifest, and the notes of its files."""
+def _settle(piece: Piece, name: str, folder: Path, link: str) -> list[str]:
+    """Put a shard into its place; return the notes of its files."""
     shard, target, index = piece.shard, folder / f"{name}.bin", folder / f"{name}.idx"
     tokens = int(piece.lengths.sum(dtype=np.int64))
-    digest = piece.bin_sha256
     if link == "copy":
-        size = shard.dtype.itemsize
-        digest = _copy(shard.bin_path, target, piece.start * size, tokens * size)
+        with ShardWriter(folder, name, shard.dtype) as writer:
+            for start in range(piece.start, piece.start + tokens, BLOCK_TOKENS):
+                block = shard.read(start, min(start + BLOCK_TOKENS, piece.start + tokens))
+                writer.write(block, (), ())
+            writer.write((), piece.lengths, [piece.text_bytes])
+        piece.info, state = writer.info, target.stat()
+        if tokens == shard.num_tokens and piece.info.bin_sha256 != piece.bin_sha256:
+            raise UserError(f"{shard.bin_path}: reads back different; check the disk")
     else:
         _link(shard.bin_path, target, link)
-    info = ShardInfo(
-        name=name,
-        documents=len(piece.lengths),
-        tokens=tokens,
-        bytes=piece.text_bytes,
-        bin_sha256=digest,
-        idx_sha256=write_index(index, shard.dtype, piece.lengths),
-    )
-    if sha256(index) != info.idx_sha256:
-        raise UserError(f"{index}: reads back different; check the disk")
-    # What was linked is what was read, unless it has changed since.
-    state = target.stat() if link == "copy" else piece.read_as
-    notes = (target, state, info.bin_sha256), (index, index.stat(), info.idx_sha256)
-    return info, [note_line(path.name, *note) for path, *note in notes]
+        # What was linked is what was read, unless it has changed since.
+        state = piece.read_as
+        counts = (len(piece.lengths), tokens, piece.text_bytes)
+        digest = write_index(index, shard.dtype, piece.lengths)
+        piece.info = ShardInfo(name, *counts, piece.bin_sha256, digest)
+    return [
+        note_line(target.name, state, piece.info.bin_sha256),
+        note_line(index.name, index.stat(), piece.info.idx_sha256),
+    ]
 
 
 def _link(source: Path, target: Path, link: str) -> None:
@@ -215,43 +192,31 @@ def _link(source: Path, target: Path, link: str) -> None:
         raise UserError(f"{reason}; give {others}") from None
 
 
-def _copy(source: Path, target: Path, start: int, size: int) -> str:
-    """Copy bytes [start, start + size), compare the copy, and return their SHA-256."""
-    digest, left = hashlib.sha256(), size
-    with open(source, "rb") as stream, open(target, "wb") as copy:
-        stream.seek(start)
-        while left and (block := stream.read(min(left, COPY_BLOCK))):
-            copy.write(block)
-            digest.update(block)
-            left -= len(block)
-        copy.flush()
-        os.fsync(copy.fileno())
-    if left or sha256(target) != digest.hexdigest():
-        raise UserError(f"{source}: its copy reads back different; check the disk")
-    return digest.hexdigest()
-
-
-def _manifest(
-    adopted: list[tuple[Piece, ShardInfo]], info: TokenizerInfo, arguments: argparse.Namespace
-) -> dict:
-    sets: dict[str, dict[str, list[ShardInfo]]] = {}
-    for piece, shard in adopted:
-        by_split = sets.setdefault(piece.set, {split: [] for split in SPLITS})
-        by_split[piece.split].append(shard)
+def _manifest(pieces: list[Piece], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
+    shards = {split: [p.info for p in pieces if p.split == split] for split in SPLITS}
+    sets = sorted({piece.set for piece in pieces})
+    sources = {
+        name: {
+            split: sum_counts(own)
+            for split in SPLITS
+            if (own := [p.info for p in pieces if (p.set, p.split) == (name, split)])
+        }
+        for name in sets
+    }
     counts = {
-        split: np.sum([piece.counts for piece, _ in adopted if piece.split == split], axis=0)
+        split: np.sum([piece.counts for piece in pieces if piece.split == split], axis=0)
         for split in SPLITS
     }
-    dtype = adopted[0][0].shard.dtype
+    dtype = pieces[0].shard.dtype
     # The source's description is the same wherever the files lie.
-    listing = "".join(f"{p.set} {p.split} {shard.bin_sha256}\n" for p, shard in adopted)
+    listing = "".join(f"{p.set} {p.split} {p.info.bin_sha256}\n" for p in pieces)
     source = {
         "kind": "megatron",
-        "files": len(adopted),
-        "file_bytes": sum(shard.tokens * dtype.itemsize for _, shard in adopted),
+        "files": len(pieces),
+        "file_bytes": sum(piece.info.tokens * dtype.itemsize for piece in pieces),
         "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
     }
-    said = {
+    given = {
         "source": source,
         "tokenizer": arguments.tokenizer,
         "tokenizer_sha256": spec_sha256(arguments.tokenizer),
@@ -259,4 +224,5 @@ def _manifest(
         "documents": arguments.documents,
         "validation_documents": arguments.validation_documents,
     }
-    return manifest_of(sets, counts, info, dtype, said)
+    contents = {"empty_documents": 0, "sources": sources}
+    return build_manifest(given, info, dtype, shards, counts, contents)

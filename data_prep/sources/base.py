@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Part:
 
     `name` is the same on every machine, and for a copy and the Hub. `size` is in bytes; `sha256` is
     there where the Hub lists it. With `piece` the part is that much of the file's only document,
-    and `size` counts the bytes of that text.
+    and `size` counts the bytes of that text. `identity` is equal for all names of one file.
     """
 
     path: Path | str
@@ -50,15 +50,13 @@ class Part:
     size: int = 0
     sha256: str | None = None
     piece: Piece | None = None
+    identity: Hashable = None
 
     @property
     def text_bytes(self) -> int:
         """Return about how many bytes of text there are."""
-        return (
-            self.size
-            if self.piece
-            else int(TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0) * self.size)
-        )
+        rate = 1.0 if self.piece else TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0)
+        return int(rate * self.size)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,7 @@ class Source:
     """
 
     kind: str
+    reading: Reading | None = None
     parts: list[Part]
     left_out: Sequence[LeftOut] = ()
 
@@ -114,10 +113,6 @@ class Source:
         """
         return [entry.note() for entry in self.left_out]
 
-    def text_bytes(self) -> int:
-        """Return about how many bytes of text there are."""
-        return sum(part.text_bytes for part in self.parts)
-
     def describe(self) -> dict:
         """Describe the source for the manifest; equal for equal input, on every machine.
 
@@ -141,8 +136,19 @@ class Source:
         }
         local = all(isinstance(part.path, Path) for part in self.parts)
         if local and size <= HASHED_BYTES:
-            description["contents_sha256"] = _contents_sha256(self.parts)
+            contents = hashlib.sha256()
+            for part in self.parts:
+                try:
+                    contents.update(bytes.fromhex(sha256(part.path)))
+                except OSError as error:
+                    raise unreadable(part.path, error) from None
+            description["contents_sha256"] = contents.hexdigest()
         return description
+
+
+def unreadable(path: Path | str, error: OSError) -> UserError:
+    """Make the error of a file or folder that cannot be read."""
+    return file_error(f"{path}: cannot be read ({describe_os_error(error)})", error)
 
 
 def counted_with(split: str | None) -> str:
@@ -150,9 +156,7 @@ def counted_with(split: str | None) -> str:
     return "validation" if split == "validation" else "train"
 
 
-def read_once(
-    parts: Iterable[Part], identity: Callable[[Part], Hashable]
-) -> tuple[list[Part], list[LeftOut]]:
+def read_once(parts: Iterable[Part]) -> tuple[list[Part], list[LeftOut]]:
     """Return the parts without those that are one file with an earlier one, and these.
 
     Raises:
@@ -161,7 +165,7 @@ def read_once(
     first: dict[Hashable, Part] = {}
     repeated = []
     for part in parts:
-        same = first.setdefault(identity(part), part)
+        same = first.setdefault(part.identity, part)
         if same.split != part.split:
             raise UserError(
                 f"{part.path}: is the same file as {same.path}, of another split; what is held out "
@@ -201,17 +205,6 @@ def in_natural_order(parts: Iterable[Part]) -> list[Part]:
     return sorted(parts, key=key)
 
 
-def _contents_sha256(parts: Iterable[Part]) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        try:
-            total.update(bytes.fromhex(sha256(part.path)))
-        except OSError as error:
-            text = f"{part.path}: cannot be read ({describe_os_error(error)})"
-            raise file_error(text, error) from None
-    return total.hexdigest()
-
-
 @dataclass(frozen=True)
 class Unit:
     """A piece of the work: consecutive files of one split; `bytes` are theirs on disk.
@@ -222,7 +215,10 @@ class Unit:
 
     number: int
     parts: tuple[Part, ...]
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.size for part in self.parts)
 
     @property
     def split(self) -> str | None:
@@ -239,22 +235,19 @@ def units_of(source: Source) -> list[Unit]:
     """Return the units of a source; no file is cut."""
     target = min(UNIT_BYTES, sum(part.size for part in source.parts) // UNITS_AT_LEAST)
     groups: list[list[Part]] = []
-    sizes: list[int] = []
+    size = 0
     for part in source.parts:
         same_split = groups and part.split == groups[-1][0].split
-        if same_split and part.size and sizes[-1] and sizes[-1] + part.size <= target:
+        if same_split and part.size and size and size + part.size <= target:
             groups[-1].append(part)
-            sizes[-1] += part.size
+            size += part.size
         else:
             groups.append([part])
-            sizes.append(part.size)
-    pairs = zip(groups, sizes, strict=True)
-    return [Unit(number, tuple(parts), size) for number, (parts, size) in enumerate(pairs)]
+            size = part.size
+    return [Unit(number, tuple(parts)) for number, parts in enumerate(groups)]
 
 
 def task_units(units: list[Unit], task: tuple[int, int] | None) -> list[Unit]:
     """Return the units of task I of N: every N-th, beginning with unit I; all of them for None."""
-    if task is None:
-        return units
-    index, count = task
+    index, count = task or (0, 1)
     return units[index::count]

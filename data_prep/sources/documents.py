@@ -13,12 +13,11 @@ import io
 import json
 import lzma
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, TypeVar
+from typing import IO
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.readers import clipped
@@ -28,8 +27,6 @@ BLOCK = 1 << 20
 MAX_LINE = 1 << 29
 MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
 SHOWN = 40  # characters of one that is too large
-# A packed file of some kB may hold billions of empty or broken records, which would take hours.
-MOST_RECORDS, RECORDS_PER_BYTE = 1_000_000, 16
 MAX_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
 # Of a packed file, unpacked in one call: zstd packs 128 KiB into 4 bytes, so 32 MiB at most.
 PIECE = 1024
@@ -47,11 +44,8 @@ KNOWN_KINDS = (
     f"{', '.join((*PLAIN, *LINES))}, each also with {', '.join(PACKED)}; JSON lines as .json.gz "
     "and so on; .parquet"
 )
-# A string of JSON; one that does not end reaches to the end, so that a search never goes back.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 COMPRESSED = (*PACKED, ".parquet")  # of these no file has no bytes
-# Rows are unpacked in batches of so many, and of so many bytes: a dictionary repeats large values.
-PARQUET_ROWS, PARQUET_BYTES = 16, 1 << 30
+PARQUET_ROWS = 16  # of a batch that is unpacked together
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,6 @@ class Reading:
 
 
 Record = tuple[str, dict]
-T = TypeVar("T")
 
 
 def suffix_of(path: PurePath | str) -> str | None:
@@ -133,17 +126,8 @@ def read_records(
         name: is where a `Malformed` is said to be.
 
     Raises:
-        UserError: names `path`, which is damaged, lacks the text's column or holds more records
-            than text packs into its bytes.
+        UserError: names `path`, which is damaged or lacks the text's column.
     """
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(0)
-    yield from _at_most(_records(stream, path, name, reading, size), path, size)
-
-
-def _records(
-    stream: IO[bytes], path: str, name: str, reading: Reading, size: int
-) -> Iterator[Record | Malformed]:
     suffix = suffix_of(path)
     if suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
@@ -153,17 +137,9 @@ def _records(
     if is_plain(path):
         yield from _read_text(_decoded(unpacked, path), name, reading.separator)
         return
-    for number, line in enumerate(_at_most(_lines(unpacked), path, size), 1):
-        if line is None or not line.isspace():
+    for number, line in enumerate(_lines(unpacked, path), 1):
+        if not line.isspace():
             yield _parse_line(line, f"{name}:{number}", reading)
-
-
-def _at_most(items: Iterator[T], path: str, size: int) -> Iterator[T]:
-    most = MOST_RECORDS + RECORDS_PER_BYTE * size
-    for number, item in enumerate(items):
-        if number == most:
-            raise UserError(f"{path}: more than {most:,} records in {size:,} bytes are no text")
-        yield item
 
 
 def _document_of(record: object, where: str, reading: Reading) -> Record | Malformed:
@@ -173,12 +149,11 @@ def _document_of(record: object, where: str, reading: Reading) -> Record | Malfo
     if not isinstance(text, str):
         reason = f"no text under the key {reading.text_key!r}"
         if reading.text_key in record:
-            kind = "null" if text is None else type(text).__name__
-            return Malformed(where, _one_line(f"{reason} but {kind}"))
-        keys = ", ".join(map(str, list(record)[:20])) or "none"
-        return Malformed(
-            where, _one_line(f"{reason}; its keys are {keys} (choose with --text-key)")
-        )
+            found = f" but {'null' if text is None else type(text).__name__}"
+        else:
+            keys = ", ".join(map(str, list(record)[:20])) or "none"
+            found = f"; its keys are {keys} (choose with --text-key)"
+        return Malformed(where, _one_line(reason + found))
     if len(text) > MAX_DOCUMENT:
         return _too_large(where, text)
     try:
@@ -188,14 +163,7 @@ def _document_of(record: object, where: str, reading: Reading) -> Record | Malfo
     return text, record
 
 
-def _parse_line(line: bytes | None, where: str, reading: Reading) -> Record | Malformed:
-    if line is None:
-        return Malformed(where, f"a line of more than {MAX_LINE >> 20} MiB")
-    if len(line) > MAX_DOCUMENT:
-        # Numbers and lists take some thirty times their length of memory, strings their own.
-        strings = sum(found.end() - found.start() for found in _STRING.finditer(line))
-        if len(line) - strings > MAX_DOCUMENT:
-            return Malformed(where, f"more than {MAX_DOCUMENT >> 20} MiB of JSON beside strings")
+def _parse_line(line: bytes, where: str, reading: Reading) -> Record | Malformed:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -301,10 +269,8 @@ def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
     while data or (data := stream.read(PIECE)):
         if frame is None and kind == "zst":
             frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
-        elif frame is None and kind == "xz":
-            frame = lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_WINDOW)
         elif frame is None:
-            frame = bz2.BZ2Decompressor()
+            frame = lzma.LZMADecompressor() if kind == "xz" else bz2.BZ2Decompressor()
         if kind == "zst":
             block = frame.decompress(data)
             yield from (block[i : i + BLOCK] for i in range(0, len(block), BLOCK))
@@ -337,15 +303,14 @@ class _Stream(io.RawIOBase):
         return count
 
 
-def _lines(stream: io.BufferedReader) -> Iterator[bytes | None]:
-    """Yield a stream's lines; None stands for one that is longer than `MAX_LINE`."""
+def _lines(stream: io.BufferedReader, path: str) -> Iterator[bytes]:
+    number = 0
     while line := stream.readline(MAX_LINE + 1):
-        if len(line) <= MAX_LINE or line.endswith(b"\n"):
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(BLOCK)
-        yield None
+        number += 1
+        if len(line) > MAX_LINE:
+            size = f"more than {MAX_LINE >> 20} MiB"
+            raise UserError(f"{path}: line {number} has {size}; JSON lines have a record a line")
+        yield line
 
 
 def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[dict | Exception]:
@@ -364,10 +329,7 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
                 )
             wanted = (reading.text_key, reading.set_key.partition(".")[0])
             columns = [column for column in names if column in wanted]
-            groups = map(file.metadata.row_group, range(file.num_row_groups))
-            largest = max((group.total_byte_size for group in groups), default=1)
-            rows = min(PARQUET_ROWS, max(1, PARQUET_BYTES // max(1, largest)))
-            for batch in file.iter_batches(batch_size=rows, columns=columns):
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 yield from _rows(batch)
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):  # the disk's; the library's own for a page has none
@@ -378,16 +340,15 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
 def _rows(batch) -> Iterator[dict | Exception]:
     # An error stands in the place of a row with a value that Python cannot hold, such as text that
     # is not UTF-8, or a time after the year 9999.
+    errors = (ValueError, OverflowError)
     try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):
+        yield from batch.to_pylist()
+    except errors:
         for index in range(batch.num_rows):
             try:
                 yield batch.slice(index, 1).to_pylist()[0]
-            except (ValueError, OverflowError) as error:
+            except errors as error:
                 yield error
-    else:
-        yield from rows
 
 
 def _parse_row(row: dict | Exception, where: str, reading: Reading) -> Record | Malformed:

@@ -15,11 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cat_lm.core.errors import UserError, describe_os_error, file_error
+from cat_lm.core.errors import UserError
 from cat_lm.core.folders import MARK
 from cat_lm.core.readers import clipped
 from cat_lm.data.manifest import MANIFEST
-from data_prep.sources.base import LeftOut, Part, Source, in_natural_order, read_once, set_name
+from data_prep.sources.base import (
+    LeftOut,
+    Part,
+    Source,
+    in_natural_order,
+    read_once,
+    set_name,
+    unreadable,
+)
 from data_prep.sources.documents import (
     KNOWN_KINDS,
     Document,
@@ -33,18 +41,8 @@ from data_prep.sources.single import Division, describe_divisions, divide, take_
 # Parts of the standard library that Linux distributions put into packages of their own, or leave
 # out; without them and the tests every build of one Python version has the same files.
 NOT_EVERYWHERE = {
-    "__pycache__",
-    "distutils",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "macholib",
-    "site-packages",
-    "test",
-    "tests",
-    "tkinter",
-    "turtle",
-    "turtledemo",
+    *("__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "macholib", "site-packages"),
+    *("test", "tests", "tkinter", "turtle", "turtledemo"),
 }
 
 
@@ -74,8 +72,7 @@ class PythonStdlib(Source):
                 encoding, _ = tokenize.detect_encoding(stream.readline)
             text = part.path.read_bytes().decode(encoding)
         except OSError as error:
-            text = f"{part.path}: cannot be read ({describe_os_error(error)})"
-            raise file_error(text, error) from None
+            raise unreadable(part.path, error) from None
         except (SyntaxError, UnicodeDecodeError) as error:
             raise UserError(f"{part.path}: cannot be read ({error})") from None
         yield Document(text, self.kind)
@@ -109,7 +106,7 @@ class Files(Source):
             self._read_both(path, validation_path, exclude)
             return
         (found,) = left_in([find_files(path, "--path")], exclude)
-        self.parts, repeated = read_once(found.parts, found.identity)
+        self.parts, repeated = read_once(found.parts)
         self.left_out = [*describe_unread(found.others), *repeated]
         if validation_fraction is not None:
             self.divisions = divide(self.parts, reading, validation_fraction)
@@ -122,8 +119,8 @@ class Files(Source):
     def _read_both(self, path: str, validation_path: str, exclude: Sequence[str]) -> None:
         both_paths = (path, "--path"), (validation_path, "--validation-path")
         both = left_in([find_files(*where) for where in both_paths], exclude)
-        held_out = set(map(both[1].identity, both[1].parts))
-        if shared := [p.path for p in both[0].parts if both[0].identity(p) in held_out]:
+        held_out = {part.identity for part in both[1].parts}
+        if shared := [part.path for part in both[0].parts if part.identity in held_out]:
             raise UserError(
                 f"--validation-path {validation_path}: --path has {shared[0]} too; what is held "
                 "out must not be trained on"
@@ -131,7 +128,7 @@ class Files(Source):
         self.parts, self.left_out = [], []
         for split, found in zip(("train", "validation"), both, strict=True):
             own = [replace(p, name=f"{split}/{p.name}", split=split) for p in found.parts]
-            parts, repeated = read_once(own, found.identity)
+            parts, repeated = read_once(own)
             self.parts += parts
             others = describe_unread([f"{split}/{name}" for name in found.others])
             self.left_out += [*others, *repeated]
@@ -157,14 +154,9 @@ class Files(Source):
             return description
         keys = ("train_bytes", "validation_bytes")
         sums = {key: sum(getattr(cut, key) for cut in self.divisions) for key in keys}
-        if len(self.divisions) > 1:
-            return {**description, "divided": {"files": len(self.divisions), **sums}}
-        return {**description, "divided": {"at_end_of": self.divisions[0].place, **sums}}
-
-
-# What a file is known by whatever its name: device, inode, size and time of the last change. The
-# latter two, since some file systems give several files one number.
-Identity = tuple[int, int, int, int]
+        several = len(self.divisions) > 1
+        what = {"files": len(self.divisions)} if several else {"at_end_of": self.divisions[0].place}
+        return {**description, "divided": {**what, **sums}}
 
 
 @dataclass(frozen=True)
@@ -173,11 +165,6 @@ class Found:
 
     parts: list[Part]
     others: Sequence[str] = ()
-    identities: dict[Path, Identity] | None = None
-
-    def identity(self, part: Part) -> Identity:
-        """Return what is equal for all names and links of a file."""
-        return self.identities[part.path]
 
 
 def describe_unread(names: Sequence[str]) -> list[LeftOut]:
@@ -228,8 +215,7 @@ def _below(root: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> None:
-        text = f"{error.filename}: cannot be read ({describe_os_error(error)})"
-        raise file_error(text, error)
+        raise unreadable(error.filename, error)
 
     # Of each folder to come, the folders whose links lead to it.
     left: dict[str, tuple[Path, ...]] = {str(root): ()}
@@ -242,15 +228,12 @@ def _below(root: Path) -> Iterator[Path]:
                 yield Path(path)
                 continue
             way = (*before, Path(folder).resolve()) if os.path.islink(path) else before
-            if way != before and _leads_up(Path(path).resolve(), way):
+            target = Path(path).resolve()
+            if way != before and any(above.is_relative_to(target) for above in way):
                 folders.remove(name)
             else:
                 left[path] = way
         yield from (Path(folder, name) for name in names)
-
-
-def _leads_up(target: Path, way: Sequence[Path]) -> bool:
-    return any(folder.is_relative_to(target) for folder in way)
 
 
 def matches(pattern: str) -> Iterator[Path]:
@@ -291,8 +274,7 @@ def find_files(path: str, flag: str) -> Found:
     if root.is_file():
         if suffix_of(root) is None:
             raise UserError(f"{flag} {path}: unknown kind of file; known are {KNOWN_KINDS}")
-        part = Part(root, root.name, None, root.stat().st_size)
-        return Found([part], identities={root: _identity(root)})
+        return Found([_part(root, root.name)])
     if root.is_dir():
         candidates = _below(root)
     else:
@@ -300,27 +282,29 @@ def find_files(path: str, flag: str) -> Found:
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
         if not candidates:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
-    found, others, identities = [], [], {}
+    found, others = [], []
     for file in candidates:
-        if _is_hidden(file, root) or not suffix_of(file):
-            others.append(file)
-            continue
-        if file.is_symlink() and not file.exists():
+        if file.is_symlink() and not file.exists() and suffix_of(file):
             raise UserError(f"{flag} {path}: {file} is a link to nothing")
-        if not file.is_file():
+        if _is_hidden(file, root) or not suffix_of(file) or not file.is_file():
             others.append(file)
             continue
         if str(file) != str(file).encode(errors="replace").decode():
             raise UserError(f"{flag} {path}: the name {str(file)!a} is not UTF-8; rename it")
-        identities[file] = _identity(file)
-        size = identities[file][2]
-        found.append(Part(file, file.relative_to(root).as_posix(), None, size))
+        found.append(_part(file, file.relative_to(root).as_posix()))
     if not found:
         raise UserError(f"{flag} {path}: no file of a known kind in it ({KNOWN_KINDS})")
-    return Found(in_natural_order(found), _name_unread(others, root, identities), identities)
+    return Found(in_natural_order(found), _name_unread(others, root, found))
 
 
-def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity]) -> list[str]:
+def _part(file: Path, name: str) -> Part:
+    status = file.stat()
+    # Size and time too, since some file systems give several files one number.
+    own = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return Part(file, name, size=status.st_size, identity=own)
+
+
+def _name_unread(others: list[Path], root: Path, parts: list[Part]) -> list[str]:
     """Return the names of the files that somebody may miss.
 
     Not those of our own folders, perhaps of the one that is being made: the manifest would differ
@@ -332,13 +316,13 @@ def _name_unread(others: list[Path], root: Path, identities: dict[Path, Identity
     ours |= {file.parent for file in others if file.name == MARK}
     ours.discard(root)
     ours |= {file for file in others if file.is_dir() and _is_passed_over(file)}
-    read = set(identities.values())
+    read = {part.identity for part in parts}
     return sorted(
         file.relative_to(root).as_posix() + "/" * file.is_dir()
         for file in others
         if (suffix_of(file) or not _is_hidden(file, root) or file.is_dir())
         and ours.isdisjoint((file, *file.parents))
-        and not (file.is_file() and _identity(file) in read)
+        and not (file.is_file() and _part(file, "").identity in read)
     )
 
 
@@ -353,8 +337,3 @@ def _is_passed_over(folder: Path) -> bool:
 
 def _is_hidden(file: Path, root: Path) -> bool:
     return any(piece.startswith(".") for piece in file.relative_to(root).parts)
-
-
-def _identity(file: Path) -> Identity:
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -9,7 +9,7 @@ a local copy and the Hub give the same parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -73,19 +73,13 @@ class SlimPajama(Source):
     kind = "slimpajama"
 
     def __init__(
-        self,
-        path: str,
-        reading: Reading,
-        files: list[Part],
-        others: Sequence[str],
-        identity: Callable[[Part], Hashable],
+        self, path: str, reading: Reading, files: list[Part], others: Sequence[str]
     ) -> None:
         """Choose the parts.
 
         Args:
             files: those of known kinds.
             others: the names of those that are not read, but for descriptions.
-            identity: what is equal for all names of a file.
 
         Raises:
             UserError: no file is left for training, or one is held out under another name.
@@ -93,7 +87,7 @@ class SlimPajama(Source):
         self.path = path
         self.reading = reading
         chosen = with_splits(files)
-        self.parts, repeated = read_once(chosen, identity)
+        self.parts, repeated = read_once(chosen)
         names = {part.name for part in chosen}
         nameless = [f.name for f in files if f.name not in names and not split_of_name(f.name)]
         reason = "left out, no split in the name beside others that say train"
@@ -140,7 +134,7 @@ class Snapshot(SlimPajama):
         files = [file for file in found.parts if not is_description(file.name)]
         if not files:
             raise UserError(f"--path {path}: no file of a known kind in it but descriptions (.md)")
-        super().__init__(path, reading, files, found.others, found.identity)
+        super().__init__(path, reading, files, found.others)
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
         return read_file(part.path, part.name, part.size, self.reading)
@@ -194,7 +188,7 @@ class Hub(SlimPajama):
         files, others = self._ask(lambda: list_files(self.name, self.revision, self.folder))
         if not files:
             raise UserError(f"--path {path}: no file of a known kind in it ({KNOWN_KINDS})")
-        super().__init__(path, reading, files, others, _identity)
+        super().__init__(path, reading, files, others)
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
         where = f"{part.path}: cannot be read"
@@ -233,11 +227,6 @@ def resolve_revision(name: str, revision: str | None) -> str:
     return HfApi().dataset_info(name, revision=revision).sha
 
 
-def _identity(part: Part) -> str:
-    """Return what files of one content share: in the cache of a download they are one file."""
-    return part.sha256 if part.sha256 and part.size else part.name
-
-
 def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[str]]:
     """Return the files of known kinds in a folder of a repository, and the names of others.
 
@@ -259,7 +248,9 @@ def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[
         if known and not hidden:
             url = f"hf://datasets/{name}@{revision}/{entry.path}"
             digest = entry.lfs.sha256 if entry.lfs else None
-            parts.append(Part(url, file_name, None, entry.size, digest))
+            # In the cache of a download files of one content are one file.
+            identity = digest if digest and entry.size else file_name
+            parts.append(Part(url, file_name, None, entry.size, digest, identity=identity))
         elif known or not hidden:
             others.append(file_name)
     return in_natural_order(parts), sorted(others)

@@ -10,7 +10,7 @@ import pytest
 from tests.commands import python
 from tests.prepared_data import EOD, random_documents, write_prepared
 from tests.runs import losses, run_values, write_config
-from tests.web_server import served
+from tests.cat_lm.data.web_server import served
 
 VOCAB = 97
 

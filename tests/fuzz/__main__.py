@@ -100,8 +100,10 @@ def fuzz(workers: list[Templates], names: Iterator[str], report: Report, seconds
 
 
 def progress(report: Report, seconds: float) -> str:
-    failed = sum(counts["failed"] for counts in report.counts.values())
-    return f"{seconds:.0f} s: {report.cases} cases, {failed} failed, {len(report.causes)} causes"
+    return (
+        f"{seconds:.0f} s: {report.cases} cases, {report.failed} failed, "
+        f"{len(report.causes)} causes"
+    )
 
 
 def _names(arguments: argparse.Namespace) -> Iterator[str]:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.fuzz.privileges import end_with_parent
 
 LIMIT_SECONDS = 30.0
@@ -77,7 +79,7 @@ def run_command(
         names = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in threads]
         raise RuntimeError(f"threads beside the first: {names}")
     gc.freeze()
-    base = _anonymous("self")
+    base = _used(psutil.Process())
     start = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -187,21 +189,22 @@ def _watch(
     pid: int, start: float, base: int, logs: Path, limit_seconds: float, limit_bytes: int
 ) -> Ended:
     trouble: list[str] = []
+    process = psutil.Process(pid)
     handle = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     used = 0
     while not poll.poll(50):
-        used = max(used, _used(pid, base))
+        used = max(used, _used(process) - base)
         if used > limit_bytes:
             trouble.append("memory")
-        elif _hangs(pid, time.monotonic() - start, limit_seconds):
+        elif _hangs(process, time.monotonic() - start, limit_seconds):
             trouble.append("hang")
         if trouble:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)  # where it is, for the cause
             poll.poll(1000)
-            _kill(pid)
+            _kill([process, *process.children(recursive=True)])
             break
     os.close(handle)
     _, status, usage = os.wait4(pid, 0)
@@ -209,7 +212,7 @@ def _watch(
     if _await_orphans() and not trouble:
         trouble.append("left behind")
     # Its own peak begins with what it shared with this process.
-    peak = max(used, usage.ru_maxrss * 1024 - _resident("self"))
+    peak = max(used, usage.ru_maxrss * 1024 - psutil.Process().memory_info().rss)
     if peak > limit_bytes and "memory" not in trouble:
         trouble.append("memory")
     texts = [_end_of(logs / name) for name in ("stdout", "stderr")]
@@ -217,18 +220,13 @@ def _watch(
     return Ended(code, seconds, max(0, peak), *texts, trouble)
 
 
-def _hangs(pid: int, seconds: float, limit: float) -> bool:
-    return seconds > limit and (seconds > PATIENCE * limit or _computed(pid) > 2 / 3 * limit)
-
-
-def _computed(pid: int) -> float:
-    """Seconds that a process and those below it have computed."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(map(_computed, _children(pid)))
+def _hangs(process: psutil.Process, seconds: float, limit: float) -> bool:
+    if seconds <= limit or seconds > PATIENCE * limit:
+        return seconds > limit
+    with contextlib.suppress(psutil.Error):
+        own = [process, *process.children(recursive=True)]
+        return sum(sum(each.cpu_times()[:2]) for each in own) > 2 / 3 * limit
+    return False
 
 
 def _end_of(path: Path) -> str:
@@ -240,58 +238,24 @@ def _end_of(path: Path) -> str:
 
 
 def _await_orphans() -> bool:
-    """Waits for processes that the command has left; kills them after a while, and says so."""
-    end = time.monotonic() + GRACE_SECONDS
-    killed = False
-    while children := _children(os.getpid()):
-        if time.monotonic() > end:
-            killed = True
-            for child in children:
-                _kill(child)
-        for child in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
-        time.sleep(0.005)
-    return killed
+    """Wait for processes that the command has left; kill them after a while, and return True."""
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), GRACE_SECONDS)
+    _kill(alive)
+    psutil.wait_procs(alive)
+    return bool(alive)
 
 
-def _kill(pid: int) -> None:
-    """Kills a process and all below it."""
-    below = _children(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    for child in below:
-        _kill(child)
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    own = [int(word) for word in text.split()]
-    try:  # threads have children too
-        others = [t for t in os.listdir(f"/proc/{pid}/task") if t != str(pid)]
-        for thread in others:
-            own += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    except OSError:
-        pass
-    return own
-
-
-def _used(pid: int, base: int) -> int:
-    """Bytes of memory that a process and those below it have taken beyond `base` each."""
-    own = max(0, _anonymous(pid) - base)
-    return own + sum(_used(child, 0) for child in _children(pid))
-
-
-def _anonymous(pid: int | str) -> int:
-    try:
-        resident, shared = (int(n) for n in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _resident(pid: int | str) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _used(process: psutil.Process) -> int:
+    """Return the bytes of memory that a process and those below it do not share with others."""
+    used = 0
+    with contextlib.suppress(psutil.Error):
+        for each in (process, *process.children(recursive=True)):
+            memory = each.memory_info()
+            used += memory.rss - memory.shared
+    return used

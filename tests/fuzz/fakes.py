@@ -7,97 +7,68 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 STEP = Path("run/checkpoints/step-00000001")
 
 
-def fine() -> None:
-    """Refuses an input that is not as it was, and writes what it is asked to."""
+def _fine() -> None:
+    """Refuse an input that is not as it was, and write what is asked for."""
     if Path("in.bin").read_bytes() != bytes(64):
-        refused()
+        _end(2, "error: in.bin: damaged")
     Path("out").write_text("done")
 
 
-def refused() -> None:
-    print("error: in.bin: damaged", file=sys.stderr)
-    raise SystemExit(2)
+def _end(code: int, text: str = "") -> None:
+    print(text, file=sys.stderr, end="\n" if text else "")
+    raise SystemExit(code)
 
 
-def trace() -> None:
+def _trace() -> None:
     raise KeyError("step")
 
 
-def code() -> None:
-    raise SystemExit(3)
-
-
-def silent() -> None:
-    raise SystemExit(2)
-
-
-def chatty() -> None:
-    print("error: one\nerror: two", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def lines() -> None:
-    print("error: in.bin: cannot be read:\nDetails are above", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def hang() -> None:
+def _hang() -> None:
     while True:
         pass
 
 
-def wait() -> None:
-    time.sleep(1000)
-
-
-def eat() -> None:
+def _eat() -> None:
     taken = []
     while True:
         taken.append(b"x" * 2**24)
 
 
-def ask() -> None:
-    input("run the code? ")
-
-
-def leave() -> None:
+def _leave() -> None:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 
 
-def delete() -> None:
-    os.unlink("neighbour.txt")
-
-
-def change() -> None:
-    with open("in.bin", "ab") as stream:
-        stream.write(b"more")
-
-
-def escape() -> None:
-    Path("../../x").write_text("outside")
-
-
-def accept() -> None:
-    """Says nothing of a damaged input."""
-
-
-def lose() -> None:
-    (STEP / "weights").unlink()
-
-
-def nan() -> None:
+def _write_nan() -> None:
     Path("out").mkdir()
     Path("out/result.json").write_text('{"loss": NaN}')
 
 
-_DEEDS = (fine, refused, trace, code, silent, chatty, lines, hang, wait, eat, ask, leave)
-_DEEDS += (delete, change, escape, accept, lose, nan)
-DEEDS = {deed.__name__: deed for deed in _DEEDS}
+DEEDS: dict[str, Callable[[], object]] = {
+    "fine": _fine,
+    "refused": lambda: _end(2, "error: in.bin: damaged"),
+    "trace": _trace,
+    "code": lambda: _end(3),
+    "silent": lambda: _end(2),
+    "chatty": lambda: _end(2, "error: one\nerror: two"),
+    "lines": lambda: _end(2, "error: in.bin: cannot be read:\nDetails are above"),
+    "hang": _hang,
+    "wait": lambda: time.sleep(1000),
+    "eat": _eat,
+    "ask": lambda: input("run the code? "),
+    "leave": _leave,
+    "delete": lambda: os.unlink("neighbour.txt"),
+    "change": lambda: Path("in.bin").write_bytes(b"more"),
+    "escape": lambda: Path("../../x").write_text("outside"),
+    "accept": lambda: None,
+    "lose": lambda: (STEP / "weights").unlink(),
+    "nan": _write_nan,
+}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.cases import REPOSITORY, parts_of
-from tests.fuzz.privileges import NOBODY
+from tests.fuzz.privileges import NOBODY, without_root
 from tests.fuzz.targets import BY_NAME
 from tests.fuzz.world import build_world
 
@@ -48,9 +48,10 @@ class Templates:
         return answer
 
     def _start(self, family: str) -> subprocess.Popen:
+        words = [*without_root(), sys.executable, "-m", "tests.fuzz.template"]
         with open(self.scratch / f"{family}.log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.template", family, str(self.scratch)],
+                [*words, family, str(self.scratch)],
                 cwd=REPOSITORY,
                 env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
                 stdin=subprocess.PIPE,

@@ -5,15 +5,12 @@ A new option of a command needs nothing here: options come from its parser, keys
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from tests.fuzz.child import LIMIT_BYTES, LIMIT_SECONDS
 from tests.fuzz.fakes import DEEDS as FAKE_DEEDS
 from tests.fuzz.world import LONG_RANGE
-
-DATA = ("data",)
-MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.jinja", "README.md")
-STEP = "run/checkpoints/step-00000002"
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,10 @@ class Target:
     module: str
     family: str
     line: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ("out",)
-    guarded: tuple[str, ...] = ()
+    needs: tuple[str, ...]
+    files: tuple[str, ...]
+    outputs: tuple[str, ...]
+    guarded: tuple[str, ...]
     codes: tuple[int, ...] = (0, 2)
     keys: bool = False
     file_weight: float = 1.0
@@ -55,33 +52,52 @@ class Target:
     limit_bytes: int = LIMIT_BYTES
 
 
-_SHARDS = ("data/*.bin", "data/*.idx")
-_RECORDS = ("data/manifest.json", "data/tokenizer/*")
-_WEIGHTS = ("model/*.safetensors",)
-_RUN = ("run/config.yaml", "run/metrics.jsonl", "run/eval/*.json", "run/zero_shot/*.json")
-_CHECKPOINT = (f"{STEP}/*", f"{STEP}/*/*")
-_GUARDED_CHECKPOINT = tuple(
-    f"{STEP}/{name}"
-    for name in ("model/*", "state/*", "tokenizer/*", "random-*", "state.json", "run_config.yaml")
-)
-_CONFIG = ("config.yaml", "base.yaml")
-_PREPARE = ("--source", "files", "--path", "text", "--tokenizer", "bytes", "--workers", "1")
-_SPLIT = ("--document-separator", r"\n\n", "--validation-fraction", "0.2")
-_UNFINISHED = (*_PREPARE, "--validation-fraction", "0.2", "--out", "unfinished")
-_EXPORT = ("run", "out")
-_COSTS = ("config.yaml", "--ranks", "1,2", "--device", "h100", "train.peak_tflops=100")
-_SWEEP = ("--lengths", "16,32", "--max-tokens", "200", "--methods", "none,yarn", "--out", "out")
-_LANDMARK = ("--blocks", "4", "--top-k", "1", "--local", "1", "--out", "out")
-_ZERO_SHOT = ("--tasks", "piqa", "--data-dir", "tasks", "--out", "out", "--limit", "3")
-_CELL = ("--task", "mqar:keys=2", "--mixer", "cat", "--d-model", "16", "--seq-len", "16")
-_CELL += ("--epochs", "1", "--train-examples", "32", "--test-examples", "16", "--batch-size", "16")
-_SUBMIT = ("config.yaml", "--nodes", "2", "--tasks-per-node", "1", "--site", "site.yaml", "--print")
-_SUBMIT += ("train.global_batch_size=4",)
-_TINY = ("--models", "cat", "--layers", "1", "--hidden-size", "16", "--heads", "2", "--vocab-size")
-_TINY += ("64", "--repeats", "1", "--batch-size", "1", "--device", "cpu")
+def target(
+    name: str,
+    command: str,
+    line: str,
+    needs: str = "",
+    files: str = "",
+    weights: tuple[float, float] = (1, 1),
+    outputs: str = "out",
+    guarded: str = "",
+    **more: object,
+) -> Target:
+    """Make a target of texts with spaces between words; `command` is the family and the module."""
+    family, module = command.split()
+    words = tuple(tuple(text.split()) for text in (needs, files, outputs, guarded))
+    file, odd = weights
+    given = {"file_weight": file, "line_weight": odd, **more}
+    return Target(name, module, family, tuple(shlex.split(line)), *words, **given)
+
+
+SHARDS, RECORDS = "data/*.bin data/*.idx", "data/manifest.json data/tokenizer/*"
+WEIGHTS, CONFIG = "model/*.safetensors", "config.yaml base.yaml"
+STEP = "run/checkpoints/step-00000002"
+CHECKPOINT = f"{STEP}/* {STEP}/*/* {STEP}/* {STEP}/*/* run/metrics.jsonl run/config.yaml"
+_STATE = ("model/*", "state/*", "tokenizer/*", "random-*", "state.json", "run_config.yaml")
+STATE = " ".join(f"{STEP}/{name}" for name in _STATE)
+RESULTS = "run/config.yaml run/metrics.jsonl run/eval/*.json run/zero_shot/*.json"
+FILES = "--source files --tokenizer bytes --path text"
+SPLIT = r"--workers 1 --document-separator '\n\n' --validation-fraction 0.2"
+UNFINISHED = f"{FILES} --workers 1 --validation-fraction 0.2 --out unfinished"
+PARTS = "unfinished/unfinished/* unfinished/unfinished/parts/*"
+SWEEP = "--lengths 16,32 --max-tokens 200 --methods none,yarn --out out"
+LANDMARK = "--blocks 4 --top-k 1 --local 1 --out out"
+ZERO_SHOT = "--tasks piqa --data-dir tasks --out out --limit 3"
+CELL = "--task mqar:keys=2 --mixer cat --d-model 16 --seq-len 16 --epochs 1 --train-examples 32"
+SUBMIT = "config.yaml --nodes 2 --tasks-per-node 1 --site site.yaml --print"
+TINY = "--models cat --layers 1 --hidden-size 16 --heads 2 --vocab-size 64 --repeats 1"
+CONV = "conv --shape 1,8,2,4 --windows 2,3 --repeats 1 --device cpu --kernels cpu"
+STREAMS = "streams --data data --scale smoke --estimate-only --out out --workers 1 --device cpu"
+
+
+def model_files(folder: str) -> str:
+    return " ".join(f"{folder}/{end}" for end in ("*.json", "*.safetensors", "*.bin", "*.jinja"))
+
 
 # Tasks of eval.long_range and the files that they read.
-_LONG = {
+LONG = {
     "smnist": "long/mnist/*",
     "cifar10": "long/cifar-10-batches-bin/*",
     "imdb": "long/aclImdb/*/*/*",
@@ -89,354 +105,202 @@ _LONG = {
     "listops:source=official": "long/listops-1000/*",
     "pathfinder": "long/pathfinder32/*/*/*",
 }
-
 TARGETS = (
-    Target(
-        *("config", "launch.doctor", "plain", _COSTS),
-        needs=(*_CONFIG, *DATA),
-        files=(*_CONFIG, "data/manifest.json"),
+    target(
+        *("config", "plain launch.doctor"),
+        "config.yaml --ranks 1,2 --device h100 train.peak_tflops=100",
+        *(f"{CONFIG} data", f"{CONFIG} data/manifest.json", (6, 6)),
         keys=True,
-        file_weight=6,
-        line_weight=6,
     ),
-    Target(
-        *("doctor", "launch.doctor", "torch"),
-        ("config.yaml", "--ranks", "2", "--json", "out/found.json"),
-        needs=(*_CONFIG, *DATA),
-        files=(*_CONFIG, *_RECORDS, *_SHARDS),
+    target(
+        *("doctor", "torch launch.doctor", "config.yaml --ranks 2 --json out/found.json"),
+        *(f"{CONFIG} data", f"{CONFIG} {RECORDS} {SHARDS}", (0.1, 0.1)),
         codes=(0, 1, 2),
         keys=True,
-        file_weight=0.1,
-        line_weight=0.1,
     ),
-    Target(
-        *("submit", "launch.slurm", "plain", ("submit", *_SUBMIT)),
-        needs=(*_CONFIG, *DATA, "site.yaml"),
-        files=(*_CONFIG, "site.yaml", "site.yaml"),
+    target(
+        *("submit", "plain launch.slurm", f"submit {SUBMIT} train.global_batch_size=4"),
+        *(f"{CONFIG} data site.yaml", f"{CONFIG} site.yaml site.yaml", (3, 3)),
         keys=True,
-        file_weight=3,
-        line_weight=3,
     ),
-    Target(
-        *("status", "launch.slurm", "plain", ("status", "run", "--json", "out/status.json")),
-        needs=("run",),
-        files=("run/slurm/*", "run/metrics.jsonl", f"{STEP}/complete.json"),
-        file_weight=4,
+    target(
+        *("status", "plain launch.slurm", "status run --json out/status.json", "run"),
+        *(f"run/slurm/* run/metrics.jsonl {STEP}/complete.json", (4, 1)),
     ),
-    Target(
-        *("resume", "launch.slurm", "plain", ("resume", "run", "--site", "site.yaml", "--print")),
-        needs=("run", "site.yaml", *DATA),
-        files=("run/slurm/*", "site.yaml"),
-        file_weight=3,
+    target(
+        *("resume", "plain launch.slurm", "resume run --site site.yaml --print"),
+        *("run site.yaml data", "run/slurm/* site.yaml", (3, 1)),
     ),
-    Target(
-        *("array", "launch.slurm", "plain"),
-        ("prepare", "--tasks", "2", "--print", "--", *_PREPARE[:-2], "--out", "out"),
-        needs=("text",),
-        line_weight=3,
+    target(
+        *("array", "plain launch.slurm", f"prepare --tasks 2 --print -- {FILES} --out out"),
+        needs="text",
+        weights=(1, 3),
     ),
-    Target(
-        *("prepare", "data_prep.prepare", "plain"),
-        (
-            *_PREPARE,
-            "--validation-fraction",
-            "0.2",
-            "--document-separator",
-            r"\n\n",
-            "--out",
-            "out",
-        ),
-        needs=("text",),
-        files=("text/*",),
-        file_weight=4,
-        line_weight=6,
+    target(
+        *("prepare", "plain data_prep.prepare", f"{FILES} {SPLIT} --out out"),
+        *("text", "text/*", (4, 6)),
     ),
-    Target(
-        *("prepare-tokenizer", "data_prep.prepare", "plain"),
-        (
-            *("--source", "files", "--path", "text/a.txt", "--document-separator", r"\n\n"),
-            *("--tokenizer", "trained/tokenizer", "--workers", "1", "--out", "out"),
-        ),
-        needs=("text", "trained"),
-        files=("trained/tokenizer/*",),
-        file_weight=3,
+    target(
+        *("prepare-tokenizer", "plain data_prep.prepare"),
+        r"--source files --path text/a.txt --document-separator '\n\n' --workers 1 --out out "
+        "--tokenizer trained/tokenizer",
+        *("text trained", "trained/tokenizer/*", (3, 1)),
     ),
-    Target(
-        *("prepare-again", "data_prep.prepare", "plain"),
-        (*(*_PREPARE, *_SPLIT, "--out", "data"),),
-        needs=("text", "data"),
-        files=("data/manifest.json", "data/tokenizer/*", *_SHARDS),
-        outputs=(),
-        file_weight=3,
-        line_weight=0,
+    target(
+        *("prepare-again", "plain data_prep.prepare", f"{FILES} {SPLIT} --out data"),
+        *("text data", f"{RECORDS} {SHARDS}", (3, 0), ""),
     ),
-    Target(
-        *("prepare-on", "data_prep.prepare", "plain", _UNFINISHED),
-        needs=("text", "unfinished"),
-        files=("unfinished/unfinished/*", "unfinished/unfinished/parts/*"),
-        outputs=("unfinished",),
-        file_weight=4,
-        line_weight=0,
+    target(
+        *("prepare-on", "plain data_prep.prepare", UNFINISHED),
+        *("text unfinished", PARTS, (4, 0), "unfinished"),
     ),
-    Target(
-        *("prepare-over", "data_prep.prepare", "plain", (*_UNFINISHED, "--overwrite")),
-        needs=("text", "unfinished"),
-        files=("unfinished/unfinished/*", "unfinished/unfinished/parts/*"),
-        outputs=("unfinished",),
-        file_weight=3,
-        line_weight=0,
+    target(
+        *("prepare-over", "plain data_prep.prepare", f"{UNFINISHED} --overwrite"),
+        *("text unfinished", PARTS, (3, 0), "unfinished"),
     ),
-    Target(
-        *("inspect", "data_prep.inspect", "plain"),
-        (
-            *("data", "--workers", "1", "--samples", "1", "--context-length", "32"),
-            *("--json", "out/found.json"),
-        ),
-        needs=DATA,
-        files=(*_RECORDS, *_SHARDS),
-        guarded=_SHARDS,
+    target(
+        *("inspect", "plain data_prep.inspect"),
+        "data --workers 1 --samples 1 --context-length 32 --json out/found.json",
+        *("data", f"{RECORDS} {SHARDS}", (6, 3)),
+        guarded=SHARDS,
         codes=(0, 1, 2),
-        file_weight=6,
-        line_weight=3,
     ),
-    Target(
-        *("adopt", "data_prep.adopt", "plain"),
-        (
-            *(
-                "web=data/train-00000",
-                "--validation",
-                "data/validation-00000",
-                "--tokenizer",
-                "bytes",
-            ),
-            *("--link", "copy", "--out", "out"),
-        ),
-        needs=DATA,
-        files=_SHARDS,
-        file_weight=4,
-        line_weight=3,
+    target(
+        *("adopt", "plain data_prep.adopt"),
+        "web=data/train-00000 --validation data/validation-00000 --tokenizer bytes --link copy "
+        "--out out",
+        *("data", SHARDS, (4, 3)),
     ),
-    Target(
-        *("train", "train", "torch", ("config.yaml", "train.output_dir=out")),
-        needs=(*_CONFIG, *DATA),
-        files=(*_CONFIG, *_RECORDS, *_SHARDS),
-        guarded=_SHARDS,
+    target(
+        *("train", "torch train", "config.yaml train.output_dir=out"),
+        *(f"{CONFIG} data", f"{CONFIG} {RECORDS} {SHARDS}", (1, 3)),
+        guarded=SHARDS,
         keys=True,
-        file_weight=1,
-        line_weight=3,
     ),
-    Target(
-        *("continue", "train", "torch", ("config.yaml", "train.resume=auto", "train.max_steps=3")),
-        needs=(*_CONFIG, *DATA, "run"),
-        files=(*_CHECKPOINT, *_CHECKPOINT, "run/metrics.jsonl", "run/config.yaml"),
-        outputs=("run",),
-        guarded=_GUARDED_CHECKPOINT,
+    target(
+        *("continue", "torch train", "config.yaml train.resume=auto train.max_steps=3"),
+        *(f"{CONFIG} data run", CHECKPOINT, (4, 2), "run", STATE),
         keys=True,
-        file_weight=4,
-        line_weight=2,
     ),
-    Target(
-        *("init", "train", "torch"),
-        ("config.yaml", "train.output_dir=out", "train.init_from=model", "train.max_steps=1"),
-        needs=(*_CONFIG, *DATA, "model"),
-        files=tuple(f"model/{name}" for name in MODEL_FILES[:2]),
-        guarded=_WEIGHTS,
-        line_weight=0,
+    target(
+        *("init", "torch train"),
+        "config.yaml train.output_dir=out train.init_from=model train.max_steps=1",
+        *(f"{CONFIG} data model", "model/*.json model/*.safetensors", (1, 0)),
+        guarded=WEIGHTS,
     ),
-    Target(
-        *("export", "cat_lm.export", "torch", _EXPORT),
-        needs=("run",),
-        files=(*_CHECKPOINT, *_CHECKPOINT, "run/metrics.jsonl", "run/config.yaml"),
-        guarded=_GUARDED_CHECKPOINT,
-        file_weight=6,
-        line_weight=3,
+    target(
+        *("export", "torch cat_lm.export", "run out", "run", CHECKPOINT, (6, 3)),
+        guarded=STATE,
     ),
-    Target(
-        *("export-over", "cat_lm.export", "torch", ("run", "exported")),
-        needs=("run", "exported"),
-        files=("exported/export.json", "exported/*"),
-        outputs=("exported",),
-        file_weight=2,
-        line_weight=0,
+    target(
+        *("export-over", "torch cat_lm.export", "run exported", "run exported"),
+        *("exported/export.json exported/*", (2, 0), "exported"),
     ),
-    Target(
-        *("generate", "cat_lm.generate", "torch", ("model", "the cat", "--max-new-tokens", "3")),
-        needs=("model",),
-        files=tuple(f"model/{name}" for name in MODEL_FILES),
-        guarded=_WEIGHTS,
-        file_weight=6,
-        line_weight=4,
+    target(
+        *("generate", "torch cat_lm.generate", "model 'the cat' --max-new-tokens 3"),
+        *("model", model_files("model"), (6, 4)),
+        guarded=WEIGHTS,
     ),
-    Target(
-        *("generate-stdin", "cat_lm.generate", "torch"),
-        ("run", "-", "--max-new-tokens", "2", "--greedy"),
-        needs=("run",),
-        files=("run/model/*",),
-        guarded=("run/model/*.safetensors",),
+    target(
+        *("generate-stdin", "torch cat_lm.generate", "run - --max-new-tokens 2 --greedy"),
+        *("run", "run/model/*"),
+        guarded="run/model/*.safetensors",
         stdin="a dog",
     ),
-    Target(
-        *("generate-sharded", "cat_lm.generate", "torch"),
-        ("sharded", "the cat", "--max-new-tokens", "2"),
-        needs=("sharded",),
-        files=("sharded/*.safetensors", "sharded/model.safetensors.index.json") * 2
-        + ("sharded/config.json",),
-        line_weight=0,
-        file_weight=2,
+    target(
+        *("generate-sharded", "torch cat_lm.generate", "sharded 'the cat' --max-new-tokens 2"),
+        "sharded",
+        "sharded/*.safetensors sharded/model.safetensors.index.json sharded/config.json",
+        (2, 0),
     ),
-    Target(
-        *("generate-bin", "cat_lm.generate", "torch"),
-        ("pickled", "the cat", "--max-new-tokens", "2"),
-        needs=("pickled",),
-        files=("pickled/*.bin", "pickled/*.bin", "pickled/*.json"),
-        line_weight=0,
+    target(
+        *("generate-bin", "torch cat_lm.generate", "pickled 'the cat' --max-new-tokens 2"),
+        *("pickled", "pickled/*.bin pickled/*.bin pickled/*.json", (1, 0)),
     ),
-    Target(
-        *("upcycle", "cat_lm.upcycle", "torch", ("pythia", "out", "--window", "4")),
-        needs=("pythia",),
-        files=tuple(f"pythia/{name}" for name in MODEL_FILES),
-        file_weight=2,
-        line_weight=2,
+    target(
+        *("upcycle", "torch cat_lm.upcycle", "pythia out --window 4"),
+        *("pythia", model_files("pythia"), (2, 2)),
     ),
-    Target(
-        *("sparsify", "cat_lm.sparsify", "torch"),
-        ("model", "out", "--block", "4", "--top-k", "2"),
-        needs=("model",),
-        files=tuple(f"model/{name}" for name in MODEL_FILES),
-        line_weight=2,
+    target(
+        *("sparsify", "torch cat_lm.sparsify", "model out --block 4 --top-k 2"),
+        *("model", model_files("model"), (1, 2)),
     ),
-    Target(
-        *("sweep", "eval.length_sweep", "torch", ("model", "--data", "data", *_SWEEP)),
-        needs=("model", *DATA),
-        files=(*_RECORDS, *_SHARDS, "model/*.json", "model/*.safetensors"),
-        guarded=(*_WEIGHTS, "data/validation-*"),
-        file_weight=3,
-        line_weight=3,
+    target(
+        *("sweep", "torch eval.length_sweep", f"model --data data {SWEEP}", "model data"),
+        *(f"{RECORDS} {SHARDS} model/*.json {WEIGHTS}", (3, 3)),
+        guarded=f"{WEIGHTS} data/validation-*",
     ),
-    Target(
-        *("sweep-text", "eval.length_sweep", "torch", ("model", "--text", "text/a.txt", *_SWEEP)),
-        needs=("model", "text"),
-        files=("text/a.txt",),
-        file_weight=0.5,
+    target(
+        *("sweep-text", "torch eval.length_sweep", f"model --text text/a.txt {SWEEP}"),
+        *("model text", "text/a.txt", (0.5, 1)),
     ),
-    Target(
-        *("landmark-sweep", "eval.landmark", "torch"),
-        ("sweep", "model", "--data", "data", "--lengths", "16", "--max-tokens", "64", *_LANDMARK),
-        needs=("model", *DATA),
-        files=("model/*.json",),
-        guarded=(*_WEIGHTS, "data/validation-*"),
-        file_weight=0.3,
+    target(
+        *("landmark-sweep", "torch eval.landmark"),
+        f"sweep model --data data --lengths 16 --max-tokens 64 {LANDMARK}",
+        *("model data", "model/*.json", (0.3, 1)),
+        guarded=f"{WEIGHTS} data/validation-*",
     ),
-    Target(
-        *("landmark-diagnose", "eval.landmark", "torch"),
-        ("diagnose", "model", "--data", "data", "--length", "16", "--windows", "2", *_LANDMARK),
-        needs=("model", *DATA),
-        files=("model/*.json",),
-        guarded=(*_WEIGHTS, "data/validation-*"),
-        file_weight=0.3,
+    target(
+        *("landmark-diagnose", "torch eval.landmark"),
+        f"diagnose model --data data --length 16 --windows 2 {LANDMARK}",
+        *("model data", "model/*.json", (0.3, 1)),
+        guarded=f"{WEIGHTS} data/validation-*",
     ),
-    Target(
-        *("report", "eval.report", "torch", ("run", "--out", "out")),
-        needs=("run", *DATA),
-        files=(*_RUN, *_RUN, "run/model/*.json", "run/model/*.safetensors", "data/manifest.json"),
-        file_weight=1,
-        line_weight=0.1,
+    target(
+        *("report", "torch eval.report", "run --out out", "run data"),
+        f"{RESULTS} {RESULTS} run/model/*.json run/model/*.safetensors data/manifest.json",
+        (1, 0.1),
     ),
-    Target(
-        *("zero-shot", "eval.zero_shot", "harness", ("model", *_ZERO_SHOT)),
-        needs=("model", "tasks"),
-        files=("tasks/piqa.jsonl", "tasks/piqa.jsonl", "model/*.json", "model/*.safetensors"),
-        guarded=_WEIGHTS,
-        file_weight=1,
-        line_weight=1,
+    target(
+        *("zero-shot", "harness eval.zero_shot", f"model {ZERO_SHOT}", "model tasks"),
+        f"tasks/piqa.jsonl tasks/piqa.jsonl model/*.json {WEIGHTS}",
+        guarded=WEIGHTS,
     ),
-    Target(
-        *("zero-shot-table", "eval.zero_shot", "harness"),
-        (
-            *("model", "--data-dir", "tasks", "--out", "out", "--limit", "2"),
-            *("--bootstrap-iterations", "0"),
-        ),
-        needs=("model", "tasks"),
-        files=("tasks/*.jsonl",),
-        line_weight=0,
+    target(
+        *("zero-shot-table", "harness eval.zero_shot"),
+        "model --data-dir tasks --out out --limit 2 --bootstrap-iterations 0",
+        *("model tasks", "tasks/*.jsonl", (1, 0)),
     ),
-    Target(
-        *("recall", "eval.recall", "torch", ("run", *_CELL, "--out", "recall")),
-        needs=("recall",),
-        files=("recall/cells/*.json",),
-        outputs=("recall",),
-        file_weight=2,
-        line_weight=2,
+    target(
+        *("recall", "torch eval.recall"),
+        f"run {CELL} --test-examples 16 --batch-size 16 --out recall",
+        *("recall", "recall/cells/*.json", (2, 2), "recall"),
     ),
     *(
-        Target(
-            *(f"long-{task.partition(':')[0]}", "eval.long_range", "torch"),
-            ("prepare", task, "--data", "long", "--cache", "out"),
-            needs=("long",),
-            files=(pattern,),
-            line_weight=0.3,
+        target(
+            *(f"long-{task.partition(':')[0]}", "torch eval.long_range"),
+            f"prepare {task} --data long --cache out",
+            *("long", pattern, (1, 0.3)),
         )
-        for task, pattern in _LONG.items()
+        for task, pattern in LONG.items()
     ),
-    Target(
-        *("long-run", "eval.long_range", "torch", ("run", *LONG_RANGE)),
-        needs=("long", "long-range"),
-        files=("long-range/cells/*.json", "long/mnist/*"),
-        outputs=("long-range", "cache"),
-        file_weight=2,
-        line_weight=2,
+    target(
+        *("long-run", "torch eval.long_range", shlex.join(["run", *LONG_RANGE])),
+        *("long long-range", "long-range/cells/*.json long/mnist/*", (2, 2), "long-range cache"),
     ),
-    Target(
-        *("streams", "eval.study", "torch"),
-        (
-            *("streams", "--data", "data", "--scale", "smoke", "--estimate-only", "--out", "out"),
-            *("--workers", "1", "--device", "cpu"),
-        ),
-        needs=DATA,
-        files=_RECORDS,
-        file_weight=0.05,
-        line_weight=0.05,
-    ),
-    Target(
-        *("speed-conv", "eval.speed", "torch"),
-        (
-            *(
-                "conv",
-                "--shape",
-                "1,8,2,4",
-                "--windows",
-                "2,3",
-                "--repeats",
-                "1",
-                "--device",
-                "cpu",
-            ),
-            *("--kernels", "cpu", "--json", "out/conv.json"),
-        ),
+    target("streams", "torch eval.study", STREAMS, "data", RECORDS, (0.05, 0.05)),
+    target(
+        *("speed-conv", "torch eval.speed", f"{CONV} --json out/conv.json"),
+        weights=(1, 0.2),
         codes=(0, 1, 2),
-        line_weight=0.2,
     ),
-    Target(
-        *("speed-decode", "eval.speed", "torch"),
-        ("decode", *_TINY, "--prompts", "8", "--new-tokens", "2", "--uncached-tokens", "1"),
+    target(
+        *("speed-decode", "torch eval.speed"),
+        f"decode {TINY} --batch-size 1 --device cpu --prompts 8 --new-tokens 2 --uncached-tokens 1",
+        weights=(1, 0.5),
         codes=(0, 1, 2),
-        line_weight=0.5,
     ),
-    Target(
-        *("study", "eval.study", "plain"),
-        ("rivals", "--data", "nowhere", "--out", "out", "--models", "tfpp", "--estimate-only"),
+    target(
+        *("study", "plain eval.study"),
+        "rivals --data nowhere --out out --models tfpp --estimate-only",
         usual=2,
     ),
 )
-_FAKE = (*("in.bin", "out"), *("--number", "1"))
 # Commands that do wrong, or right: what the tests of the fuzz test itself look at.
 FAKES = tuple(
-    Target(
-        *(f"fake-{name}", "tests.fuzz.fakes", "fakes", (name, *_FAKE)),
-        needs=("in.bin", "neighbour.txt", "run"),
-        files=("in.bin",),
-        outputs=("out", "run"),
-        guarded=("in.bin",),
+    target(
+        *(f"fake-{name}", "fakes tests.fuzz.fakes", f"{name} in.bin out --number 1"),
+        *("in.bin neighbour.txt run", "in.bin", (1, 1), "out run", "in.bin"),
         limit_seconds=1.0,
         limit_bytes=200 * 2**20,
     )

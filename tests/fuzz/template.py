@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.privileges import adopt_orphans, drop_root
+from tests.fuzz.privileges import adopt_orphans
 
 _PLAIN = (
     *("numpy", "pyarrow.parquet", "zstandard", "sentencepiece", "tokenizers", "pydantic", "yaml"),
@@ -60,7 +60,6 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no thread in a forked process
-    drop_root()
     adopt_orphans()
     for name in FAMILIES[family]:
         importlib.import_module(name)

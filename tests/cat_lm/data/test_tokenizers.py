@@ -13,8 +13,6 @@ from cat_lm.data.sentencepiece_models import SentencePieceModel, train_model
 from cat_lm.data.tokenizers import (
     DocumentEncoder,
     build_tokenizer,
-    check_spec,
-    spec_sha256,
     verify_tokenizer,
 )
 from tests.conftest import REPOSITORY, generated_text
@@ -61,35 +59,6 @@ def test_a_trained_tokenizer_gives_sentencepieces_ids_and_the_text_back(trained,
         # A literal U+2581 is a space to sentencepiece; here it stays what it is.
         if "\u2581" not in text:
             assert ids == reference.encode(text)
-
-
-def test_runs_of_spaces_are_pieces_and_digits_stand_alone(tmp_path):
-    texts = ["    year 2024\n        and 2024 again, 2024\n" * 50, *generated_text(100)]
-    _, encoder = build(tmp_path, "train:sentencepiece:360", texts)
-    tokens = [encoder.tokenizer.id_to_token(i) for i in range(360)]
-    assert {"    ", "2"} <= set(tokens)
-    assert not [token for token in tokens[258:] if sum(map(str.isdigit, token)) > 1]
-    assert encoder.encode_batch([""]) == [[]]
-
-
-def test_names_of_bytes_and_control_pieces_are_text(tmp_path):
-    texts = ["<0x0A><unk><|endoftext|>" * 100 + " ".join(generated_text(100))]
-    info, encoder = build(tmp_path, "train:sentencepiece:360", texts)
-    verify_tokenizer(info, tmp_path / "tokenizer", texts)
-    newline = encoder.tokenizer.token_to_id("<0x0A>")
-    assert not {0, info.eod_id, newline} & set(encoder.encode_batch(texts)[0])
-
-
-def test_training_is_deterministic(tmp_path):
-    texts = generated_text(300)
-    assert train_model(texts, 320) == train_model(iter(texts), 320)
-    assert train_model(texts, 320) != train_model(texts[:100], 320)
-
-
-def test_long_lines_and_nul_bytes_are_trained_on():
-    lines = ["\0" + "abcdefgh " * 5000]
-    model = SentencePieceModel(train_model(lines, 280), "long")
-    assert len(model.processor.encode("abcdefgh abcdefgh abcdefgh")) <= 9
 
 
 @pytest.mark.parametrize(
@@ -160,24 +129,6 @@ def unigram_model(path, **options):
     )
     path.write_bytes(model.getvalue())
     return path
-
-
-@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-@pytest.mark.parametrize("normalization", ["nmt_nfkc", "identity"])
-@pytest.mark.parametrize("dummy_prefix", [True, False])
-def test_other_sentencepiece_models(tmp_path, model_type, normalization, dummy_prefix):
-    path = unigram_model(
-        tmp_path / "x.model",
-        model_type=model_type,
-        normalization_rule_name=normalization,
-        add_dummy_prefix=dummy_prefix,
-    )
-    info, encoder = build(tmp_path, path)
-    assert info.eod_token == "</s>"
-    texts = [*generated_text(50, seed=1), " padded  text ", "new wörds, 12345", "\u2460 x"]
-    verify_tokenizer(info, tmp_path / "tokenizer", texts)
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    assert encoder.encode_batch(texts) == reference.encode(texts)
 
 
 @pytest.mark.parametrize("normalization", ["nmt_nfkc", "identity"])
@@ -259,18 +210,6 @@ def test_other_kinds_of_transformers_tokenizers_give_transformers_ids(tmp_path):
         options = {"add_special_tokens": False, "split_special_tokens": True}
         assert encoder.encode_batch(texts) == reference(texts, **options)["input_ids"]
         assert max(map(len, encoder.encode_batch(texts))) > 8
-
-
-def test_a_changed_copy_of_a_given_file_is_refused(tmp_path):
-    file = template_tokenizer(tmp_path / "a") / "tokenizer.json"
-    info, _ = build(tmp_path, file)
-    verify_tokenizer(info, tmp_path / "tokenizer", ["the cat the"])
-    made = tmp_path / "tokenizer" / "tokenizer.json"
-    changed = json.loads(made.read_text())
-    changed["model"]["vocab"] |= {"cat": 3, "the": 4}
-    made.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match=r"its own file give different ids at token 0 \(\[3, 4"):
-        verify_tokenizer(info, tmp_path / "tokenizer", ["the cat the"])
 
 
 def test_models_without_an_exact_fast_tokenizer_are_refused(tmp_path):
@@ -368,55 +307,3 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, message)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}.*{message}|{message}"):
         build(tmp_path, tmp_path / name)
-
-
-def test_an_id_beyond_any_vocabulary_is_named(tmp_path):
-    """Writing the tokenizer would take memory for every id below it."""
-    file = template_tokenizer(tmp_path / "a") / "tokenizer.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    content["model"]["vocab"]["cat"] = 2**31
-    file.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match=r"token 'cat' has the id 2147483648, must be from 0 to"):
-        build(tmp_path, file)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[]", r"holds \[\]"),
-        (b"{", "is not JSON"),
-        (b"\xff", "is not JSON"),
-        (b'{"eos_token": 7}', "eos_token is 7"),
-        (b'{"eos_token": {"text": "x"}}', "eos_token"),
-    ],
-)
-def test_settings_of_another_shape_are_one_line(tmp_path, content, message):
-    build_tokenizer("bytes", tmp_path / "made", lambda: ())
-    (tmp_path / "made" / "tokenizer_config.json").write_bytes(content)
-    with pytest.raises(UserError, match=rf"tokenizer_config\.json: .*{message}") as raised:
-        build_tokenizer(str(tmp_path / "made"), tmp_path / "again", lambda: ())
-    assert "\n" not in str(raised.value)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: not a tokenizer folder"):
-        build(tmp_path, tmp_path / "empty")
-
-
-@pytest.mark.parametrize("spec", ["nowhere.json", "train:bpe:5", "train:sentencepiece:x", "byte"])
-def test_wrong_specs_are_refused(spec):
-    with pytest.raises(UserError, match=f"--tokenizer {spec}"):
-        check_spec(spec)
-    with pytest.raises(UserError, match="at least 260"):
-        check_spec("train:sentencepiece:256")
-
-
-def test_the_hash_of_a_spec_follows_its_files(tmp_path):
-    folder = template_tokenizer(tmp_path / "a")
-    before = spec_sha256(str(folder))
-    (folder / "model.safetensors").write_bytes(b"weights")
-    assert spec_sha256(str(folder)) == before
-    (folder / "vocab.json").write_text("{}")
-    assert spec_sha256(str(folder)) != before
-    assert spec_sha256("bytes") is None

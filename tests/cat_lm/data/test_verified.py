@@ -1,6 +1,5 @@
 """Shards against the manifest's checksums: once for every copy, by all ranks that see it, noted."""
 
-import json
 import os
 import shutil
 import threading
@@ -12,9 +11,8 @@ import pytest
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.data import TrainLoader, ValidationWindows, verified
-from cat_lm.data.manifest import fingerprint, listed_shards
 from cat_lm.data.opening import open_corpus, open_verified
-from cat_lm.data.verified import NOTE, Notes, shard_digests
+from cat_lm.data.verified import NOTE
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.preflight.data import verify
 from tests.prepared_data import random_documents, write_prepared
@@ -96,16 +94,6 @@ def test_a_copy_with_its_note_is_read_anew(folder, tmp_path, hashed):
     assert hashed == []
 
 
-def test_another_manifest_asks_for_other_checksums(folder):
-    open_verified(folder, "train")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["splits"]["train"]["shards"][0]["bin_sha256"] = "0" * 64
-    manifest["fingerprint"] = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"train-00000\.bin: its SHA-256 is not the"):
-        open_verified(folder, "train")
-
-
 @pytest.mark.parametrize("damage", [b"{", b"[]\n", b"\xff\xfe\n", b'{"name": 1}\n', bytes(300)])
 def test_a_damaged_note_counts_for_nothing(folder, hashed, damage):
     open_verified(folder, "train")
@@ -134,20 +122,6 @@ def test_where_nothing_can_be_written_the_cache_has_the_note(folder, tmp_path, h
     assert sorted(hashed) == names(folder, "train-*")
     assert not (folder / NOTE).exists()
     assert len(list((tmp_path / "cache" / "verified").iterdir())) == 1
-
-
-def test_a_note_is_not_written_through_a_link(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "precious").write_text("mine")
-    (folder / NOTE).unlink(missing_ok=True)
-    (folder / NOTE).symlink_to(tmp_path / "precious")
-    open_verified(folder, "train")
-    assert (tmp_path / "precious").read_text() == "mine"
-
-
-def test_opening_reads_nothing_to_the_end(folder, hashed):
-    TrainLoader(open_corpus(folder, "train"), 16, 4, 0).batch(0)
-    assert hashed == []
 
 
 @pytest.mark.parametrize(
@@ -255,33 +229,12 @@ def test_one_host_reads_a_copy_that_all_see(folder, hashed):
     assert ranks.run(lambda rank: verify(config(folder), ranks, print)) == [[], [], []]
 
 
-def test_hosts_with_copies_of_their_own_read_their_own(folder, tmp_path, hashed):
-    shutil.copytree(folder, tmp_path / "other")
-    places = [folder, tmp_path / "other", folder]
-    ranks = Together(3)
-    ranks.run(lambda rank: verify(config(places[rank]), ranks, lambda what: None))
-    assert sorted(hashed) == sorted([*names(folder), *names(folder)])
-
-
 def test_what_one_rank_finds_all_ranks_say(folder):
     zeroed(folder / "train-00001.bin")
     ranks = Together(2)
     found = ranks.run(lambda rank: verify(config(folder), ranks, lambda what: None))
     assert str(found[0]) == str(found[1])
     assert "train-00001.bin: its SHA-256 is" in str(found[0])
-
-
-def test_notes_of_many_writers_are_all_there(folder):
-    entries = open_corpus(folder, "train").manifest["splits"]["train"]["shards"]
-    threads = [
-        threading.Thread(target=lambda e=e: verified.note_files(folder, shard_digests(e)))
-        for e in entries
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(Notes(folder).hold(shard_digests(entry)) for entry in entries)
 
 
 def spoil(folder, name, dtype, position, value):

@@ -1,14 +1,12 @@
 """open_data: whatever the configuration names, or one clear line."""
 
 import json
-import os
 
 import pytest
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
-from cat_lm.data import TokenCorpus
 from cat_lm.data import corpus as corpus_module
 from cat_lm.data.corpus import Mixture
 from cat_lm.data.opening import open_data
@@ -26,15 +24,6 @@ def config_of(folder, model=(), **data):
     values["data"] |= data
     values["model"] |= dict(model)
     return RunConfig.model_validate(values)
-
-
-def test_one_folder(folder):
-    corpus, held_out, loader = open_data(config_of(folder))
-    assert isinstance(corpus, TokenCorpus) and corpus.split == "train"
-    assert held_out.split == "validation" and held_out.num_documents == 1
-    assert loader.corpus is corpus and loader.seed == 0
-    assert (loader.context_length, loader.global_batch_size) == (32, 8)
-    assert set(loader.batch(0)) == {"input_ids", "labels"}
 
 
 def test_more_shards_than_files_may_be_open_are_refused(folder, monkeypatch):
@@ -86,19 +75,6 @@ def test_masking_needs_ends_that_a_stream_shows(tmp_path, split):
         with pytest.raises(UserError, match=rf"mask_documents=true: the {split} documents of"):
             open_data(config_of(folder, mask_documents=True, packing=packing))
     open_data(config_of(folder))
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_a_plan_leaves_no_index_open(tmp_path):
-    data = write_prepared(tmp_path / "data", random_documents(90, 40), shard_tokens=100)
-    before = open_files()
-    corpus, *_ = opened = open_data(config_of(data, packing="best_fit"))
-    assert len(corpus.shards) > 10 and opened
-    # The plan's own files, and no shard was read yet.
-    assert open_files() - before <= 2
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": "best_fit", "mask_documents": True}])

@@ -1,7 +1,6 @@
 """Budgets, mixtures, repetitions and named sets: which documents the result has, to the token."""
 
 import json
-import random
 from collections import Counter
 from fractions import Fraction
 
@@ -10,48 +9,11 @@ import pytest
 from cat_lm.core.errors import UserError
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import selection
-from data_prep.common.amounts import limit
 from data_prep.encode import plan
 from data_prep.encode.encoding import hash_place
-from tests.conftest import generated_text
+from tests.data_prep.helpers import SETS, manifest_of, texts_of, write_sets
+from tests.data_prep.helpers import set_flags as flags
 from tests.prepared_data import digests
-from tests.unit.test_data_prepare import texts_of
-
-# Documents in train: a large set, a middle one, a small one, and some without a name.
-SETS = {"Large": 300, "Middle": 120, "Small": 30, None: 20}
-
-
-def write_sets(folder, order=1):
-    """SlimPajama's layout: six files of train, one of validation; texts of sets all mixed up."""
-    rng = random.Random(5)
-    records = []
-    for seed, (name, count) in enumerate(SETS.items()):
-        meta = {} if name is None else {"redpajama_set_name": name}
-        texts = generated_text(count, seed)
-        records += [{"text": f"{text} {name} {n}", "meta": meta} for n, text in enumerate(texts)]
-    records += records[3:6]  # exact copies
-    rng.shuffle(records)
-    held_out = [
-        {"text": f"held out {number}", "meta": {"redpajama_set_name": name}}
-        for number, name in enumerate(("Large", "Small", "Small", "Middle"))
-    ]
-    files = {f"train/chunk{1 + n // 3}/{n}.jsonl": records[n::6] for n in range(6)}
-    if order < 0:  # the same documents in files and lines of another order
-        files = {f"train/chunk9/{n}.jsonl": records[n::4][::-1] for n in range(4)}
-    for name, found in {**files, "validation/chunk1/0.jsonl": held_out}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in found))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory):
-    return write_sets(tmp_path_factory.mktemp("sets"))
-
-
-def flags(path, *more):
-    given = ("--source", "slimpajama", "--path", path, "--tokenizer", "bytes", "--workers", 1)
-    return (*given, *more)
 
 
 def input_documents(folder):
@@ -75,10 +37,6 @@ def lowest(documents, tokens, seed=0):
         chosen.append(text)
         total += size(text)
     return Counter(chosen)
-
-
-def manifest_of(out):
-    return json.loads((out / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize(("budget", "bits"), [(1, 16), (10_000, 16), (60_000, 1)])
@@ -226,7 +184,7 @@ def of_choices(tmp_path_factory, prepare, sets):
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(choice, marks=() if choice in ("mixture", "sets") else pytest.mark.long)
+        pytest.param(choice, marks=() if choice == "mixture" else pytest.mark.nightly)
         for choice in CHOICES
     ],
 )
@@ -255,16 +213,6 @@ def test_another_choice_among_few_documents_holds_out_what_it_would_by_itself(tm
         assert digests(out) == digests(whole)
 
 
-def test_repetitions(tmp_path, prepare, sets):
-    out = prepare(tmp_path / "out", *flags(sets, "--repeat", "Small=2.5,Middle=2"))
-    of_set = {name: [t for s, t in input_documents(sets) if s == name] for name in SETS}
-    tokens = {name: c["train"]["tokens"] for name, c in manifest_of(out)["sources"].items()}
-    assert tokens["Middle"] == 2 * sum(map(size, of_set["Middle"]))
-    assert tokens["Large"] == sum(map(size, of_set["Large"]))
-    half = 2.5 * sum(map(size, of_set["Small"]))
-    assert half <= tokens["Small"] < half + max(map(size, of_set["Small"]))
-
-
 def test_sets_are_taken_and_left_out_and_counted(tmp_path, prepare, sets, capsys):
     out = prepare(tmp_path / "a", *flags(sets, "--sets", "Small,Large"))
     assert set(manifest_of(out)["sources"]) == {"Large", "Small"}
@@ -288,8 +236,3 @@ def test_a_fraction_is_held_out_beside_a_budget(tmp_path, prepare, sets):
     some = prepare(tmp_path / "some", *given, "--tokens", "20K")
     assert list(texts_of(some, "validation")) == list(texts_of(whole, "validation"))
     assert Counter(texts_of(some, "train")) == lowest(texts_of(whole, "train"), 20_000)
-
-
-def test_limits_are_numbers_or_shares():
-    assert limit("0.01%").exceeded(2, 10_000) and not limit("0.01%").exceeded(1, 10_000)
-    assert limit("3").exceeded(4, 10**9) and not limit("3").exceeded(3, 3)

@@ -1,27 +1,21 @@
 """The preparation by an array of tasks, in folders that they share; its estimate."""
 
-import json
-import re
 import shutil
 import subprocess
 
 import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError
-from cat_lm.core.folders import Busy, hold
-from data_prep.assemble import output_folder
 from data_prep.assemble.output_folder import OutputFolder
-from data_prep.encode.job import Job
 from data_prep.sources.base import task_units, units_of
 from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
 from tests.conftest import REPOSITORY, write_jsonl
+from tests.data_prep.helpers import WISHES, command, made, run, set_flags
 from tests.prepared_data import digests
-from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, run
-from tests.unit.test_data_selection import flags as set_flags
 
 
+@pytest.mark.long
 def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected):
     """Three tasks at once, one of them submitted twice, one never run, on a scratch folder."""
     arguments = (*set_flags(sets, *WISHES), "--out", tmp_path / "out", "--scratch", tmp_path / "s")
@@ -37,10 +31,10 @@ def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path, sets, expected
     for process in tasks:
         printed, _ = process.communicate()
         assert process.returncode == 0
-        assert "are encoded; go on with --stage assemble" in printed
+        assert "are encoded; continue with --stage assemble" in printed
     done = run(*arguments, "--stage", "assemble", "--workers", 2)
     assert done.returncode == 0, done.stderr
-    assert digests(tmp_path / "out") == expected
+    assert made(tmp_path / "out") == expected
     assert not list((tmp_path / "s").iterdir())
 
 
@@ -96,39 +90,6 @@ def test_a_task_that_cannot_begin_leaves_the_others_their_work(
     prepare(out, *set_flags(sets))
 
 
-def test_a_task_that_fails_tidies_under_the_lock_it_began_under(
-    tmp_path, sets, prepare, monkeypatch
-):
-    real = OutputFolder.tidy
-
-    def tidy(folder):
-        with pytest.raises(Busy):
-            hold(folder.out / output_folder.SETUP_LOCK, wait=False)
-        real(folder)
-
-    def failing(*_):
-        raise UserError("failed")
-
-    monkeypatch.setattr(OutputFolder, "tidy", tidy)
-    monkeypatch.setattr("data_prep.assemble.pipeline.held_out_fraction", failing)
-    with pytest.raises(UserError, match="failed"):
-        prepare(tmp_path / "out", *set_flags(sets, "--stage", "encode"))
-    assert not (tmp_path / "out/unfinished").exists()
-
-
-def test_a_second_call_leaves_a_running_one_its_work(tmp_path, sets, prepare, monkeypatch):
-    out, real = prepare(tmp_path / "out", *set_flags(sets)), Job.encode
-    before = digests(out)
-
-    def encode(job, units):
-        prepare(out, *set_flags(sets))
-        real(job, units)
-
-    monkeypatch.setattr(Job, "encode", encode)
-    prepare(out, *set_flags(sets, "--overwrite"))
-    assert digests(out) == before
-
-
 def test_what_may_pass_leaves_what_was_begun(tmp_path, sets, prepare, monkeypatch):
     out, kind = tmp_path / "out", TemporaryError
 
@@ -139,10 +100,6 @@ def test_what_may_pass_leaves_what_was_begun(tmp_path, sets, prepare, monkeypatc
     with pytest.raises(TemporaryError):
         prepare(out, *set_flags(sets))
     assert (out / "unfinished/parts/plan.json").is_file()
-    kind = UserError
-    with pytest.raises(UserError):
-        prepare(out, *set_flags(sets))
-    assert not list(out.iterdir())
 
 
 def test_without_file_locks_the_work_is_done_and_a_note_says_so(
@@ -152,10 +109,9 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    output_folder._note_missing_locks.cache_clear()
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert "no file locks here (Operation not supported)" in capsys.readouterr().err
-    assert digests(tmp_path / "out") == expected
+    assert made(tmp_path / "out") == expected
 
 
 def test_units_are_groups_of_files_of_one_split_and_follow_from_the_listing(tmp_path):
@@ -181,31 +137,6 @@ def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):
         UserError, match=r"its parts in .*/out/unfinished/parts; give the same --scratch"
     ):
         prepare(tmp_path / "out", *set_flags(sets, "--scratch", tmp_path / "s"))
-
-
-def test_the_estimate_writes_nothing(tmp_path, sets, prepare, capsys):
-    prepare(tmp_path / "out", *set_flags(sets, "--estimate", "--tokens", "20K"))
-    printed = capsys.readouterr().out
-    assert "7 units" in printed and "about 20,000 training tokens and " in printed
-    assert "disk: about" in printed and "time: about" in printed
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("own_validation", [True, False])
-def test_the_estimate_counts_what_is_held_out(tmp_path, sets, prepare, capsys, own_validation):
-    """A budget leaves the held-out documents be; so they may be most of the result."""
-    given = set_flags(sets, "--tokens", "2K")
-    if not own_validation:
-        given = ("--source", "files", "--path", sets, "--tokenizer", "bytes", "--tokens", "2K")
-        given += ("--validation-fraction", "0.3")
-    out = prepare(tmp_path / "out", *given, "--workers", 1)
-    splits = json.loads((out / "manifest.json").read_text())["splits"]
-    printed = capsys.readouterr().out
-    told = int(re.search(r"([0-9,]+) held-out ones come out", printed)[1].replace(",", ""))
-    assert 0.5 < told / splits["validation"]["tokens"] < (6 if own_validation else 1.5)
-    size = sum(file.stat().st_size for split in splits for file in out.glob(f"{split}-*"))
-    told = float(re.search(r"disk: about ([0-9.]+) kB in", printed)[1]) * 1000
-    assert 0.6 < told / size < 1.5
 
 
 @pytest.mark.parametrize("limit", [("--max-documents", 150), ("--max-bytes", 20_000)])

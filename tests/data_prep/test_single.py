@@ -3,18 +3,16 @@
 import gzip
 import json
 import re
-import shutil
 
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.data.opening import open_corpus
 from data_prep.sources import single
 from data_prep.sources.documents import Document, Malformed, Reading
 from data_prep.sources.open import open_source
 from tests.conftest import generated_text
+from tests.data_prep.helpers import flags, texts_of
 from tests.prepared_data import digests
-from tests.unit.test_data_prepare import flags, texts_of
 
 TEXT = "\n\n".join(generated_text(300)) + "\n"
 
@@ -35,7 +33,7 @@ def as_jsonl(text, **more):
 
 def test_the_last_part_of_one_text_is_held_out_and_everyone_is_told(tmp_path, prepare, capsys):
     (tmp_path / "one.txt").write_text(TEXT)
-    given = flags(tmp_path / "one.txt", "--workers", 1)
+    given = flags(tmp_path / "one.txt")
     prepare(tmp_path / "out", *given, "--estimate")
     estimated = capsys.readouterr().out
     out = prepare(tmp_path / "out", *given)
@@ -59,35 +57,6 @@ def test_the_last_part_of_one_text_is_held_out_and_everyone_is_told(tmp_path, pr
     assert manifest["source"]["file_bytes"] == len(TEXT)
 
 
-def test_it_is_the_same_for_workers_tasks_and_a_restart(tmp_path, prepare, monkeypatch):
-    (tmp_path / "one.md").write_text(TEXT)
-    given = flags(tmp_path / "one.md")
-    expected = digests(prepare(tmp_path / "1", *given, "--workers", 1))
-    assert digests(prepare(tmp_path / "2", *given, "--workers", 2)) == expected
-    shutil.copytree(tmp_path / "1", tmp_path / "again")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
-    prepare(tmp_path / "again", *given)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")} == before
-    for task in (1, 0):
-        encode = ("--stage", "encode", "--task", f"{task}/2")
-        prepare(tmp_path / "tasks", *given, "--workers", 1, *encode)
-    prepare(tmp_path / "tasks", *given, "--workers", 1, "--stage", "assemble")
-    assert digests(tmp_path / "tasks") == expected
-
-
-def test_another_fraction_or_text_is_another_preparation(tmp_path, prepare):
-    (tmp_path / "one.txt").write_text(TEXT)
-    given = flags(tmp_path / "one.txt", "--workers", 1)
-    out = prepare(tmp_path / "out", *given)
-    with pytest.raises(UserError, match=r"source was .*divided.*validation_fraction was 0\.05"):
-        prepare(out, *given, "--validation-fraction", 0.2)
-    (tmp_path / "one.txt").write_text(TEXT.upper())  # as large, and cut at the same place
-    with pytest.raises(UserError, match=r"source was .*contents_sha256"):
-        prepare(out, *given)
-    prepare(out, *given, "--overwrite", "--validation-fraction", 0.2)
-    assert 0.15 < open_corpus(out, "validation").num_bytes / len(TEXT) < 0.25
-
-
 @pytest.mark.parametrize("name", ["one.txt", "sub/one.md", "x.jsonl", "x.jsonl.gz"])
 def test_one_document_of_any_file_and_in_a_folder(tmp_path, name):
     file = tmp_path / "in" / name
@@ -108,7 +77,6 @@ def test_one_document_of_any_file_and_in_a_folder(tmp_path, name):
     }
     assert len(found) == (4 if "jsonl" in name else 2)
     assert sum(isinstance(item, Malformed) for item in found) == ("jsonl" in name)
-    assert source.text_bytes() == len(TEXT)
 
 
 def test_records_and_separated_texts_are_left_to_the_hash(tmp_path, monkeypatch):
@@ -126,14 +94,6 @@ def test_records_and_separated_texts_are_left_to_the_hash(tmp_path, monkeypatch)
     assert len(opened(tmp_path / "c.jsonl").parts) == 1
 
 
-def test_held_out_text_of_ones_own_leaves_a_single_text_whole(tmp_path):
-    (tmp_path / "one.txt").write_text(TEXT)
-    (tmp_path / "held.txt").write_text("held\nout\n")
-    source = opened(tmp_path / "one.txt", validation_path=str(tmp_path / "held.txt"))
-    assert [item.text for item in documents(source)] == [TEXT, "held\nout\n"]
-    assert source.notes(0.05) == []
-
-
 def test_a_separator_that_divides_nothing_is_an_error(tmp_path, prepare):
     (tmp_path / "one.txt").write_text(TEXT.rstrip())
     for separator in ("no such", TEXT.rstrip()[-60:]):  # not there; nothing behind it
@@ -141,23 +101,6 @@ def test_a_separator_that_divides_nothing_is_an_error(tmp_path, prepare):
             given = flags(tmp_path / "one.txt", "--document-separator", separator)
             prepare(tmp_path / "out", *given)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("text", ["hello", " \n \n", "oneline" * 1000, "x" * 990 + "\n" + "y" * 9])
-def test_a_text_that_cannot_be_cut_is_an_error_before_the_work(tmp_path, prepare, text):
-    (tmp_path / "one.txt").write_text(text)
-    with pytest.raises(UserError, match=r"one\.txt: a single document of .*--validation-path"):
-        prepare(tmp_path / "out", *flags(tmp_path / "one.txt"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_text_too_large_to_encode_is_told_to_be_divided_by_a_separator(
-    tmp_path, prepare, monkeypatch
-):
-    (tmp_path / "one.txt").write_text(TEXT)
-    monkeypatch.setattr("data_prep.sources.documents.MAX_DOCUMENT", len(TEXT) - 1)
-    with pytest.raises(UserError, match=r"too large to encode.*--document-separator"):
-        prepare(tmp_path / "out", *flags(tmp_path / "one.txt", "--workers", 1))
 
 
 @pytest.mark.parametrize(
@@ -190,15 +133,6 @@ def test_an_empty_compressed_file_beside_one_text_is_damaged(tmp_path):
         [*map(list, map(source.read, source.parts))]
 
 
-def test_a_document_that_is_too_large_is_one_that_a_separator_divides(tmp_path, monkeypatch):
-    """The other one was said to be a single document by the separator."""
-    monkeypatch.setattr("data_prep.sources.documents.MAX_DOCUMENT", 100)
-    (tmp_path / "a.txt").write_text("a line\n" * 50 + "---" + "a line\n" * 10)
-    reading = Reading(separator="---")
-    source = open_source("files", str(tmp_path), reading, validation_fraction=0.1)
-    assert source.divisions == [] and len(source.parts) == 1
-
-
 def novels(folder):
     """Two novels and two files that say what they are."""
     folder.mkdir()
@@ -210,7 +144,7 @@ def novels(folder):
 
 def test_large_texts_beside_small_ones_are_held_out_in_part(tmp_path, prepare, capsys):
     """Validation was on a single README."""
-    given = flags(novels(tmp_path / "in"), "--workers", 1)
+    given = flags(novels(tmp_path / "in"))
     out = prepare(tmp_path / "out", *given)
     held_out, train = (list(texts_of(out, split)) for split in ("validation", "train"))
     assert sorted(map(len, held_out + train))[:2] == [23, 23]
@@ -225,9 +159,3 @@ def test_large_texts_beside_small_ones_are_held_out_in_part(tmp_path, prepare, c
     for stage in (("encode", "--task", "1/2"), ("encode", "--task", "0/2"), ("assemble",)):
         prepare(tmp_path / "tasks", *given, "--stage", *stage)
     assert digests(tmp_path / "tasks") == digests(out)
-
-
-def test_a_limit_counts_divided_and_whole_texts_together(tmp_path, prepare):
-    out = prepare(tmp_path / "out", *flags(novels(tmp_path / "in"), "--max-documents", 3))
-    documents = [open_corpus(out, split).num_documents for split in ("train", "validation")]
-    assert sum(documents) == 4 and documents[1] in (1, 2, 3)

@@ -1,10 +1,8 @@
 """Data at an address: served right while they are copied, copied whole or not at all, shared."""
 
 import json
-import socket
 import subprocess
 import sys
-from unittest import mock
 
 import fsspec
 import numpy as np
@@ -14,10 +12,10 @@ from fsspec.registry import known_implementations
 from cat_lm.core.errors import UserError
 from cat_lm.data import TokenCorpus, TrainLoader, ValidationWindows
 from cat_lm.data.corpus import Mixture
-from cat_lm.data.opening import is_remote, open_corpus, open_verified
+from cat_lm.data.opening import open_corpus, open_verified
 from cat_lm.data.remote import Storage
+from tests.cat_lm.data.web_server import served
 from tests.prepared_data import random_documents, write_prepared
-from tests.web_server import served
 
 T = 16
 
@@ -50,11 +48,6 @@ def are_here(corpus):
 def batches(corpus, steps=6, **more):
     loader = TrainLoader(corpus, T, 8, 0, **more)
     return np.stack([loader.batch(step)["labels"] for step in range(steps)])
-
-
-def test_what_is_an_address():
-    assert all(map(is_remote, ("s3://b/x", "memory://x", "hf://datasets/a/b", "http://h:1/x")))
-    assert not any(map(is_remote, ("/data", "data", "../a:b", "c:/x", "a/s3://b")))
 
 
 def test_the_same_batches_from_copies(local, memory, tmp_path):
@@ -99,12 +92,6 @@ def test_a_server_that_fails_a_third_of_the_time(local, tmp_path, packing, caplo
         held_out = open_corpus(url, "validation", tmp_path / "cache")
         assert (ValidationWindows(held_out, T).batch([0])["input_ids"][0, :4] == [7, 8, 9, 0]).all()
     assert any("; again in" in record.message for record in caplog.records)
-
-
-def test_documents_of_remote_data(local, memory, tmp_path):
-    own, corpus = open_corpus(local, "train"), open_corpus(memory, "train", tmp_path)
-    for index in (0, 70, 149):
-        assert corpus.document(index) == own.document(index)
 
 
 def test_remote_manifest_of_other_shards_is_refused_before_it_names_a_folder(memory, tmp_path):
@@ -212,66 +199,12 @@ def test_wrong_addresses(local, tmp_path, monkeypatch):
         open_corpus(url, "test", tmp_path)
 
 
-def test_where_nothing_answers_is_told_soon(tmp_path, monkeypatch):
-    url = "ftp://127.0.0.1:9/x"
-    with pytest.raises(UserError, match=rf"^{url}: cannot be read here \(.*refused\)$"):
-        Storage(url)
-    waits = []
-    monkeypatch.setattr("time.sleep", waits.append)
-    url = "http://127.0.0.1:9/x"
-    with pytest.raises(UserError, match=rf"^{url}/manifest.json: nothing answers at .*127.0.0.1:9"):
-        open_corpus(url, "train", tmp_path)
-    assert len(waits) == 1
-
-
-def test_a_server_that_is_busy_at_first_is_waited_for(memory, monkeypatch):
-    """Libraries tell of a busy server and of none by errors of one kind; only causes differ."""
-    storage, busy = Storage(memory), OSError(16, "Please reduce your request rate.")
-    monkeypatch.setattr(storage._fs, "cat_file", mock.Mock(side_effect=[busy, busy, b"text"]))
-    assert storage.read("manifest.json") == b"text"
-    absent = RuntimeError("Could not connect to the endpoint")
-    absent.__cause__ = socket.gaierror(-2, "Name or service not known")
-    monkeypatch.setattr(storage._fs, "cat_file", mock.Mock(side_effect=absent))
-    with pytest.raises(UserError, match="nothing answers"):
-        storage.read("manifest.json")
-
-
-def test_a_server_that_has_answered_is_waited_for(memory, monkeypatch):
-    storage, asked = Storage(memory), []
-
-    def refuse(*_, **__):
-        asked.append(1)
-        raise ConnectionRefusedError(111, "Connection refused")
-
-    monkeypatch.setattr(storage._fs, "cat_file", refuse)
-    with pytest.raises(ConnectionError, match="10 attempts"):
-        storage.read("train-00000.bin")
-    assert len(asked) == 10
-
-
 def test_refused_access_is_not_retried(local, tmp_path):
     for status in (401, 403):
         with served(local, status=status) as (server, url):
             with pytest.raises(UserError, match=r"manifest.json: access is refused .* credentials"):
                 open_corpus(url, "train", tmp_path)
             assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [PermissionError("denied"), type("NoCredentialsError", (Exception,), {})("none found")],
-)
-def test_refusals_of_other_storages(memory, monkeypatch, refusal):
-    storage, asked = Storage(memory), []
-
-    def refuse(*_, **__):
-        asked.append(1)
-        raise refusal
-
-    monkeypatch.setattr(storage._fs, "cat_file", refuse)
-    with pytest.raises(UserError, match=rf"access is refused \({refusal}\)"):
-        storage.read("manifest.json")
-    assert len(asked) == 1
 
 
 def test_an_outage_in_the_middle_ends_the_run_but_not_for_good(local, memory, tmp_path):
@@ -290,13 +223,6 @@ def test_an_outage_in_the_middle_ends_the_run_but_not_for_good(local, memory, tm
     assert (batches(open_corpus(memory, "train", tmp_path)) == expected).all()
 
 
-def test_a_server_that_stays_down_is_an_error_in_the_end(local, tmp_path):
-    with served(local, status=500) as (server, url):
-        with pytest.raises(ConnectionError, match=r"manifest.json: could not be read in 10 att"):
-            open_corpus(url, "train", tmp_path)
-        assert len(server.requests) == 10
-
-
 def test_a_server_without_ranges_is_told(memory, tmp_path, monkeypatch):
     monkeypatch.setattr("cat_lm.data.remote.CHUNK", 64)
     corpus = open_corpus(memory, "train", tmp_path)
@@ -304,25 +230,3 @@ def test_a_server_without_ranges_is_told(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus._storage._fs, "cat_file", lambda name, **_: cat(name))
     with pytest.raises(UserError, match="the server sends whole files only"):
         corpus.fetch()
-
-
-def test_copied_bytes_that_are_no_tokens_are_refused(local, memory, tmp_path):
-    """From a copy that is as whole as its checksum says: with file, place and id."""
-    manifest = json.loads((local / "manifest.json").read_text())
-    manifest["tokenizer"]["vocab_size"] = 300
-    fsspec.filesystem("memory").pipe_file("/data/manifest.json", json.dumps(manifest).encode())
-    corpus = open_corpus(memory, "train", tmp_path)
-    where = rf"{corpus.folder}/train-\d+.bin: token \d+ is the id \d+, outside of"
-    with pytest.raises(UserError, match=where) as e:
-        batches(corpus, steps=50)
-    assert "the vocabulary of 300;" in str(e.value)
-
-
-def test_a_tokenizer_that_is_not_the_manifests(memory, tmp_path):
-    fs = fsspec.filesystem("memory")
-    fs.pipe_file("/data/tokenizer/tokenizer.json", b"another")
-    with pytest.raises(UserError, match=r"tokenizer.json: differs from the tokenizer"):
-        open_verified(memory, "train", tmp_path / "a")
-    fs.rm("/data/tokenizer/tokenizer.json")
-    with pytest.raises(UserError, match=r"tokenizer.json: no such file"):
-        open_verified(memory, "train", tmp_path / "b")

@@ -3,25 +3,18 @@
 import hashlib
 import io
 import json
-import os
 import random
-import subprocess
-import sys
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import zstandard
 
 from cat_lm.core import errors
 from cat_lm.core.errors import UserError
 from data_prep.sources import remote, slimpajama
-from data_prep.sources import slimpajama as hub
 from data_prep.sources.base import Part
-from data_prep.sources.documents import Document, Malformed, Reading
+from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
-from tests.conftest import REPOSITORY
-from tests.hub_server import COMMIT, NAME, serving
+from tests.data_prep.hub_server import COMMIT, NAME, serving
 
 
 def lines(texts, name="RedPajamaC4"):
@@ -67,69 +60,6 @@ def documents(source):
 
 def open_hub(path=f"hub:{NAME}@v1", **reading):
     return open_source("slimpajama", path, Reading(**reading))
-
-
-def test_the_hubs_files_are_the_parts_at_one_commit(server):
-    source = open_hub()
-    assert [part.name for part in source.parts] == [
-        "train/chunk1/a_2.jsonl.zst",
-        "train/chunk1/a_10.jsonl.zst",
-        "train/chunk2/a_0.jsonl.zst",
-        "train/chunk10/a_0.jsonl.zst",
-        "validation/chunk1/a_0.jsonl.zst",
-    ]
-    assert all(part.size == len(FILES[part.name]) for part in source.parts)
-    assert documents(source) == [
-        *(Document(text, "RedPajamaC4", "train") for text in TEXTS),
-        Document("held out", "RedPajamaC4", "validation"),
-    ]
-    description = source.describe()
-    assert description["revision"] == COMMIT
-    assert description["path"] == f"hub:{NAME}@v1"
-    assert description["file_bytes"] == sum(part.size for part in source.parts)
-    assert source.text_bytes() == sum(part.text_bytes for part in source.parts)
-    of_files = [path for path in server.asked if "/tree/" in path or "/resolve/" in path]
-    assert len(of_files) == 6
-    assert all(COMMIT in path for path in of_files)
-
-
-def test_the_command_prepares_from_the_hub_what_it_prepares_from_a_mirror(server, tmp_path):
-    """Two workers, each reading files of its own, and a connection that breaks twice."""
-    for name, data in FILES.items():
-        (tmp_path / "mirror" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "mirror" / name).write_bytes(data)
-    server.trouble["train/chunk2/a_0.jsonl.zst"] = ["break", "break"]
-    environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
-    for path, out in ((f"hub:{NAME}@v1", "hub"), (tmp_path / "mirror", "local")):
-        command = [
-            sys.executable,
-            "-m",
-            "data_prep.prepare",
-            "--source",
-            "slimpajama",
-            "--path",
-            path,
-        ]
-        command += ["--tokenizer", "bytes", "--workers", "2", "--out", tmp_path / out]
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("trying again in 1 s [1/8]" in done.stderr) == (out == "hub")
-    names = ["train-00000.bin", "train-00000.idx", "validation-00000.bin", "validation-00000.idx"]
-    for name in names:
-        ours, mirrors = ((tmp_path / out / name).read_bytes() for out in ("hub", "local"))
-        assert ours == mirrors
-    manifest = json.loads((tmp_path / "hub" / "manifest.json").read_text())
-    assert manifest["source"]["revision"] == COMMIT
-
-
-def test_one_request_a_file_and_a_part_is_read_on_its_own(server):
-    source = open_hub()
-    assert len(list(source.read(source.parts[2]))) == 100
-    resolved = [path for path in server.asked if "/resolve/" in path]
-    assert resolved == [f"/datasets/{NAME}/resolve/{COMMIT}/train/chunk2/a_0.jsonl.zst"]
-    assert server.asked[resolved[0]] == 1
 
 
 @pytest.mark.parametrize("read_ahead", [1 << 24, 300])
@@ -208,35 +138,6 @@ def test_files_that_differ_from_the_hubs_checksum_are_refused(server):
         list(source.read(part))
 
 
-def test_parquet_and_bad_lines_on_the_hub(server, tmp_path):
-    texts = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary()).view(pyarrow.string())
-    meta = ['{"redpajama_set_name": "RedPajamaBook"}'] * 3
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "meta": meta}), tmp_path / "x")
-    server.files.clear()
-    server.files["data/train-00000-of-00002.parquet"] = (tmp_path / "x").read_bytes()
-    server.files["data/train-00001-of-00002.jsonl"] = lines(["ok"]) + b"{\n"
-    server.files["data/dev.jsonl"] = lines(["held"])
-    server.files["data/other.jsonl"] = lines(["neither"])
-    found = documents(open_hub())
-    assert [item for item in found if isinstance(item, Document)] == [
-        Document("one", "RedPajamaBook", "train"),
-        Document("three", "RedPajamaBook", "train"),
-        Document("ok", "RedPajamaC4", "train"),
-        Document("held", "RedPajamaC4", "validation"),
-    ]
-    assert [item.where for item in found if isinstance(item, Malformed)] == [
-        "data/train-00000-of-00002.parquet: row 2",
-        "data/train-00001-of-00002.jsonl:2",
-    ]
-
-
-def test_a_folder_of_a_repository(server):
-    source = open_hub(f"hub:{NAME}/train/chunk1@v1")
-    assert [part.name for part in source.parts] == ["a_2.jsonl.zst", "a_10.jsonl.zst"]
-    assert [d.text for d in documents(source)] == TEXTS[:200]
-    assert not source.has_validation
-
-
 def test_what_file_names_say_of_the_split():
     for name, split in (
         ("train/chunk1/example_holdout_0.jsonl.zst", "train"),
@@ -253,12 +154,6 @@ def test_what_file_names_say_of_the_split():
     assert slimpajama.with_splits(parts[:2]) == parts[:2]  # whose split is left open
 
 
-def test_what_a_repository_says_of_itself_is_no_document(server):
-    server.files.clear()
-    server.files.update({"README.md": b"no", "docs/x.md": b"no", ".x.jsonl": b"", "a.txt": b"yes"})
-    assert [document.text for document in documents(open_hub())] == ["yes"]
-
-
 def test_files_of_unknown_kinds_and_copies_are_named(server):
     names = ("a.jsonl.zst", "b.jsonl.zst", "data.csv", ".x", "README.md")
     server.files.clear()
@@ -267,42 +162,6 @@ def test_files_of_unknown_kinds_and_copies_are_named(server):
     assert [part.name for part in source.parts] == ["a.jsonl.zst"]
     unread, copies = source.left_out
     assert (unread.names, copies.names) == (("data.csv",), ("b.jsonl.zst is a.jsonl.zst",))
-
-
-def test_held_out_files_alone_are_refused(server):
-    server.files.clear()
-    server.files["test/a.jsonl"] = lines(["x"])
-    with pytest.raises(UserError, match="all held out, none is for training"):
-        open_hub()
-
-
-def test_a_repository_without_such_files_is_refused(server):
-    server.files.clear()
-    server.files["data.csv"] = b"x"
-    with pytest.raises(UserError, match=r"no file of a known kind in it \(\.txt, "):
-        open_hub()
-
-
-def test_a_hub_that_cannot_be_reached_is_one_error(monkeypatch, slept):
-    def unreachable(name, revision):
-        raise ConnectionError("no route to host\nmore")
-
-    monkeypatch.setattr(hub, "resolve_revision", unreachable)
-    message = r"cannot be read from the Hub \(no route to host, 4 times\)"
-    with pytest.raises(UserError, match=message):
-        open_hub()
-    assert slept == [1, 2, 4]
-
-
-def test_other_errors_are_not_taken_for_the_networks(slept):
-    def broken():
-        raise TypeError("ours")
-
-    with pytest.raises(TypeError):
-        remote.read_patiently(broken, "x")
-    with pytest.raises(UserError, match=r"x \(no\)"):
-        remote.read_patiently(lambda: (_ for _ in ()).throw(PermissionError("no")), "x")
-    assert not slept
 
 
 @pytest.mark.parametrize("read_ahead", [1, 7, 1000])

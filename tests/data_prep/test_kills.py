@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
@@ -19,10 +17,7 @@ from cat_lm.data.manifest import read_manifest
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import output_folder
 from tests.conftest import REPOSITORY
-from tests.prepared_data import digests
-from tests.unit.data_stages.wishes import WISHES
-from tests.unit.test_data_prepare import command, run
-from tests.unit.test_data_selection import flags as set_flags
+from tests.data_prep.helpers import WISHES, command, made, run, set_flags
 
 
 def dying(out, arguments, renames):
@@ -57,6 +52,7 @@ def die_at(out, arguments, renames):
     return process.exitcode == 0
 
 
+@pytest.mark.long
 def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
     """Each run goes on where the one before was killed, a few steps further."""
     for scratch in (False, True):
@@ -69,75 +65,19 @@ def test_killed_at_one_rename_after_the_other(tmp_path, sets, expected):
                     open_corpus(out, "train")
             renames += 2
         assert renames > 8
-        assert digests(out) == expected
+        assert made(out) == expected
     assert not list((tmp_path / "scratch").iterdir())
 
 
 @pytest.mark.parametrize(
-    "renames", [33, 42, *(pytest.param(n, marks=pytest.mark.long) for n in (30, 36, 39, 45))]
+    "renames", [21, 33, *(pytest.param(n, marks=pytest.mark.nightly) for n in (24, 27, 30, 36, 39))]
 )
 def test_killed_once_late(tmp_path, sets, expected, renames):
     """While parts are finished, between the stages, and while shards are."""
     out = tmp_path / "out"
     assert not die_at(out, set_flags(sets, *WISHES), renames)
     assert die_at(out, set_flags(sets, *WISHES), 10**9)
-    assert digests(out) == expected
-
-
-def test_damaged_token_counts_are_counted_again(tmp_path, sets, expected):
-    """Of a shard that is finished when the preparation is killed; their sums are as they were."""
-    out = tmp_path / "out"
-    while not (finished := list(out.glob("unfinished/parts/shard-*.npy"))):
-        assert not die_at(out, set_flags(sets, *WISHES), 20)
-    for path in finished:
-        counts = np.load(path)
-        counts[:200] = counts[199::-1].copy()
-        np.save(path, counts)
-    assert die_at(out, set_flags(sets, *WISHES), 10**9)
-    assert digests(out) == expected
-
-
-@pytest.mark.long
-def test_killed_at_any_moment_and_started_again(tmp_path, sets):
-    """The kill that leaves no process time for anything, at random, for one worker and for two."""
-    tokenizer = ("--tokenizer", "train:sentencepiece:400", "--shard-tokens", "1K")
-    arguments = set_flags(sets, *tokenizer, "--mixture", "Large=1,Small=1", "--tokens", "8K")
-    start = time.monotonic()
-    assert run(*arguments, "--out", tmp_path / "whole", "--workers", 1).returncode == 0
-    whole = time.monotonic() - start
-    expected = digests(tmp_path / "whole")
-    rng = random.Random()
-    survivors = []
-    for attempt in range(6):
-        out = tmp_path / "killed"
-        workers = 1 + attempt % 2
-        process = subprocess.Popen(
-            command(*arguments, "--out", out, "--workers", workers),
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        time.sleep(rng.uniform(0.2, 1.1) * whole)
-        process.send_signal(signal.SIGKILL)  # the parent alone: its workers must end by themselves
-        process.wait()
-        survivors.append(process.pid)
-        # Whatever it got to: finished data are whole, and others are not taken for finished.
-        if (out / "manifest.json").exists():
-            assert {k: v for k, v in digests(out).items() if k != "unfinished.json"}.keys() >= (
-                expected.keys()
-            )
-            shutil.rmtree(out)
-        elif out.exists():
-            with pytest.raises(UserError, match="no finished data"):
-                open_corpus(out, "train")
-    done = run(*arguments, "--out", tmp_path / "killed", "--workers", 2)
-    assert done.returncode == 0, done.stderr
-    assert digests(tmp_path / "killed") == expected
-    deadline = time.monotonic() + 10
-    while any(map(group_alive, survivors)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(group_alive, survivors))
+    assert made(out) == expected
 
 
 def group_alive(group):
@@ -148,19 +88,6 @@ def group_alive(group):
             if int(of_group) == group and state != "Z":
                 return True
     return False
-
-
-def test_killed_before_the_last_file_is_removed(tmp_path, sets, expected, prepare, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(output_folder.OutputFolder, "tidy", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path / "out", *set_flags(sets, *WISHES))
-    assert (tmp_path / "out/unfinished/parts").is_dir()
-    monkeypatch.undo()
-    prepare(tmp_path / "out", *set_flags(sets, *WISHES))
-    assert digests(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -193,12 +120,34 @@ def killed(*_):
     raise Killed
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_killed_while_earlier_data_are_removed_leaves_no_manifest(
+    tmp_path, sets, prepare, monkeypatch
+):
+    out, then = tmp_path / "out", set_flags(sets, "--sets", "Small")
+    expected = made(prepare(tmp_path / "whole", *then))
+    prepare(out, *set_flags(sets))
+    real = output_folder.remove_files
+
+    def remove(folder, names):
+        if folder == out:
+            raise Killed
+        real(folder, names)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(output_folder, "remove_files", remove)
+        prepare(out, *then, "--overwrite")
+    assert not (out / "manifest.json").exists()
+    prepare(out, *then)
+    assert made(out) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.nightly)])
 def test_killed_at_any_step_of_replacing_other_data(tmp_path, sets, prepare, monkeypatch, stride):
     """The earlier data are whole, or are continued; never a mixture of both."""
     out, kept, then = tmp_path / "out", tmp_path / "kept", set_flags(sets, "--sets", "Small")
-    expected = digests(prepare(tmp_path / "whole", *then))
-    old = digests(prepare(kept, *set_flags(sets, "--shard-tokens", "20K")))
+    expected = made(prepare(tmp_path / "whole", *then))
+    old = made(prepare(kept, *set_flags(sets, "--shard-tokens", "20K")))
     real = {name: getattr(os, name) for name in ("unlink", "rmdir", "replace")}
 
     def overwrite(steps):
@@ -223,22 +172,21 @@ def test_killed_at_any_step_of_replacing_other_data(tmp_path, sets, prepare, mon
         shutil.copytree(kept, out)
         is_done = overwrite(steps)
         if (out / "manifest.json").exists():
-            manifest = digests(out)["manifest.json"]
-            found = {k: v for k, v in digests(out).items() if not k.startswith((".", "unf"))}
+            found = {k: v for k, v in made(out).items() if not k.startswith("unf")}
             assert found in (old, expected), f"after {steps} steps"
-            assert manifest in (old["manifest.json"], expected["manifest.json"])
         try:
             prepare(out, *then)
         except UserError as error:
             assert "--overwrite" in str(error)
             prepare(out, *then, "--overwrite")
-        assert digests(out) == expected, f"after {steps} steps"
+        assert made(out) == expected, f"after {steps} steps"
         shutil.rmtree(out)
         if is_done:
             break
     assert 10 < steps < 390
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [pytest.param(signal.SIGINT, 1, marks=pytest.mark.long), (signal.SIGTERM, 2)],
@@ -274,7 +222,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
         "import os, sys\n"
         "from data_prep.encode import encoding\n"
         "from data_prep.common.workers import run_tasks\n"
-        "from tests.unit.data_stages.test_kills import deadly\n"
+        "from tests.data_prep.test_kills import deadly\n"
         "from cat_lm.core.errors import command\n"
         "command(lambda: print(list(run_tasks(deadly, [1, 2, 9], 2, print))))()\n"
     )
@@ -289,7 +237,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_line(tmp_path, sets):
 def test_workers_end_with_a_parent_that_was_killed(tmp_path):
     script = (
         "from data_prep.common.workers import run_tasks\n"
-        "from tests.unit.data_stages.test_kills import endless\n"
+        "from tests.data_prep.test_kills import endless\n"
         f"list(run_tasks(endless, [{str(tmp_path)!r}] * 2, 2, print))\n"
     )
     process = subprocess.Popen(

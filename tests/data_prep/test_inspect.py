@@ -1,7 +1,6 @@
 """Inspection: what it shows of intact data, and that it notices whatever is damaged."""
 
 import json
-import os
 import shutil
 
 import numpy as np
@@ -9,10 +8,10 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.manifest import fingerprint
-from cat_lm.data.shards import ShardWriter
 from data_prep.check import findings, integrity
 from data_prep.inspect import main, parse_arguments
 from tests.conftest import generated_text
+from tests.prepared_data import write_shards
 
 
 @pytest.fixture
@@ -30,15 +29,9 @@ def write_data(tiny_corpus, tmp_path):
         manifest = json.loads((tiny_corpus / "manifest.json").read_text())
         for split, texts in (("train", train), ("validation", validation)):
             documents = [[*text.encode(), 256] for text in texts]
-            lengths, sizes = list(map(len, documents)), [len(d) - 1 for d in documents]
-            with ShardWriter(folder, split, np.dtype("<u2"), shard_tokens) as writer:
-                writer.write(
-                    np.concatenate([np.empty(0, int), *documents]),
-                    np.array(lengths, np.int32),
-                    sizes,
-                )
-            counts = {"documents": len(texts), "tokens": sum(lengths), "bytes": sum(sizes)}
-            shards = [shard.to_json() for shard in writer.shards]
+            shards = write_shards(folder, split, documents, shard_tokens=shard_tokens)
+            keys = ("documents", "tokens", "bytes")
+            counts = {key: sum(shard[key] for shard in shards) for key in keys}
             manifest["splits"][split] = {**counts, "shards": shards}
         manifest["sources"] = {"txt": {"train": counts}}
         listed = [s for split in manifest["splits"].values() for s in split["shards"]]
@@ -225,30 +218,6 @@ def test_a_manifest_of_another_shape_is_one_line(copy, monkeypatch, capsys, keys
     assert line.startswith(f"error: {copy}") and message in line
 
 
-def test_keys_of_later_versions_are_left_alone(copy):
-    change(copy, lambda manifest: manifest.update(later={"x": 1}))
-    inspect(copy, "--no-duplicates")
-
-
-def test_a_folder_that_is_not_prepared_data(tmp_path):
-    with pytest.raises(UserError, match="no finished data"):
-        inspect(tmp_path)
-
-
-def test_a_shard_or_index_cut_short_is_damage_in_the_findings_too(copy, tmp_path, monkeypatch):
-    index = (copy / "train-00000.idx").read_bytes()
-    (copy / "train-00000.idx").write_bytes(index[:-8])
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, copy, "--json", tmp_path / "found.json")
-    assert ended.value.code == 2
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["intact"] is False
-    assert "its header asks for" in found["problem"]
-    (copy / "train-00000.idx").unlink()
-    with pytest.raises(UserError, match=r"train-00000.idx: no such file"):
-        inspect(copy)
-
-
 def test_all_damage_is_listed_and_workers_find_the_same(copy, monkeypatch, capsys):
     monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
     for name in ("train-00000.bin", "validation-00000.idx"):
@@ -290,7 +259,6 @@ def test_planted_duplicates_are_found(write_data, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patch:
         patch.setattr(integrity, "SMALL_BYTES", 0)
         patch.setattr(integrity, "PART_DOCUMENTS", 30)
-        patch.setattr(integrity, "BLOCK_HASHES", 7)
         assert duplicates_of(folder, tmp_path, "--no-checksums", "--workers", 2) == found
     for kind in ("across", "any"):
         with pytest.raises(SystemExit) as ended:
@@ -306,14 +274,6 @@ def test_duplicates_within_train_are_no_leak(write_data, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, folder, "--fail-on-duplicates", "any", *more)
         assert ended.value.code == code
-
-
-def test_duplicates_are_those_of_plain_counting(write_data, tmp_path):
-    texts = [f"{number % 37}" for number in range(150)]
-    held_out = [*texts[:50], "another", "another"]
-    found = duplicates_of(write_data(texts, held_out, shard_tokens=40), tmp_path)
-    counts = [found[kind]["documents"] for kind in ("train", "validation", "across")]
-    assert counts == [150 - 37, 52 - 38, 50]
 
 
 def test_equal_hashes_alone_are_no_duplicates(write_data, tmp_path, monkeypatch):
@@ -340,45 +300,3 @@ def test_quantiles_and_buckets_of_lengths(write_data, tmp_path):
     assert lengths["quantiles"] == {"min": 2, "25%": 2, "50%": 3, "75%": 4, "max": 9}
     assert lengths["buckets"] == {"2": 2, "4": 1, "8": 1}
     assert lengths["mean"] == 4.5
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--samples", "-1"], "--samples: '-1' must be from 0 to 10,000"),
-        (["--context-length", "0"], "--context-length: '0' must be from 1"),
-        (["--workers", "0"], "--workers: '0' must be from 1 to 4,096"),
-        (["--scratch", "nowhere"], "--scratch nowhere: no such folder"),
-        (["--out", __file__], "is a file; give a folder"),
-        (["--out", "/proc/nowhere"], "--out /proc/nowhere: /proc may not be written to"),
-        (["--json", "/"], "--json: /: is a folder; give a file"),
-        (
-            ["--json", "/proc/nowhere/x.json"],
-            "/proc/nowhere/x.json: /proc may not be written to",
-        ),
-    ],
-)
-def test_wrong_options_are_one_line(tiny_corpus, monkeypatch, capsys, flags, message):
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tiny_corpus, *flags)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_what_an_inspection_did_not_write_is_not_replaced(tiny_corpus, tmp_path):
-    for _ in range(2):
-        inspect(tiny_corpus, "--json", tmp_path / "found.json", "--out", tmp_path / "out")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/document_lengths.png").write_text("mine")
-    (tmp_path / "package.json").write_text("{}")
-    (tmp_path / "link.json").symlink_to("found.json")
-    os.mkfifo(tmp_path / "pipe")
-    for flag, name in (
-        *(("--json", name) for name in ("package.json", "link.json", "pipe", "out")),
-        ("--json", "/dev/null"),
-        ("--out", "mine"),
-    ):
-        with pytest.raises(UserError, match=f"^{flag}"):
-            inspect(tiny_corpus, flag, tmp_path / name)
-    assert (tmp_path / "mine/document_lengths.png").read_text() == "mine"
-    assert (tmp_path / "link.json").is_symlink()

@@ -74,6 +74,7 @@ def test_splits_are_the_bytes_that_are_named(file, tmp_path, capsys):
     assert "already complete with these arguments" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_prepared_bytes_are_inspected_and_scored(file, tmp_path, capsys):
     out = run(file, tmp_path / "out")
     inspect(inspect_arguments([str(out), "--workers", "1"]))
@@ -111,29 +112,3 @@ def test_what_a_kill_left_is_removed_and_what_others_made_is_not(file, tmp_path)
     shutil.rmtree(out)
     out.mkdir()
     assert open_corpus(run(file, out), "train").num_bytes == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"splits": "9M,1,1"}, "--splits 9000000,1,1: are 9,000,002 bytes, and "),
-        ({"splits": "9"}, "--splits: '9' must be two or three numbers, such as 90M,5M,5M"),
-        ({"splits": "1,0,1"}, "--splits: '1,0,1' must be from 1 to 1,000"),
-        ({"splits": None}, "--source raw-bytes needs --splits: bytes of each split"),
-        ({"path": None}, "--source raw-bytes needs --path: a file"),
-        ({"path": "/nowhere/enwik8"}, "--path /nowhere/enwik8: no such file; raw-bytes reads one"),
-        ({"path": "/"}, "--path /: is no file; raw-bytes reads one file"),
-        ({"tokenizer": "train:sentencepiece:300"}, "has bytes for ids; give bytes"),
-        ({"seed": 3}, "--seed: says nothing with --source raw-bytes; leave it out"),
-        ({"max-documents": 3}, "--max-documents: says nothing with --source raw-bytes"),
-    ],
-)
-def test_one_line_says_what_is_wrong(options, said, file, tmp_path):
-    assert said in refused(file, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_splits_go_with_raw_bytes_alone(tmp_path):
-    flags = ["--source", "python-stdlib", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="--splits: only with --source raw-bytes"):
-        parse_arguments([*flags, "--splits", "1,1"])

@@ -1,6 +1,5 @@
 """Best-fit packing: every token once an epoch, documents whole where they fit, labels in them."""
 
-import errno
 import json
 import os
 import shutil
@@ -12,11 +11,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cat_lm.core.errors import TemporaryError, UserError, file_error
-from cat_lm.core.folders import hold
+from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, verified
-from cat_lm.data import packing as packing_module
 from cat_lm.data.best_fit import PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
@@ -85,16 +82,6 @@ def test_windows_hold_whole_documents_and_nothing_else(corpus):
     assert not +parts
 
 
-def test_packing_wastes_little_and_cuts_only_what_does_not_fit():
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(4, 1, 20_000).astype(np.int64) + 1
-    starts = np.cumsum(lengths) - lengths
-    pieces, counts = pack(starts, lengths, 256)
-    assert counts.sum() == len(pieces) and counts.min() >= 1
-    assert lengths.sum() / (256 * len(counts)) > 0.998
-    assert len(pieces) == (-(-lengths // 256)).sum()
-
-
 def test_best_fit_is_best_fit():
     def naive(lengths, capacity):
         rooms, windows = [], np.zeros(len(lengths), np.int64)
@@ -153,24 +140,6 @@ FROZEN = (
         (152, 17),
     ],
 )
-
-
-def test_epochs_are_reshuffled(corpus):
-    loader = TrainLoader(corpus, T, 5, 3, packing="best_fit")
-    size = loader.samples_per_epoch
-    ids = np.concatenate([loader.sample_ids(step) for step in range(2 * size)])[: 2 * size]
-    assert sorted(ids[:size]) == sorted(ids[size:]) == list(range(size))
-    assert (ids[:size] != ids[size:]).any()
-
-
-@pytest.mark.parametrize("corpus", [10**9], indirect=True)
-def test_small_groups_hold_every_document_too(corpus, monkeypatch):
-    monkeypatch.setattr(packing_module, "GROUP", 7)
-    batch = epoch(corpus)
-    tokens = Counter(batch["input_ids"].ravel().tolist())
-    expected = Counter(corpus.tokens(0, corpus.num_tokens).tolist())
-    del tokens[EOD], expected[EOD]
-    assert tokens == expected
 
 
 def test_the_plan_is_kept_and_read_again(corpus):
@@ -234,17 +203,6 @@ def test_plan_is_hashed_once_for_each_copy(corpus, tmp_path, monkeypatch):
     assert len(hashed) == 2
 
 
-def test_a_plan_that_cannot_be_read_now_is_not_to_be_deleted(corpus, monkeypatch):
-    epoch(corpus)
-
-    def stale(path, *_):
-        raise file_error(f"{path}: Stale file handle", OSError(errno.ESTALE, "x"))
-
-    monkeypatch.setattr(packing_module, "read_json", stale)
-    with pytest.raises(TemporaryError, match=r"plan\.json: Stale file handle"):
-        epoch(corpus)
-
-
 def test_data_that_cannot_be_written_to_have_their_plan_in_the_cache(corpus, tmp_path):
     # A file where the folder would be: unlike permissions, it stops root too.
     (corpus.folder / "packing").write_text("")
@@ -265,27 +223,3 @@ def test_processes_that_start_together_make_one_plan(corpus):
     assert all(process.returncode == 0 for process in started), outputs
     assert len({out for out, _ in outputs}) == 1
     assert sum("packing:" in error for _, error in outputs) == 1
-
-
-def test_the_log_tells_the_padding_and_the_cuts(corpus):
-    (line,) = PackedWindows(corpus, T).describe()
-    cut = sum(len(document) > T for document in documents_of(corpus))
-    assert f"{cut:,} of {corpus.num_documents:,} documents are longer than a window" in line
-
-
-def test_who_waits_for_another_s_plan_tells_so(corpus, monkeypatch):
-    """Else it would count as hung after a while."""
-    monkeypatch.setattr("cat_lm.core.folders.WAIT_SECONDS", 0.01)
-    told = []
-    name = f"train-{T}-v2-{corpus.fingerprint[:16]}"
-    place = corpus.folder / "packing"
-    place.mkdir(exist_ok=True)
-    lock = hold(place / f".{name}.lock")
-
-    def tell(what: str) -> None:
-        told.append(what)
-        if len(told) == 3:
-            lock.close()
-
-    packing_module.plan_folder(corpus, T, progress=tell)
-    assert all("another process" in what for what in told[:3]) and len(told) > 3

@@ -16,8 +16,8 @@ from cat_lm.data.opening import open_corpus
 from data_prep.adopt import parse_arguments
 from data_prep.megatron import validate
 from data_prep.megatron.convert import adopt
+from tests.cat_lm.data import megatron_files
 from tests.conftest import REPOSITORY, generated_text
-from tests.unit import megatron_files
 
 EOD = 256  # of the bytes tokenizer
 UINT16, INT32 = 8, 4
@@ -130,15 +130,6 @@ def test_eod_inside_of_documents_is_refused_unless_it_ends_them(tmp_path, pairs)
     assert texts_of(folder, "train") == ["one", "two"]
 
 
-def test_several_pairs_keep_their_order_and_their_sets(tmp_path, pairs):
-    more = megatron_files.write(tmp_path / "more", as_documents(["x", "yz"]))
-    folder = run(tmp_path / "out", [f"a={more}", f"b={pairs[0]}"], f"a={pairs[1]}")
-    assert texts_of(folder, "train") == ["x", "yz", *TRAIN]
-    sources = json.loads((folder / "manifest.json").read_text())["sources"]
-    assert sources["a"]["train"] == {"documents": 2, "tokens": 5, "bytes": 3}
-    assert list(sources["b"]) == ["train"]
-
-
 @pytest.mark.parametrize("documents", ["marks", "eod"])
 def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, documents):
     """GPT-NeoX splits one file by fractions of its documents; here the tail is cut off."""
@@ -184,12 +175,6 @@ def test_bytes_of_held_out_documents_are_their_own_where_all_are_decoded(
         assert splits[split]["bytes"] == sum(len(text.encode()) for text in texts)
 
 
-def test_documents_too_long_for_an_index_are_refused(tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr("data_prep.megatron.validate.MAX_DOCUMENT_TOKENS", 20)
-    with pytest.raises(UserError, match=r"a document of \d+ tokens is too long"):
-        run(tmp_path / "out", *pairs)
-
-
 def damage(prefix, kind, change):
     path = prefix.with_name(f"{prefix.name}.{kind}")
     path.write_bytes(change(path.read_bytes()))
@@ -233,43 +218,10 @@ def test_bad_pairs_are_one_clear_error_and_leave_nothing(tmp_path, pairs, name):
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
-def test_negative_ids_are_refused(tmp_path):
-    train, held = (
-        megatron_files.write(tmp_path / name, [[[1, EOD]], [[id, EOD]]], INT32)
-        for name, id in (("train", 2), ("held", -5))
-    )
-    with pytest.raises(UserError, match=r"held\.bin: id -5 is not in the vocabulary"):
-        run(tmp_path / "out", train, held)
-
-
 def test_tokens_after_the_last_eod_are_refused(tmp_path, pairs):
     train = megatron_files.write(tmp_path / "x", [[[*encoded("a"), 98]]])
     with pytest.raises(UserError, match="1 tokens follow the last"):
         run(tmp_path / "out", train, pairs[1], "--documents", "eod")
-
-
-def test_bad_arguments(tmp_path, pairs):
-    train, held = pairs
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    for out, trains, flags, message in (
-        ("out", tmp_path / "absent", (), r"absent\.bin: no such file"),
-        ("out", [train, train], (), "given twice, as train data too"),
-        ("out", held, (), "given twice, as train data too"),
-        ("out", f"={train}", (), "PREFIX"),
-        ("full", train, (), "is not empty"),
-        ("full/x", train, (), "is a file"),
-        ("out", train, ("--eod-token", "<nothing>"), "<nothing>"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(tmp_path / out, trains, held, *flags)
-    for tokenizer, message in (
-        ("train:sentencepiece:300", "give the tokenizer that made them"),
-        (str(tmp_path / "absent.json"), "no such file"),
-        (str(tmp_path / "train_text_document.bin"), "not a tokenizer.json"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(tmp_path / "out", train, held, tokenizer=tokenizer)
 
 
 def test_another_tokenizer_with_the_same_eod_is_noticed(tmp_path, pairs):
@@ -282,36 +234,6 @@ def test_another_tokenizer_with_the_same_eod_is_noticed(tmp_path, pairs):
     (tmp_path / "other.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"documents are encoded otherwise by .*other\.json"):
         run(tmp_path / "out", *pairs, tokenizer=str(tmp_path / "other.json"))
-
-
-def test_a_hard_link_to_another_file_system_names_the_other_ways(tmp_path, pairs, monkeypatch):
-    def link(source, target):
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", link)
-    with pytest.raises(UserError, match="--link symbolic or --link copy"):
-        run(tmp_path / "out", *pairs)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_answers_bad_input_with_one_line_and_code_2(tmp_path, pairs):
-    command = [
-        sys.executable,
-        "-m",
-        "data_prep.adopt",
-        tmp_path / "absent",
-        "--out",
-        tmp_path / "o",
-    ]
-    command += ["--validation", pairs[1], "--tokenizer", "bytes"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    command = [sys.executable, "-X", "importtime", "-m", "data_prep.adopt", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0
-    assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " numpy"))]
 
 
 def neox_ids(path):
