@@ -10,7 +10,7 @@ from cat_lm.core.files import opened, write_sealed
 from data_prep.assemble import shards
 from data_prep.encode import parts
 from tests.conftest import write_jsonl
-from tests.data_prep.helpers import WISHES, flags, made, set_flags, texts_of
+from tests.data_prep.helpers import WISHES, made, set_flags
 from tests.prepared_data import digests
 
 
@@ -137,17 +137,3 @@ def test_malformed_lines_are_counted_listed_and_limited(tmp_path, prepare, capsy
     assert sum(manifest["splits"][s]["documents"] for s in manifest["splits"]) == 120
     other = prepare(tmp_path / "2", *arguments, "--max-malformed", 2)
     assert digests(other) == digests(out), "the limit decides nothing else"
-
-
-def test_input_that_is_nothing_but_malformed_is_refused_before_the_work(tmp_path, prepare):
-    path = write_jsonl(tmp_path / "x.jsonl", ["a"] * 300)
-    with pytest.raises(UserError, match=r"x\.jsonl:1: no text under the key 'body'"):
-        prepare(tmp_path / "out", *flags(path, "--text-key", "body", "--max-malformed", "100%"))
-    assert not list((tmp_path / "out").iterdir())
-
-
-def test_texts_come_whole_through_parts_and_shards(tmp_path, sets, prepare):
-    out = prepare(tmp_path / "out", *set_flags(sets, "--shard-tokens", "3K"))
-    files = sorted(sets.glob("train/*/*.jsonl"))
-    texts = [json.loads(line)["text"] for file in files for line in file.read_text().splitlines()]
-    assert list(texts_of(out, "train")) == texts

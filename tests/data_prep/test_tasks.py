@@ -7,10 +7,7 @@ import pytest
 
 from cat_lm.core.errors import TemporaryError, UserError
 from data_prep.assemble.output_folder import OutputFolder
-from data_prep.sources.base import task_units, units_of
-from data_prep.sources.documents import Reading
-from data_prep.sources.open import open_source
-from tests.conftest import REPOSITORY, write_jsonl
+from tests.conftest import REPOSITORY
 from tests.data_prep.helpers import WISHES, command, made, run, set_flags
 from tests.prepared_data import digests
 
@@ -112,23 +109,6 @@ def test_without_file_locks_the_work_is_done_and_a_note_says_so(
     prepare(tmp_path / "out", *set_flags(sets, *WISHES))
     assert "no file locks here (Operation not supported)" in capsys.readouterr().err
     assert made(tmp_path / "out") == expected
-
-
-def test_units_are_groups_of_files_of_one_split_and_follow_from_the_listing(tmp_path):
-    for split, count in (("train", 300), ("validation", 3)):
-        (tmp_path / split).mkdir()
-        for number in range(count):
-            write_jsonl(tmp_path / split / f"{number}.jsonl", ["x" * (20 + number % 7)])
-    write_jsonl(tmp_path / "train" / "5.jsonl", ["large"] * 1000)
-    source = open_source("slimpajama", str(tmp_path), Reading())
-    units = units_of(source)
-    assert [part for unit in units for part in unit.parts] == source.parts
-    assert all(len({part.split for part in unit.parts}) == 1 for unit in units)
-    assert 20 < len(units) < 80
-    (large,) = [unit for unit in units if any(part.name == "train/5.jsonl" for part in unit.parts)]
-    assert len(large.parts) == 1
-    shares = [task_units(units, (task, 3)) for task in range(3)]
-    assert sorted((u for share in shares for u in share), key=lambda u: u.number) == units
 
 
 def test_the_parts_stay_where_they_are(tmp_path, sets, prepare):

@@ -1,7 +1,5 @@
 """Mixtures: exact in every block, the same for any number of ranks, each corpus in epochs."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -95,15 +93,6 @@ def test_rows_come_from_the_corpora_that_the_order_names(tmp_path):
         first += alone.samples_per_epoch
 
 
-def test_batches_are_pure_whatever_was_read_before(tmp_path):
-    steps = (0, 3000, 1, 833, 834, 10**8)  # back and forth over blocks
-    loader = loader_of(tmp_path)
-    for step in steps:
-        fresh = loader_of(tmp_path).sample_ids(step)
-        assert (loader.sample_ids(step) == fresh).all()
-    assert (loader_of(tmp_path, seed=2).sample_ids(1) != loader.sample_ids(1)).any()
-
-
 def test_the_order_of_a_mixture_is_frozen(tmp_path):
     """A change here changes what every resumed run trains on."""
     loader = loader_of(tmp_path, batch=6, seed=7)
@@ -123,15 +112,6 @@ def test_the_fingerprint_follows_the_folders_and_the_proportions_only(tmp_path):
     assert same != Mixture(parts[:2], [5, 3]).fingerprint
     thirds = [Mixture(order, [1, 1, 1]) for order in (parts, parts[::-1])]
     assert thirds[0].fingerprint == thirds[1].fingerprint  # ties do not follow the order either
-
-
-def test_one_corpus_and_nine(tmp_path):
-    alone = corpora(tmp_path, 1)[0]
-    mixed = TrainLoader(Mixture([alone], [3.0]), T, 12, 1)
-    assert (mixed.sample_ids(5) == TrainLoader(alone, T, 12, 1).sample_ids(5)).all()
-    nine = Mixture(corpora(tmp_path, 9), [1.0] * 9)
-    assert sorted(nine.counts) == [1111] * 8 + [1112]
-    assert len(nine.describe()) == 9
 
 
 @pytest.mark.parametrize(
@@ -173,16 +153,6 @@ def test_attributes_are_those_of_all_parts(tmp_path):
     held_out = [part.manifest["splits"]["validation"]["tokens"] for part in parts]
     expected = np.average([1.0, 2.0, 3.0], weights=held_out)
     assert mixture.manifest["unigram_loss"] == pytest.approx(expected)
-
-
-def test_the_log_tells_the_mixture_and_what_was_drawn(tmp_path):
-    loader = loader_of(tmp_path, weights=(0.75, 0.25), batch=10)
-    lines = "\n".join(loader.describe(2000))
-    assert re.search(r"c0: 75.00% of the windows, 15,000 in the run \(\d+\.\d\d epochs\)", lines)
-    assert re.search(r"c1: 25.00% of the windows, 5,000 in the run", lines)
-    # What it says was drawn is what was drawn.
-    owners, _, _ = sources(loader, 15_000)
-    assert loader._order.drawn(15_000) == np.bincount(owners).tolist()
 
 
 def test_validation_covers_every_part_and_any_beginning_is_a_fair_sample(tmp_path):
