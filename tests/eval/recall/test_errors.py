@@ -136,7 +136,13 @@ def signals_heard() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["kill", "interrupt", "terminate", "hang up", "kill a worker"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("kill", "interrupt", "kill a worker"),
+        *(pytest.param(how, marks=pytest.mark.nightly) for how in ("terminate", "hang up")),
+    ],
+)
 def test_an_end_of_a_grid_ends_its_processes(how, tmp_path):
     """An interrupt as a terminal sends it, to the whole group; other signals to the first alone."""
     signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP}

@@ -6,10 +6,8 @@ import dataclasses
 
 import pytest
 
-from cat_lm.data.manifest import read_manifest
 from eval.lab import estimate
 from eval.recall.cell import Cell
-from eval.recall.language import LanguageCell
 from tests.eval.recall.test_stack import three
 
 
@@ -44,11 +42,3 @@ def test_on_a_cpu_few_rows_tell_what_all_cost(monkeypatch):
     assert estimate.step_seconds(None, 512, "cpu") == pytest.approx((0.5 + 0.25 * 512, 0.25))
     assert max(rows_timed) == 16
     assert estimate.step_seconds(None, 1, "cpu")[0] > 0
-
-
-def test_the_estimate_times_real_steps_of_models_alone_stacked_and_on_text(tiny_corpus):
-    fingerprint = read_manifest(tiny_corpus)["fingerprint"]
-    text = LanguageCell(str(tiny_corpus), fingerprint, "cat", 16, 32, 1, 10, 1e-3, batch_size=2)
-    for group in (three(), three()[:1], [text]):
-        (hours,) = estimate.hours_by_mixer([group], "cpu").values()
-        assert 0 <= hours < 1 and (hours > 0 or group == [text])  # nine small steps and one

@@ -17,16 +17,6 @@ def built(specification: str, width: int = 16, layer: int = 0, layers: int = 1) 
     return make_mixer(specification).build(Setting(width, layer, layers)).eval()
 
 
-def test_identity_filters_start_as_attention_and_uniform_ones_are_bounded():
-    cat, plain = built("cat:init=identity"), built("attention:position=none")
-    plain.load_state_dict({k: v for k, v in cat.state_dict().items() if "filter" not in k})
-    x = torch.randn(2, 9, 16)
-    torch.testing.assert_close(cat(x, Context()), plain(x, Context()))
-    uniform = built("cat:heads=16").streams.convolution.filters()
-    taps = torch.cat([f.flatten() for f in uniform.values()])
-    assert 0.9 / math.sqrt(3) < taps.abs().max() <= 1 / math.sqrt(3)
-
-
 def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
     def model(specification):
         torch.manual_seed(0)
@@ -58,31 +48,6 @@ def test_mamba_keeps_its_time_scales_or_falls_into_the_trap():
     residual = residual + second.attn(second.attn_norm(residual), Context())
     out = own.norm(residual) @ own.embedding.weight.T
     torch.testing.assert_close(own(tokens, torch.ones(2, 6).bool()), out.flatten(0, 1))
-
-
-def test_the_model_around_a_mixer_is_zoologys():
-    torch.manual_seed(0)
-    mixer = make_mixer("attention")
-    model = RecallModel(mixer, vocabulary=50, d_model=16, positions=12, layers=2).eval()
-    tokens = torch.randint(50, (3, 12))
-    scored = torch.rand(3, 12) < 0.4
-    residual = model.embedding(tokens) + model.positions.weight
-    first, second = model.blocks
-    residual = residual + first.attn(first.attn_norm(residual), Context())
-    residual = residual + first.mlp_norm(residual)
-    residual = residual + second.attn(second.attn_norm(residual), Context())
-    out = model.norm(residual + second.mlp_norm(residual))
-    expected = (out @ model.embedding.weight.T)[scored]
-    torch.testing.assert_close(model(tokens, scored), expected)
-    big = RecallModel(mixer, vocabulary=900, d_model=64, positions=12, layers=2)
-    assert abs(big.embedding.weight.std() - 0.02) < 1e-3
-    assert abs(big.blocks[0].token_mixer.streams.projection.weight.std() - 0.02) < 1e-3
-    assert abs(big.blocks[0].token_mixer.out_proj.weight.std() - 0.01) < 1e-3
-    assert not big.blocks[0].token_mixer.streams.projection.bias.any()
-    assert (
-        RecallModel(make_mixer("cat"), vocabulary=9, d_model=16, positions=9, layers=None).positions
-        is None
-    )
 
 
 def test_learned_filters_are_listed_by_layer_and_stream():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 
@@ -76,13 +75,6 @@ def test_the_optimizer_and_its_schedule_are_zoologys(monkeypatch):
     ]
 
 
-def test_a_cell_is_a_pure_function_of_its_seed():
-    cell = Cell("mqar:vocab_size=64", "cat", **TINY)
-    first, again, other = cell.run(), cell.run(), dataclasses.replace(cell, seed=1).run()
-    assert first["history"] == again["history"] and first["filters"] == again["filters"]
-    assert first["filters"] != other["filters"]
-
-
 def test_a_cell_reports_its_groups_and_ceilings():
     cell = Cell(
         "hard-mqnar:vocab_size=64,pool=dense",
@@ -145,41 +137,6 @@ def test_a_model_whose_answers_are_no_numbers_is_not_one_that_is_wrong(value):
     sound, lost, other = measure(answers, [examples] * 3, 6, "cpu", runs_free=True)
     assert set(lost.values()) == {-math.inf} and sound == other and lost.keys() == sound.keys()
     assert sound["accuracy"] == sound["accuracy_known"] == 1.0
-
-
-def test_finished_cells_are_kept(tmp_path, monkeypatch):
-    cell = Cell("mqar:vocab_size=64", "none", **TINY)
-    first = cells.run(tmp_path, cell, "cpu")
-    path = cells.cell_path(tmp_path, cell)
-    assert json.loads(path.read_text())["accuracy"] == first["accuracy"]
-    assert first["provenance"]["versions"]["torch"] and first["provenance"]["device"] == "cpu"
-    monkeypatch.setattr("eval.recall.training.Trial", None)
-    assert cells.run(tmp_path, cell, "cpu")["history"] == first["history"]
-
-
-def test_all_that_decides_a_result_decides_its_file(tmp_path):
-    cell = Cell("mqar", "none", 32, 16, test_lengths=(16,))
-    others = {"task": "ar", "mixer": "cat", "d_model": 16, "seq_len": 32, "lr": 0.02, "seed": 1}
-    others |= {"epochs": 1, "train_examples": 8, "test_examples": 8, "layers": 1, "batch_size": 8}
-    others |= {"weight_decay": 0.0, "stop_above": None, "eval_steps": 1, "test_lengths": (32,)}
-    others |= {"fixed_items": True, "validation_examples": 8, "embedding_dropout": 0.5}
-    assert others.keys() == {field.name for field in dataclasses.fields(Cell)}
-    changed = [dataclasses.replace(cell, **{name: value}) for name, value in others.items()]
-    assert len({cells.cell_path(tmp_path, one) for one in (cell, *changed)}) == len(others) + 1
-
-
-def test_a_file_takes_the_name_of_a_cell_with_any_options(tmp_path):
-    """The end of long options is not in the name, but in its hash."""
-    every = "streams=qkv,window=4,conv_type=depthwise,init=identity,activation=none,heads=1,"
-    every += "shared_kv=false,dropout=0.0,position=none,conv_mixing=embeddings,bias="
-    task = "mqar:keys=2,vocab_size=64,power_a=0.01,filler=unused,unmatched=0"
-    alike = [Cell(task, f"cat:{every}{bias}", **TINY) for bias in ("false", "true")]
-    paths = [cells.cell_path(tmp_path, cell) for cell in alike]
-    assert paths[0] != paths[1] and paths[0].name[:200] == paths[1].name[:200]
-    assert all("-d8-L16-lr0.01-seed0-" in path.name for path in paths)
-    for path in paths:
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(f"{path.stem}-filters.png").touch()
 
 
 @pytest.mark.parametrize("change", ["of another seed", "without steps"])

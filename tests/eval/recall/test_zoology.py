@@ -143,11 +143,3 @@ def test_a_cell_says_its_dropout_and_keeps_apart_what_differs(tmp_path):
     assert len(paths) == 2
     with pytest.raises(UserError, match=r"embedding_dropout=1\.0: must be from 0 to 0\.99"):
         cell_of("mamba", embedding_dropout=1.0)
-
-
-def test_a_changed_default_is_another_cell(tmp_path, monkeypatch):
-    cell = cell_of("mamba")
-    cells.run(tmp_path, cell, "cpu", quiet=True)
-    assert cells.finished(tmp_path, cell)["embedding_dropout"] == 0.0
-    monkeypatch.setattr("eval.recall.cell.dropout_of", lambda *_: 0.1)
-    assert cells.finished(tmp_path, cell) is None
