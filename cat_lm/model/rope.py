@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.rope_scaling import rotary_magnitude
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class ExactRotaryMixin:

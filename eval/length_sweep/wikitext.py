@@ -17,7 +17,7 @@ import numpy as np
 from eval.length_sweep.options import WIKITEXT
 from eval.length_sweep.text import load_tokenizers, long_enough
 from eval.length_sweep.token_stream import TokenStream
-from eval.zero_shot.harness import quiet, require_harness
+from eval.zero_shot.tasks.harness import quiet, require_harness
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

@@ -28,8 +28,8 @@ from cat_lm.pretrained.loading import model_folder, quiet_transformers
 from cat_lm.pretrained.record import comparing_files
 from eval.common.options import add_options, options_of
 from eval.common.result_files import ZERO_SHOT
-from eval.zero_shot.harness import launched, require_harness
 from eval.zero_shot.settings import Settings
+from eval.zero_shot.tasks.harness import launched, require_harness
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.generate import refuse_nonsense
 from cat_lm.pretrained.loading import check_vocabulary, choose_device, load_model, load_tokenizer
 from cat_lm.pretrained.memory import free_bytes
-from eval.zero_shot.harness import first_line, launched
+from eval.zero_shot.tasks.harness import first_line, launched
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

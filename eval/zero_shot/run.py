@@ -41,7 +41,6 @@ from cat_lm.pretrained.loading import (
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.precision import evaluation_device, evaluation_dtype
 from eval.common.provenance import provenance
-from eval.zero_shot.harness import quiet
 from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
 from eval.zero_shot.results import (
     RESULT,
@@ -55,6 +54,7 @@ from eval.zero_shot.results import (
 from eval.zero_shot.settings import Settings
 from eval.zero_shot.tasks import table2
 from eval.zero_shot.tasks.catalog import Catalog
+from eval.zero_shot.tasks.harness import quiet
 from eval.zero_shot.tasks.rows import check_answers
 from eval.zero_shot.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
 

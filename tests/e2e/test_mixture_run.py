@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cat_lm.data.web_server import served
 from tests.commands import python
 from tests.prepared_data import EOD, random_documents, write_prepared
 from tests.runs import losses, run_values, write_config
-from tests.cat_lm.data.web_server import served
 
 VOCAB = 97
 

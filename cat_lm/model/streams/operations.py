@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup
 from cat_lm.ops.convolution import kinds
@@ -27,6 +27,9 @@ from cat_lm.ops.convolution.kinds.reference import check_kind
 from cat_lm.ops.convolution.qkv import STREAM_SLICES
 from cat_lm.ops.long_filter import filters as long_filters
 from cat_lm.ops.long_filter.api import continued, long_conv
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 RANK_START = 2.0**-6  # exact in half precision too
 _EPSILON = 1e-6  # of the mean square

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cat_lm.core.parameters import NothingDecays
-from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.context import Context
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.model.streams.operations import (
@@ -32,6 +31,9 @@ from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mixed_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES, head_conv_qkv
 from cat_lm.ops.convolution.step import can_step, convolve_step
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 # Streams by their letters, and how many operations of each are done.
 Made = tuple[dict[str, Tensor], dict[str, int]]

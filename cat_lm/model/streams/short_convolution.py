@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.context import Context
 from cat_lm.model.rules import canon_places
 from cat_lm.ops.convolution.api import convolve
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 def convolve_channels(

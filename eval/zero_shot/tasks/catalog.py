@@ -15,8 +15,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from cat_lm.core.errors import UserError
-from eval.zero_shot.harness import first_line
 from eval.zero_shot.tasks import table2
+from eval.zero_shot.tasks.harness import first_line
 from eval.zero_shot.tasks.sources import sourced_task
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.readers import short
-from eval.zero_shot.harness import first_line
+from eval.zero_shot.tasks.harness import first_line
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

@@ -24,7 +24,7 @@ from pydantic import ConfigDict
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256
 from cat_lm.core.readers import InsideName, Record, Versioned, read_json, read_json_lines
-from eval.zero_shot.harness import first_line
+from eval.zero_shot.tasks.harness import first_line
 from eval.zero_shot.tasks.rows import check_answers
 
 MANIFEST = "manifest.json"

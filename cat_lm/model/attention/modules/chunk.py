@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.model.attention.modules.call import AttentionCall, visible_keys
-from cat_lm.model.attention.settings import AttentionSettings
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 
 class ChunkCore(nn.Module):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from cat_lm.model.attention.modules.call import (
     computing_dtype,
     why_no_kernel,
 )
-from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.cache import LayerStateMixin, StateDynamicLayer, StateStaticLayer
 from cat_lm.model.sequence import SequenceGroup, own_heads
 from cat_lm.ops.landmark.attend import attend_blocks, choose_backend
@@ -45,6 +44,9 @@ from cat_lm.ops.landmark.select import Choice, choose_blocks
 from cat_lm.ops.landmark.teaching import attend_densely, guided_loss
 from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.filters import Modes
+
+if TYPE_CHECKING:
+    from cat_lm.model.attention.settings import AttentionSettings
 
 # Takes blocks of keys [B, H, m, b, D] and the state before them, None at the beginning; returns
 # landmarks [B, H, m, D] and the state after them, None where each block stands for itself.
