@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import peft
+import pytest
 import torch
 from torch import nn
 
-from tests.tiny_models import cat_model, each_model, random_ids
+from tests.distributed.ranks import run_on_ranks
+from tests.tiny_models import LLAMA_VARIANTS, VARIANTS, cat_model, each_model, random_ids
 
 IDS = random_ids(2, 24)
 
@@ -96,3 +101,31 @@ def check_quantized(variant, quantize):
     assert 0 < error < 0.05 * (plain(IDS).logits - expected).abs().max()
     weights = dict(model.named_parameters())
     assert filters and all(weights[name].equal(tensor) for name, tensor in filters.items())
+
+
+# Not among the packages: transformers loads it in every command where it finds it.
+TORCHAO = Path(sys.prefix) / "torchao"
+
+
+@torch.no_grad()
+def quantized_by_torchao(ranks) -> list[str]:
+    """Return the types of the projections' weights after torchao's weight-only int8."""
+    sys.path.append(str(TORCHAO))
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    kinds = set()
+
+    def quantize(model):
+        quantize_(model, Int8WeightOnlyConfig())
+        weights = (getattr(parent, name).weight for parent, name in projections(model))
+        kinds.update(type(weight).__name__ for weight in weights)
+
+    for name, variant in (VARIANTS | LLAMA_VARIANTS).items():
+        if not name.endswith("none"):
+            check_quantized(variant, quantize)
+    return sorted(kinds)
+
+
+@pytest.mark.skipif(not TORCHAO.is_dir(), reason=f"torchao is not in {TORCHAO.name}/ of .venv")
+def test_torchao_leaves_the_convolution_in_place():
+    assert run_on_ranks(quantized_by_torchao, 1) == [["Int8Tensor"]]
