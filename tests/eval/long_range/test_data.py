@@ -276,7 +276,10 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("task", "name", "content", "words"), DAMAGE)
+DAMAGE_IDS = [f"{task}: {words}" for task, _, _, words in DAMAGE]
+
+
+@pytest.mark.parametrize(("task", "name", "content", "words"), DAMAGE, ids=DAMAGE_IDS)
 def test_wrong_files_are_one_line(task, name, content, words, data, tmp_path):
     (data / name).unlink()
     if content is not None:
