@@ -179,6 +179,14 @@ def asks_for_code(settings: dict[str, Any]) -> str:
     """Return, for an error, that settings ask for the model's own code; "" where they do not."""
     if "auto_map" not in settings:
         return ""
+    # An export has a file of its own beside weights that are read without it.
+    families = architectures.built_in()
+    known = [kind for family in families for kind in (family.model_type, family.library_type)]
+    exported = tuple(f"modeling_{family.model_type}." for family in families)
+    wanted = settings["auto_map"]
+    names = wanted.values() if isinstance(wanted, dict) else [wanted]
+    if settings.get("model_type") in known and all(str(n).startswith(exported) for n in names):
+        return ""
     return (
         f"it asks for code of its own (auto_map {short(settings['auto_map'])}); its code is not run"
     )

@@ -281,8 +281,8 @@ WRONG = [
     ({"rotary_emb_base": math.inf, "rope_parameters": None}, "rope_theta=inf: must be"),
     ({"use_parallel_residual": "yes"}, "use_parallel_residual"),
     ({"eos_token_id": 10**30}, "eos_token_id=1000000000000000000000000000000: must be"),
-    ({"model_type": 3}, "model type `3`"),
-    ({"model_type": "unheard_of"}, "unheard_of"),
+    ({"model_type": 3}, "its code is not run"),
+    ({"model_type": "unheard_of"}, "its code is not run"),
     ({"of_text": {"n_layer": 1e9}}, "n_layer=1000000000.0: must be from 1 to 1,024"),
     ({"id2label": {i: "x" * 500 for i in range(2**15)}}, "is larger than 16 MiB"),
 ]

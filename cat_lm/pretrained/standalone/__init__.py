@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from cat_lm import architectures
 from cat_lm.core import __version__
 from cat_lm.model.attention import chosen_entries
+from cat_lm.ops.convolution import kinds
+from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.standalone.assemble import Assembly, CannotAssemble, Name
 
 if TYPE_CHECKING:
@@ -93,6 +95,10 @@ def source(config: PreTrainedConfig) -> str:
     classes = architectures.of_config(config).classes()
     entries = []
     if getattr(config, "attends", False):
+        for registry in (kinds.KINDS, filters.FILTERS):
+            name = getattr(config, registry.key)
+            if name not in (*registry.others, *registry.own_names()):
+                raise CannotAssemble(f"{registry.key}={name} is not carried (it is a plugin's)")
         entries = [
             Name(type(entry).__module__, "ENTRY") for entry in chosen_entries(config).values()
         ]

@@ -13,6 +13,7 @@ import torch
 
 from cat_lm import architectures
 from cat_lm import model as models
+from cat_lm.ops.convolution import kinds
 from cat_lm.pretrained import standalone
 from tests.cat_lm.pretrained import standalone_models
 
@@ -100,6 +101,14 @@ def test_every_family_is_carried_or_says_what_needs_cat_lm(name):
         compile(text, "assembled", "exec")
         for class_name in standalone.auto_map(config).values():
             assert f"class {class_name.partition('.')[2]}(" in text
+
+
+def test_a_kind_of_a_plugin_is_refused(monkeypatch):
+    custom = kinds.Kind("custom", ("H", "W"), kinds.HEAD.add_lag, "one filter for each head")
+    monkeypatch.setitem(kinds.KINDS._entries, "custom", custom)
+    config = models.CatConfig(**SIZES, **ATTENTION, conv_type="custom")
+    with pytest.raises(standalone.CannotAssemble, match="conv_type=custom is not carried"):
+        standalone.source(config)
 
 
 def test_a_kernel_of_its_own_is_refused():
