@@ -12,14 +12,12 @@ from tests.conftest import REPOSITORY
 ROOMS = ("cat_lm", "configs", "data_prep", "eval", "launch", "tests")
 
 FRONT = REPOSITORY / "README.md"
-# Recall's has more to say, and tests of its own.
 READMES = [
-    path
-    for path in (
-        FRONT,
-        *sorted(p for room in ROOMS for p in (REPOSITORY / room).rglob("README.md")),
-    )
-    if path.parent != REPOSITORY / "eval" / "recall"
+    FRONT,
+    *sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("README.md")),
+    # Pages whose commands and links are checked as those of READMEs are.
+    *(REPOSITORY / "eval/recall" / name for name in ("mixers.md", "protocol.md")),
+    REPOSITORY / "docs/reproduce.md",
 ]
 
 
