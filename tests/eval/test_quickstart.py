@@ -20,8 +20,8 @@ from cat_lm.export import export_model
 from cat_lm.generate import continue_text
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from eval.samples import sample_continuations
+from tests.calls import call_main
 from tests.finished_runs import CONTEXT, finished_run, tiny_model
-from tests.unit.calls import call_main
 
 
 @pytest.fixture(scope="module")

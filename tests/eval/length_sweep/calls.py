@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 TEXT = "The dog saw a bird near the house. Caf\u00e9 7!\n" * 12
 DOCUMENTS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from cat_lm.core.files import write_json
 from eval.common.models import folder_sha256
 from eval.zero_shot.tasks.table2 import COLUMNS as TASK_COLUMNS
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 KEY = {"rows_sha256": "a", "definition_sha256": "d"}
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from eval.zero_shot.settings import Settings
-from tests.unit.calls import call_main
+from tests.calls import call_main
 
 CONTEXT = 160
 FEW = ("lambada_openai", "piqa", "winogrande", "wikitext")
