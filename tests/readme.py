@@ -19,6 +19,8 @@ READMES = [
     *(REPOSITORY / "eval/recall" / name for name in ("mixers.md", "protocol.md")),
     REPOSITORY / "docs/reproduce.md",
 ]
+# Guides also name files that a run writes.
+GUIDES = [path for path in sorted((REPOSITORY / "docs").glob("*.md")) if path not in READMES]
 
 
 def blocks(language: str, readme: Path = FRONT) -> list[str]:

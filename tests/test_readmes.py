@@ -1,4 +1,4 @@
-"""READMEs, RESULTS.md and the notes of records: commands are valid, links and modules are there."""
+"""READMEs, guides, RESULTS.md and notes of records: commands are valid, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.readme import READMES
+from tests.readme import GUIDES, READMES
 
 EVAL = REPOSITORY / "eval"
 NOTES = sorted((EVAL / "records").glob("*.note.md"))
@@ -103,7 +103,7 @@ def broken_links(text: str, file: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*READMES, *RESULTS], ids=name_of)
+@pytest.mark.parametrize("path", [*READMES, *GUIDES, *RESULTS], ids=name_of)
 def test_commands_are_taken_and_links_lead_somewhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = path.read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def test_commands_are_taken_and_links_lead_somewhere(path, tmp_path, monkeypatch
         parse(module, arguments, monkeypatch)
 
 
-@pytest.mark.parametrize("path", READMES, ids=name_of)
+@pytest.mark.parametrize("path", [*READMES, *GUIDES], ids=name_of)
 def test_modules_and_sources_are_there(path):
     text = path.read_text(encoding="utf-8")
     for module in re.findall(r"python -m ((?:eval|launch|cat_lm|data_prep)[\w.]*)", text):

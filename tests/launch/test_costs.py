@@ -35,6 +35,7 @@ SMALL, MEDIUM, LARGE = (
     str(REPOSITORY / f"configs/pretrain/cat_rope{size}.yaml") for size in ("", "_1b4", "_7b")
 )
 PAGE = REPOSITORY / "launch/doctor/README.md"
+GUIDE = REPOSITORY / "docs/pretrain_on_slurm.md"
 H100 = device_by_option("h100")
 
 
@@ -308,14 +309,34 @@ def test_all_wrong_numbers_at_once(doctor):
     assert wrong == ["  --ranks 7", "  --ranks 12", "  --ranks 512"]
 
 
-def test_page_shows_what_the_command_prints(doctor, monkeypatch):
+def test_guide_shows_what_the_command_prints(doctor, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    page = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"```console\n\$ python -m launch\.doctor (.*)\n([^`]*)```", page)
-    assert len(blocks) == 4
+    text = GUIDE.read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ python -m launch\.doctor (.*)\n([^`]*)```", text)
+    assert len(blocks) == 2
     for arguments, shown in blocks:
         code, out, _ = doctor(*shlex.split(arguments))
-        assert code == 0 and shown == out, f"{PAGE}: {arguments} now prints\n{out}"
+        assert code == 0 and shown == out, f"{GUIDE}: {arguments} now prints\n{out}"
+
+
+def test_page_has_the_costs_of_larger_models(doctor):
+    """Ranks, GiB, seconds a step, days and GPU-hours are the columns of the command's table."""
+    text = PAGE.read_text(encoding="utf-8")
+    part = text.partition("## What a run costs")[2].partition("\n## ")[0]
+    models: list[tuple[str, list[list[str]]]] = []
+    for line in re.findall(r"^\|(.+)\|$", part, re.MULTILINE)[2:]:
+        name, *cells = (cell.strip() for cell in line.split("|"))
+        if name:
+            models.append((re.findall(r"`(.+)`", name)[0], []))
+        models[-1][1].append(cells)
+    assert [name for name, _ in models] == ["cat_rope_1b4.yaml", "cat_rope_7b.yaml"]
+    for name, rows in models:
+        path, ranks = REPOSITORY / "configs/pretrain" / name, ",".join(row[0] for row in rows)
+        out = doctor(path, "--ranks", ranks, "--device", "h100")[1]
+        printed = {row[0]: row for line in out.splitlines() if (row := line.split())}
+        for row in rows:
+            found = printed[row[0]]
+            assert row == [found[0], found[3], found[5], *found[9:]], f"{name} now prints\n{out}"
 
 
 def test_page_states_the_assumptions():
