@@ -115,7 +115,7 @@ def test_commands_are_taken_and_links_lead_somewhere(path, tmp_path, monkeypatch
         parse(module, arguments, monkeypatch)
 
 
-@pytest.mark.parametrize("path", [*READMES, *GUIDES], ids=name_of)
+@pytest.mark.parametrize("path", READMES, ids=name_of)
 def test_modules_and_sources_are_there(path):
     text = path.read_text(encoding="utf-8")
     for module in re.findall(r"python -m ((?:eval|launch|cat_lm|data_prep)[\w.]*)", text):
