@@ -22,6 +22,9 @@ from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
 from eval.recall.cell import Cell
 from tests.conftest import REPOSITORY
+from tests.readme import blocks
+
+GUIDE = REPOSITORY / "docs/your_own_idea.md"
 
 
 @pytest.fixture
@@ -164,14 +167,26 @@ def test_file_of_a_plugin_moves_into_the_project(
     assert registry.get(name).name == name
 
 
-def test_the_readme_installs_and_links_them():
-    text = (REPOSITORY / "cat_lm/README.md").read_text(encoding="utf-8")
+def test_examples_of_the_guide_pass_its_check(registries, monkeypatch, tmp_path):
+    *examples, check, script = blocks("python", GUIDE)
+    assert len(examples) == 3 and "check_entry" in check and "my_idea" in script
+    (tmp_path / "my_idea.py").write_text("\n".join(examples), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_idea", raising=False)
+    exec(compile(check, "guide", "exec", dont_inherit=True), {"__name__": "guide"})
+
+
+def test_guide_installs_and_links_the_examples():
+    text = GUIDE.read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.S)
     project = tomllib.loads(block)["project"]
     assert project["entry-points"] == {plugins.GROUP: {"my_idea": "my_idea"}}
     linked = set(re.findall(r"\(\.\./tests/own_ideas/(\w+\.py)\)", text))
     there = {path.name for path in (REPOSITORY / "tests/own_ideas").glob("*.py")}
     assert linked == there - {"__init__.py"}
+    for name, lines in re.findall(r"\.\./([\w/]+\.py)\) \((\d+)", text):
+        found = (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
+        assert len(found) == int(lines), name
 
 
 def test_the_family_says_what_its_model_has(ideas):

@@ -19,6 +19,7 @@ from cat_lm.model import CatMixerConfig, CatMixerForCausalLM
 from cat_lm.model.cache import CatCache
 from cat_lm.model.context import Context
 from tests.conftest import REPOSITORY
+from tests.readme import blocks
 
 WIDTH, TIME = 16, 70  # more than a chunk of the delta rule
 
@@ -109,16 +110,20 @@ def test_a_mixer_from_outside(outside):
         make_mixer("running-mean").build(Setting(3))
 
 
-def test_readme_shows_a_whole_mixer_and_every_name(monkeypatch):
-    text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+def test_guide_has_a_whole_mixer(monkeypatch):
+    found = blocks("python", REPOSITORY / "docs/your_own_idea.md")
+    (code,) = (block for block in found if "class RunningMean" in block)
     monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
-    exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "readme"})
+    exec(compile(code, "guide", "exec", dont_inherit=True), {"__name__": "guide"})
     mixer, x = make_mixer("running-mean:gain=3"), rows()
     module = mixer.build(Setting(WIDTH))
     same(module(x, Context()), module.linear(3 * x.cumsum(1) / torch.arange(1, TIME + 1)[:, None]))
+
+
+def test_readme_lists_every_mixer():
+    text = (REPOSITORY / "cat_lm/mixers/README.md").read_text()
     shown = {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in row.split(", ")}
-    assert {f"`{name}`" for name in mixers.names() if name != "running-mean"} == shown
+    assert {f"`{name}`" for name in mixers.names()} == shown
 
 
 def test_what_cannot_be_registered(outside):

@@ -108,8 +108,9 @@ def test_a_prepared_mask_after_a_cache_needs_all_padding():
 
 
 @torch.no_grad()
-def test_the_example_of_the_readme():
-    (code,) = blocks("python", REPOSITORY / "cat_lm/model/attention/README.md")
+def test_example_of_the_guide_changes_logits():
+    found = blocks("python", REPOSITORY / "docs/your_own_idea.md")
+    (code,) = (block for block in found if "class LearnedDecay" in block)
     try:
         exec(code, {"__name__": "example"})
         ids = random_ids(1, 12)
