@@ -7,8 +7,8 @@ A package names a module in its metadata, here in pyproject.toml:
 
 The module is imported once, when a registry is first asked for what it has, and calls `register` of
 `cat_lm.architectures`, `cat_lm.mixers`, `cat_lm.model.attention` or `cat_lm.ops.convolution.kinds`.
-Files of this project need no change, and every command knows the new names. `cat_lm/README.md` has
-an example of each.
+Files of this project need no change, and every command knows the new names. An
+example of each is in `docs/your_own_idea.md`.
 """
 
 from __future__ import annotations

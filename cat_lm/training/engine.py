@@ -301,7 +301,7 @@ class Engine:
         """One optimizer step on this rank's rows of the global batch.
 
         The host waits for none of the device's numbers; loss, norm and flags come together by the
-        result. (DeepSpeed waits for some of its own in stages 2 and 3: see cat_lm/README.md.)
+        result. (DeepSpeed waits for some of its own in stages 2 and 3: see README.md.)
 
         Args:
             flags: numbers to be summed over all ranks on the way, without a collective of theirs.

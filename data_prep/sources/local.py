@@ -284,9 +284,10 @@ def find_files(path: str, flag: str) -> Found:
             raise UserError(f"{flag} {path}: no such file or folder, and no match as a pattern")
     found, others = [], []
     for file in candidates:
-        if file.is_symlink() and not file.exists() and suffix_of(file):
+        is_passed_over = _is_hidden(file, root) or not suffix_of(file)
+        if file.is_symlink() and not file.exists() and not is_passed_over:
             raise UserError(f"{flag} {path}: {file} is a link to nothing")
-        if _is_hidden(file, root) or not suffix_of(file) or not file.is_file():
+        if is_passed_over or not file.is_file():
             others.append(file)
             continue
         if str(file) != str(file).encode(errors="replace").decode():

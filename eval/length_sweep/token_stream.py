@@ -174,8 +174,11 @@ class TokenStream:
             "short_documents": len(tokens) - of_long,
             "document_rests": of_long - of_parts,
         }
-        made = self.part(np.concatenate([[self.eod_id], *kept]), left_out)
-        return made._apart(kept) if of_long > of_parts else made
+        if of_long == of_parts:
+            return self.part(np.concatenate([[self.eod_id], *kept]), left_out)
+        # Documents that are cut lack an end, without which their words would be joined.
+        cut = self._apart(kept)
+        return replace(self.part(cut.tokens, left_out), spans=cut.spans)
 
     def _apart(self, parts: Sequence[np.ndarray]) -> TokenStream:
         """Return the stream of parts that may lack an end; one before each is not scored."""

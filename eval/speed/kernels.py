@@ -267,12 +267,6 @@ def _torch_conv1d(case: ConvCase) -> list[Kernel]:
     def channels_last(x: Tensor) -> Tensor:
         return x[:, :, None].contiguous(memory_format=torch.channels_last)
 
-    def back_from_channels_last(y: Tensor) -> Tensor:
-        return back(y[:, :, 0])
-
-    def gradient_channels_last(dy: Tensor) -> Tensor:
-        return channels_last(first(dy))
-
     def convolve_channels_last(x: Tensor, taps: Tensor) -> Tensor:
         return F.conv2d(x, channels_last(taps), groups=groups)
 

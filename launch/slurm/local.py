@@ -141,7 +141,7 @@ def ranks_of(parent: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             # The command's name, in parentheses, may hold anything.
-            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            above = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
             if above == parent and b"\0train.py\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found

@@ -159,6 +159,13 @@ def test_whole_documents_are_scored_as_a_text_of_their_own(tokenizer):
     assert long.texts() == [DOCUMENTS[0], DOCUMENTS[2]]
 
 
+def test_words_of_documents_that_are_cut_stay_apart(tokenizer):
+    stream = text_stream(["ab cd", "ef gh", "ij kl"], tokenizer, "text")
+    cut = stream.whole_documents(Documents(1, 5), None)
+    assert cut.spans is not None and cut.texts() == ["ab cd", "ef gh", "ij kl"]
+    assert (cut.num_words, cut.num_bytes) == (6, 15)
+
+
 def test_skipping_everything_is_refused(tiny_corpus, tokenizer, split):
     total = len(split)
     for choice in (None, Documents(1)):
