@@ -195,21 +195,23 @@ class _Rows:
             raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
         for name in _LENGTHS:
             lengths = self.further.get(name)
-            # Counting waits for a GPU, and a fake tensor cannot be counted.
-            if lengths is not None and self._count_documents(found) not in (None, len(lengths) - 1):
+            if lengths is not None and not self._are_lengths(lengths, found):
                 raise ValueError(
                     f"{name}: the layers read documents off document_ids or position_ids, which "
                     "say others; pass document_ids, and no cache"
                 )
         return found
 
-    def _count_documents(self, documents: Tensor | None) -> int | None:
-        """Count the documents of all rows; None where a compiled graph would not know it."""
+    def _are_lengths(self, lengths: Tensor, documents: Tensor | None) -> bool:
+        """Return True if documents in flash attention's form are the rows' documents."""
+        batch, time = self.shape
+        is_continued = self.cache is not None and self.cache.get_seq_length() > 0
+        if torch.compiler.is_compiling() or is_continued:
+            # Values are not known while compiling, and cached keys are counted, too.
+            return documents is not None or len(lengths) - 1 == batch
         if documents is None:
-            return self.shape[0]
-        return (
-            None if torch.compiler.is_compiling() else int(documents[:, -1].sum() + self.shape[0])
-        )
+            return lengths.tolist() == [row * time for row in range(batch + 1)]
+        return torch.equal(lengths.to(documents.device).int(), document_borders(documents))
 
     def padding(self, documents: Tensor | None) -> Tensor | None:
         """Return which of the new tokens are real, [B, T] bool; None where all are.

@@ -174,6 +174,10 @@ def test_documents_and_caches_that_layers_do_not_see_are_refused(case):
     refuses(lambda: model(row, **cached), "cannot be used with a cache")
     for how in ({}, once):
         refuses(lambda how=how: model(row, **borders, **how), "cu_seq_lens_q")
+    # As many documents with another border are other documents.
+    moved = {"cu_seq_lens_q": torch.tensor([0, 4, 12])}
+    ids = torch.tensor([[0] * 5 + [1] * 7])
+    refuses(lambda: model(row, document_ids=ids, **moved), "cu_seq_lens_q")
     refuses(lambda: model(row, position_ids=7 * positions + 3, **once), "another position than 0")
     cache = model(row, use_cache=True).past_key_values
     for name, value in (
