@@ -86,7 +86,12 @@ def main() -> None:
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
     quiet_transformers()
+    from cat_lm.core.outputs import claim_outputs
+    from eval.common.result_files import EVALUATION
     from eval.report.write import report
+
+    for run in runs:
+        claim_outputs(run / EVALUATION, "samples.json")
 
     with comparing_files(skip=arguments.skip_checksums):
         for run in runs:

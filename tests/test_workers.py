@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,26 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "tests/test_b.py").write_text("def test_b(): pass\n")
     return folder
+
+
+def test_a_test_that_ends_its_worker_is_run_once(suite):
+    (suite / "crash").mkdir()
+    (suite / "crash/test_end.py").write_text(
+        "import os\ndef test_ends(): os._exit(3)\ndef test_after(): pass\n"
+    )
+    (suite / "tests/durations.json").write_text("{}")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "crash", "tests"],
+        cwd=suite,
+        env=environment | {"PYTHONPATH": str(suite)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shutil.rmtree(suite / "crash")
+    assert done.stdout.count("crashed while running 'crash/test_end.py::test_ends'") == 1
+    assert "1 failed, 3 passed" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,28 @@ def scheduler(config: pytest.Config, log: object) -> object:
     """Return pytest-xdist's scheduler that hands out `piece`s in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
 
+    crashed: set[str] = set()
+
     class Pieces(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return piece(nodeid)
+
+        def remove_node(self, node: object) -> str | None:
+            """Keep a test that ended its worker from another one, which it would end too."""
+            units = self.assigned_work[node].values()
+            left = [test for unit in units for test, done in unit.items() if not done]
+            crashed.update(left[:1])
+            return super().remove_node(node)
+
+        def _reschedule(self, node: object) -> None:
+            for scope, unit in list(self.workqueue.items()) if crashed else ():
+                unit.update({test: True for test in unit if test in crashed})
+                if all(unit.values()):
+                    del self.workqueue[scope]
+            super()._reschedule(node)
+            # A worker begins a test when it knows the next one, or that there is none.
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
     config.option.loadscopereorder = False  # by the number of tests, which says little
     return Pieces(config, log)

@@ -33,7 +33,7 @@ from data_prep.assemble.shards import (
 )
 from data_prep.common.amounts import Limit, SelectionSpec
 from data_prep.common.progress import progress_bar
-from data_prep.common.workers import run_tasks
+from data_prep.common.workers import run_tasks, useful_workers
 from data_prep.encode.encoding import PLACES, Encoding, Rules
 from data_prep.encode.estimate import check_disk, print_estimate
 from data_prep.encode.job import Job
@@ -157,7 +157,7 @@ def _set_up(
         units_of(source),
         plan,
         spec,
-        arguments.workers,
+        useful_workers(arguments.workers),
         held_out,
     )
     info, seconds = plan.tokenizer, time.monotonic() - start

@@ -74,7 +74,10 @@ def _make(made: Path, file: Path, source: dict) -> dict:
     shards, counts, start = {}, {}, 0
     for split, size in source["splits"].items():
         data = np.fromfile(file, np.uint8, size, offset=start)
-        tokens = np.append(data, info.eod_id).astype(dtype)
+        if len(data) < size:
+            raise UserError(f"--path {file}: was cut while it was read")
+        tokens = np.full(size + 1, info.eod_id, dtype)
+        tokens[:size] = data
         counts[split] = np.bincount(tokens, minlength=info.vocab_size)
         with ShardWriter(made, f"{split}-00000", dtype) as writer:
             writer.write(tokens, np.array([len(tokens)]), [size])

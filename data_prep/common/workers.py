@@ -22,6 +22,11 @@ SIGNAL_SECONDS = 1.0  # for a signal to a whole job to reach this process, too
 _counter: Any = None  # of a worker: the bytes that all of them have done
 
 
+def useful_workers(asked: int) -> int:
+    """Return how many of the workers that are asked for are started."""
+    return min(asked, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
+
+
 def run_tasks(
     work: Work,
     tasks: Iterable[Any],
@@ -47,7 +52,7 @@ def run_tasks(
         for task in tasks:
             yield work(task, progress)
         return
-    workers = min(workers, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
+    workers = useful_workers(workers)
     context = multiprocessing.get_context("spawn")  # the tokenizers' threads do not survive a fork
     counter, seen = context.Value("q"), 0
     pool = ProcessPoolExecutor(workers, context, _begin, (counter, threads))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,15 +27,13 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def local(arguments: argparse.Namespace) -> None:
     """Run until the run is finished; leave with its exit code where it is not."""
     plan = plan_of(arguments)
-    if asked := plan.options.gpus_per_node:
-        import torch
-
-        # Without any, the ranks would train on the CPU.
-        if (found := torch.cuda.device_count()) < asked:
-            raise UserError(
-                f"--gpus-per-node {asked}: this machine shows {found} GPU{'s' * (found != 1)}; ask "
-                "for as many at most, or for CPU ranks with --tasks N"
-            )
+    asked = plan.options.gpus_per_node
+    # Without any, the ranks would train on the CPU.
+    if asked and (found := count_gpus(plan.options.env)) < asked:
+        raise UserError(
+            f"--gpus-per-node {asked}: this machine shows {found} GPU{'s' * (found != 1)}; ask "
+            "for as many at most, or for CPU ranks with --tasks N"
+        )
     with suppress(cluster.NoSlurm):
         refuse_second_job(plan.folder)
     refuse_other_run(plan)
@@ -44,6 +43,15 @@ def local(arguments: argparse.Namespace) -> None:
     plan.folder.reset_attempts("local")
     if code := Local(plan.folder, plan.options).run():
         raise SystemExit(code)
+
+
+def count_gpus(variables: Mapping[str, str]) -> int:
+    """Count the GPUs that ranks see, whose environment has these variables too."""
+    count = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
+    done = subprocess.run(count, env={**os.environ, **variables}, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"--gpus-per-node: torch cannot count GPUs: {done.stderr.strip()[-300:]}")
+    return int(done.stdout.split()[-1])
 
 
 class Local:

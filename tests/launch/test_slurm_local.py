@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.slurm import local
 from launch.slurm.folder import RunFolder
 from launch.slurm.local import Local
 from launch.slurm.options import Options
@@ -107,13 +108,25 @@ def test_attempts_are_noted(looped, folder, capsys):
     ],
 )
 def test_ranks_that_one_machine_cannot_have_are_one_line(place, options, said, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(local, "count_gpus", lambda variables: 1)
     assert said in place.fails("local", place.config, *options)
     assert not place.run_folder.run.exists()
 
 
+def test_gpus_are_counted_in_the_environment_of_the_ranks(monkeypatch):
+    seen = {}
+
+    def run(command, env, **how):
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 0, "3\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert local.count_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert seen["CUDA_VISIBLE_DEVICES"] == "0,1,2" and "PATH" in seen
+
+
 def test_gpus_that_are_there_are_used(place, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(local, "count_gpus", lambda variables: 2)
     monkeypatch.setattr(Local, "run", lambda self: 7)
     assert place("local", place.config, "--gpus-per-node", 2) == (7, "", "")
 
