@@ -31,6 +31,14 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "'' is no path, name or value")
         return super()._get_value(action, arg_string)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Before Python 3.12 argparse makes [] of the value in --option=--.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
 
 class Once(argparse.Action):
     """Store an option's value; raise for a second one, which would silently replace the first."""

@@ -139,8 +139,8 @@ def short(value: Any, most: int = 60) -> str:
 
 def clipped(text: str, most: int = 60) -> str:
     """Show text on one line in about `most` characters: cut, without control characters."""
-    text = text if len(text) <= most else f"{text[: most - 3]}..."
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def read_object(

@@ -8,6 +8,7 @@ arguments first.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -282,6 +283,8 @@ def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str)
         )
     except Exception as error:  # of several libraries, for whatever they cannot open or parse
         causes = [cause for file in files if (cause := os_error(error, file)) is not None]
+        # Files that can be opened are not the cause while one cannot.
+        causes.sort(key=lambda cause: cause.errno == errno.EAGAIN)
         if causes:
             problem = describe_os_error(causes[0])
             raise file_error(f"model {folder}: cannot be loaded: {problem}", causes[0]) from error

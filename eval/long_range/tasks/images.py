@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cat_lm.core.errors import UserError
 from cat_lm.core.readers import clipped, read_text
 from cat_lm.mixers.parts.base import check_choice
 from eval.long_range.tasks.base import Examples, Place
@@ -87,6 +88,10 @@ class Images(StoredTask):
 
     def make(self, place: Place) -> Made:
         splits, origin = self.splits(place.folder)
+        for split, (_, labels) in splits.items():
+            if not len(labels):
+                where = place.folder or "the hub"
+                raise UserError(f"{self.name}: {where} has too few images: none is for {split}")
         return {split: (map(bytes, x), labels) for split, (x, labels) in splits.items()}, origin
 
     def examples(
@@ -302,7 +307,8 @@ class Pathfinder(Cifar10):
     def _pixels(self, path: Path) -> np.ndarray:
         try:
             image = _decoded(path)
-        except (OSError, SyntaxError):  # Pillow's error at unknown bytes is an OSError.
+        # Pillow's error at unknown bytes is an OSError, of a zero byte in the name a ValueError.
+        except (OSError, SyntaxError, ValueError):
             self.source.refuse(path, "is missing, truncated or no PNG image")
         if image.shape != (self.size, self.size):
             height, width = image.shape

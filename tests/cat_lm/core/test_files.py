@@ -160,3 +160,13 @@ def test_weights_that_cannot_be_opened_now_are_no_damage(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         load_model(folder)
     assert not is_temporary(caught.value)
+
+
+def test_weights_that_are_not_there_are_no_temporary_error(tmp_path):
+    cat_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    *_, last = sorted(tmp_path.glob("*.safetensors"))
+    last.unlink()
+    last.symlink_to("nowhere")
+    with pytest.raises(UserError, match="no such file") as caught:
+        load_model(tmp_path)
+    assert not is_temporary(caught.value)

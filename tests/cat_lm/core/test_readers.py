@@ -137,10 +137,26 @@ def test_argument_is_within_its_range_or_refused(text):
         try:
             found = kind(text)
         except argparse.ArgumentTypeError as error:
-            assert len(str(error)) < 160
+            assert len(str(error)) < 220
         else:
             numbers = found if isinstance(found, tuple) else (found,)
             assert all(0 <= number <= 10_000 for number in numbers)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(KINDS[0], "'--' must be"), (None, "")])
+def test_two_dashes_after_an_equals_sign_are_a_value(kind, said):
+    parser = cli.Parser(prog="x")
+    parser.add_argument("--number", type=kind)
+    if said:
+        assert said in line_of(parser.parse_args, ["--number=--"])
+    else:
+        assert parser.parse_args(["--number=--"]).number == "--"
+
+
+@given(st.text(max_size=80), st.integers(9, 60))
+def test_clipped_text_is_short_and_printable(text, most):
+    shown = readers.clipped(text, most)
+    assert len(shown) <= most and shown.isprintable()
 
 
 def test_arguments_are_read_as_people_write_them():

@@ -256,6 +256,7 @@ DAMAGE = [
     ("pathfinder", PNG, image((8, 9)), "sample_7.png: is 9×8, must be 32×32"),
     ("pathfinder", LIST, b"imgs/0 sample_0.png 0\n", "is no folder, file, number and class"),
     ("pathfinder", LIST, b"", "has no list (NUMBER.npy) of an image that has bytes"),
+    ("pathfinder", LIST, b"\0 sample_0.png 0 1\n", "is missing, truncated or no PNG image"),
     ("imdb", REVIEW, b"caf\xe9", "3_7.txt: is not UTF-8 text (byte 3)"),
     ("aan", TABLE, None, "new_aan_pairs.train.tsv: no such file or folder"),
     ("aan", TABLE, b"", "new_aan_pairs.train.tsv: is empty"),
@@ -288,6 +289,12 @@ def test_wrong_files_are_one_line(task, name, content, words, data, tmp_path):
         make_task(task).load("train", place_of(data, tmp_path))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert "is had at https://" in str(error.value) or task == "imdb"
+
+
+def test_images_too_few_for_a_split_are_refused(data, tmp_path):
+    (data / LIST).write_text("imgs/0 sample_0.png 0 1\n")
+    with pytest.raises(UserError, match=r"data has too few images: none is for (validation|test)"):
+        make_task("pathfinder").load("train", place_of(data, tmp_path))
 
 
 def test_missing_folders_and_other_endings_are_one_line_or_right(data, tmp_path, monkeypatch):
