@@ -14,15 +14,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests import workers
 
 workers.one_thread_each()
 # Continuous integration tries the same examples each time; `python -m tests.fuzz` tries others.
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-settings.load_profile("fixed")
 REPOSITORY = Path(__file__).resolve().parent.parent
+settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "other",
+    deadline=None,
+    max_examples=800,
+    database=DirectoryBasedExampleDatabase(REPOSITORY / "runs/fuzz/examples"),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    print_blob=False,
+)
+settings.load_profile("fixed")
 # A shell's `&` has INT ignored, and so have all processes below it; tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

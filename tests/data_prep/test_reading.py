@@ -20,6 +20,7 @@ from data_prep.sources import documents as reader
 from data_prep.sources.base import set_name
 from data_prep.sources.documents import Malformed, Reading
 from tests.data_prep.helpers import documents, json_lines, opened, texts
+from tests.fuzz.strategies import damages
 
 PACK = {
     "": bytes,
@@ -179,6 +180,31 @@ def test_file_damaged_in_the_middle_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(data[:100] + bytes(4900) + data[5000:])
     with pytest.raises(UserError, match=rf"{name}(:\d+)?: (broken|not|cannot be read)"):
         texts(tmp_path)
+
+
+def parquet(values):
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), stream)
+    return stream.getvalue()
+
+
+WRITTEN = ["some text", "ä", ""]
+FILES = {f"x.jsonl{packing}": PACK[packing](json_lines(WRITTEN)) for packing in PACK}
+FILES["x.parquet"] = parquet(WRITTEN)
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(data=st.data())
+def test_damaged_file_is_read_or_refused_in_one_line(tmp_path_factory, name, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / name).write_bytes(FILES[name])
+    data.draw(damages({name: FILES[name]}, [name], folder)).apply(folder)
+    try:
+        found = documents(opened("files", folder))
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+    else:
+        assert all("\n" not in item.reason for item in found if isinstance(item, Malformed))
 
 
 def test_zstd_windows_beyond_the_librarys_default_are_read(tmp_path):

@@ -7,95 +7,101 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
-from tests.fuzz.child import LIMIT_BYTES, LIMIT_SECONDS
-from tests.fuzz.fakes import DEEDS as FAKE_DEEDS
-from tests.fuzz.world import LONG_RANGE
+from tests.fuzz.server import REPOSITORY
 
 
 @dataclass(frozen=True)
 class Target:
-    """A command with a line that it accepts.
+    """A command with a line that it accepts; lists are texts with spaces.
 
     Attributes:
-        name: of the target, in the numbers of its cases.
-        module: what is called, `python -m MODULE` or a program at the top.
-        family: of the processes that it is forked from.
-        line: its words; it runs in the case's folder, all names are relative.
-        needs: what of the world lies in the case's folder.
+        name: of the target, for `--only`.
+        command: for `python -m`, or a program at the top; names are relative to the case's folder.
         files: patterns of the files that may be damaged; none: only the command line is.
-        outputs: what it may write.
         guarded: patterns of files whose bytes a checksum vouches for: damage must be noticed.
+        outputs: what it may write.
         codes: exit codes that it documents.
-        keys: whether it takes keys of the run's configuration.
-        file_weight, line_weight: how often files and command lines are drawn.
-        usual: its exit code where nothing is damaged.
         stdin: what stands there.
-        limit_seconds, limit_bytes: what it may take.
+        slow: a call takes seconds.
+        usual: the exit code where nothing is odd.
     """
 
     name: str
-    module: str
-    family: str
-    line: tuple[str, ...]
-    needs: tuple[str, ...]
-    files: tuple[str, ...]
-    outputs: tuple[str, ...]
-    guarded: tuple[str, ...]
+    command: str
+    files: str = ""
+    guarded: str = ""
+    outputs: str = "out"
     codes: tuple[int, ...] = (0, 2)
-    keys: bool = False
-    file_weight: float = 1.0
-    line_weight: float = 1.0
-    usual: int = 0
     stdin: str = ""
-    limit_seconds: float = LIMIT_SECONDS
-    limit_bytes: int = LIMIT_BYTES
+    slow: bool = False
+    usual: int = 0
 
+    @property
+    def module(self) -> str:
+        return self.command.split()[0]
 
-def target(
-    name: str,
-    command: str,
-    line: str,
-    needs: str = "",
-    files: str = "",
-    weights: tuple[float, float] = (1, 1),
-    outputs: str = "out",
-    guarded: str = "",
-    **more: object,
-) -> Target:
-    """Make a target of texts with spaces between words; `command` is the family and the module."""
-    family, module = command.split()
-    words = tuple(tuple(text.split()) for text in (needs, files, outputs, guarded))
-    file, odd = weights
-    given = {"file_weight": file, "line_weight": odd, **more}
-    return Target(name, module, family, tuple(shlex.split(line)), *words, **given)
+    @property
+    def line(self) -> tuple[str, ...]:
+        return tuple(shlex.split(self.command)[1:])
+
+    def words(self, line: tuple[str, ...]) -> list[str]:
+        """Return the words after `python`."""
+        if self.module == "-c":
+            return ["-c", *line]
+        program = REPOSITORY / f"{self.module}.py"
+        return [*([str(program)] if program.exists() else ["-m", self.module]), *line]
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Print the name alone in Hypothesis's reports."""
+        printer.text(self.name)
 
 
 SHARDS, RECORDS = "data/*.bin data/*.idx", "data/manifest.json data/tokenizer/*"
-WEIGHTS, CONFIG = "model/*.safetensors", "config.yaml base.yaml"
+CONFIG, SITE, CARDS = "config.yaml base.yaml", "site.yaml", "model/*.json"
+WEIGHTS, PIQA = "model/*.safetensors", "tasks/piqa.jsonl"
+RUN, RUN_WEIGHTS = "run/model/*", "run/model/*.safetensors"
+EXPORTED = "exported/export.json exported/*"
+PICKLED = "pickled/*.bin pickled/*.bin pickled/*.json"
+SHARDED = "sharded/*.safetensors sharded/*.index.json sharded/config.json"
+READ = f"{WEIGHTS} data/validation-*"
 STEP = "run/checkpoints/step-00000002"
 CHECKPOINT = f"{STEP}/* {STEP}/*/* {STEP}/* {STEP}/*/* run/metrics.jsonl run/config.yaml"
 _STATE = ("model/*", "state/*", "tokenizer/*", "random-*", "state.json", "run_config.yaml")
 STATE = " ".join(f"{STEP}/{name}" for name in _STATE)
+SLURM = f"run/slurm/* run/metrics.jsonl {STEP}/complete.json"
 RESULTS = "run/config.yaml run/metrics.jsonl run/eval/*.json run/zero_shot/*.json"
-FILES = "--source files --tokenizer bytes --path text"
-SPLIT = r"--workers 1 --document-separator '\n\n' --validation-fraction 0.2"
-UNFINISHED = f"{FILES} --workers 1 --validation-fraction 0.2 --out unfinished"
+REPORTED = f"{RESULTS} {RESULTS} run/model/*.json run/model/*.safetensors data/manifest.json"
 PARTS = "unfinished/unfinished/* unfinished/unfinished/parts/*"
-SWEEP = "--lengths 16,32 --max-tokens 200 --methods none,yarn --out out"
-LANDMARK = "--blocks 4 --top-k 1 --local 1 --out out"
-ZERO_SHOT = "--tasks piqa --data-dir tasks --out out --limit 3"
-CELL = "--task mqar:keys=2 --mixer cat --d-model 16 --seq-len 16 --epochs 1 --train-examples 32"
-SUBMIT = "config.yaml --nodes 2 --tasks-per-node 1 --site site.yaml --print"
-TINY = "--models cat --layers 1 --hidden-size 16 --heads 2 --vocab-size 64 --repeats 1"
-CONV = "conv --shape 1,8,2,4 --windows 2,3 --repeats 1 --device cpu --kernels cpu"
-STREAMS = "streams --data data --scale smoke --estimate-only --out out --workers 1 --device cpu"
+ENDS = ("*.json", "*.safetensors", "*.bin", "*.jinja")
+MODEL, PYTHIA = (" ".join(f"{name}/{end}" for end in ENDS) for name in ("model", "pythia"))
 
-
-def model_files(folder: str) -> str:
-    return " ".join(f"{folder}/{end}" for end in ("*.json", "*.safetensors", "*.bin", "*.jinja"))
-
-
+PREPARE = "data_prep.prepare --source files --workers 1"
+TEXT = rf"{PREPARE} --path text/a.txt --document-separator '\n\n' --out out"
+BYTES = f"{PREPARE} --tokenizer bytes --path text --validation-fraction 0.2"
+SPLIT = rf"{BYTES} --document-separator '\n\n'"
+ADOPT = "data_prep.adopt web=data/train-00000 --validation data/validation-00000 --tokenizer bytes"
+INSPECT = "data_prep.inspect data --workers 1 --samples 1 --context-length 32"
+DOCTOR = "launch.doctor config.yaml --ranks 2"
+PLAN = f"{DOCTOR},4 --device h100 train.peak_tflops=100"
+SUBMIT = "launch.slurm submit config.yaml --nodes 2 --tasks-per-node 1 --site site.yaml --print"
+ARRAY = "launch.slurm prepare --tasks 2 --print -- --source files --tokenizer bytes --path text"
+TRAIN, GENERATE, INIT = "train config.yaml", "--max-new-tokens 2 --greedy", "train.init_from=model"
+SWEEP = "eval.length_sweep model --lengths 16,32 --max-tokens 200 --methods none,yarn --out out"
+LANDMARK = "eval.landmark sweep model --data data --blocks 4 --top-k 1 --local 1 --out out"
+DIAGNOSE = LANDMARK.replace("sweep", "diagnose")
+ZERO_SHOT = "eval.zero_shot model --data-dir tasks --out out --limit 2"
+CELL = "eval.recall run --task mqar:keys=2 --mixer cat --d-model 16 --seq-len 16 --epochs 1"
+CELL += " --train-examples 32 --test-examples 16 --batch-size 16 --out recall"
+LONG_CELL = "eval.long_range run --task smnist:size=14 --mixer nope --d-model 16 --layers 1"
+LONG_CELL += " --epochs 1 --device cpu --data long --cache cache --out long-range"
+LONG_OUT = "long-range cache"
+DECODE = "eval.speed decode --models cat --layers 1 --hidden-size 16 --heads 2 --vocab-size 64"
+DECODE += " --repeats 1 --batch-size 1 --device cpu --prompts 8 --new-tokens 2 --uncached-tokens 1"
+CONV = "eval.speed conv --shape 1,8,2,4 --windows 2,3 --repeats 1 --device cpu --kernels cpu"
+STREAMS = "eval.study streams --data data --scale smoke --estimate-only --out out --device cpu"
+RIVALS = "eval.study rivals --data nowhere --out out --models tfpp --estimate-only"
 # Tasks of eval.long_range and the files that they read.
 LONG = {
     "smnist": "long/mnist/*",
@@ -105,205 +111,60 @@ LONG = {
     "listops:source=official": "long/listops-1000/*",
     "pathfinder": "long/pathfinder32/*/*/*",
 }
+
+
+def _looks(name: str, command: str, files: str = "", guarded: str = "", **more: Any) -> Target:
+    """Make a target of a command that has a code for what is wrong with what it looked at."""
+    return Target(name, command, files, guarded, codes=(0, 1, 2), **more)
+
+
+def _slow(name: str, command: str, files: str, guarded: str = "") -> Target:
+    return Target(name, command, files, guarded, slow=True)
+
+
+def _long_range(task: str) -> Target:
+    command = f"eval.long_range prepare {task} --data long --cache out"
+    return Target(f"long-{task.partition(':')[0]}", command, LONG[task])
+
+
 TARGETS = (
-    target(
-        *("config", "plain launch.doctor"),
-        "config.yaml --ranks 1,2 --device h100 train.peak_tflops=100",
-        *(f"{CONFIG} data", f"{CONFIG} data/manifest.json", (6, 6)),
-        keys=True,
-    ),
-    target(
-        *("doctor", "torch launch.doctor", "config.yaml --ranks 2 --json out/found.json"),
-        *(f"{CONFIG} data", f"{CONFIG} {RECORDS} {SHARDS}", (0.1, 0.1)),
-        codes=(0, 1, 2),
-        keys=True,
-    ),
-    target(
-        *("submit", "plain launch.slurm", f"submit {SUBMIT} train.global_batch_size=4"),
-        *(f"{CONFIG} data site.yaml", f"{CONFIG} site.yaml site.yaml", (3, 3)),
-        keys=True,
-    ),
-    target(
-        *("status", "plain launch.slurm", "status run --json out/status.json", "run"),
-        *(f"run/slurm/* run/metrics.jsonl {STEP}/complete.json", (4, 1)),
-    ),
-    target(
-        *("resume", "plain launch.slurm", "resume run --site site.yaml --print"),
-        *("run site.yaml data", "run/slurm/* site.yaml", (3, 1)),
-    ),
-    target(
-        *("array", "plain launch.slurm", f"prepare --tasks 2 --print -- {FILES} --out out"),
-        needs="text",
-        weights=(1, 3),
-    ),
-    target(
-        *("prepare", "plain data_prep.prepare", f"{FILES} {SPLIT} --out out"),
-        *("text", "text/*", (4, 6)),
-    ),
-    target(
-        *("prepare-tokenizer", "plain data_prep.prepare"),
-        r"--source files --path text/a.txt --document-separator '\n\n' --workers 1 --out out "
-        "--tokenizer trained/tokenizer",
-        *("text trained", "trained/tokenizer/*", (3, 1)),
-    ),
-    target(
-        *("prepare-again", "plain data_prep.prepare", f"{FILES} {SPLIT} --out data"),
-        *("text data", f"{RECORDS} {SHARDS}", (3, 0), ""),
-    ),
-    target(
-        *("prepare-on", "plain data_prep.prepare", UNFINISHED),
-        *("text unfinished", PARTS, (4, 0), "unfinished"),
-    ),
-    target(
-        *("prepare-over", "plain data_prep.prepare", f"{UNFINISHED} --overwrite"),
-        *("text unfinished", PARTS, (3, 0), "unfinished"),
-    ),
-    target(
-        *("inspect", "plain data_prep.inspect"),
-        "data --workers 1 --samples 1 --context-length 32 --json out/found.json",
-        *("data", f"{RECORDS} {SHARDS}", (6, 3)),
-        guarded=SHARDS,
-        codes=(0, 1, 2),
-    ),
-    target(
-        *("adopt", "plain data_prep.adopt"),
-        "web=data/train-00000 --validation data/validation-00000 --tokenizer bytes --link copy "
-        "--out out",
-        *("data", SHARDS, (4, 3)),
-    ),
-    target(
-        *("train", "torch train", "config.yaml train.output_dir=out"),
-        *(f"{CONFIG} data", f"{CONFIG} {RECORDS} {SHARDS}", (1, 3)),
-        guarded=SHARDS,
-        keys=True,
-    ),
-    target(
-        *("continue", "torch train", "config.yaml train.resume=auto train.max_steps=3"),
-        *(f"{CONFIG} data run", CHECKPOINT, (4, 2), "run", STATE),
-        keys=True,
-    ),
-    target(
-        *("init", "torch train"),
-        "config.yaml train.output_dir=out train.init_from=model train.max_steps=1",
-        *(f"{CONFIG} data model", "model/*.json model/*.safetensors", (1, 0)),
-        guarded=WEIGHTS,
-    ),
-    target(
-        *("export", "torch cat_lm.export", "run out", "run", CHECKPOINT, (6, 3)),
-        guarded=STATE,
-    ),
-    target(
-        *("export-over", "torch cat_lm.export", "run exported", "run exported"),
-        *("exported/export.json exported/*", (2, 0), "exported"),
-    ),
-    target(
-        *("generate", "torch cat_lm.generate", "model 'the cat' --max-new-tokens 3"),
-        *("model", model_files("model"), (6, 4)),
-        guarded=WEIGHTS,
-    ),
-    target(
-        *("generate-stdin", "torch cat_lm.generate", "run - --max-new-tokens 2 --greedy"),
-        *("run", "run/model/*"),
-        guarded="run/model/*.safetensors",
-        stdin="a dog",
-    ),
-    target(
-        *("generate-sharded", "torch cat_lm.generate", "sharded 'the cat' --max-new-tokens 2"),
-        "sharded",
-        "sharded/*.safetensors sharded/model.safetensors.index.json sharded/config.json",
-        (2, 0),
-    ),
-    target(
-        *("generate-bin", "torch cat_lm.generate", "pickled 'the cat' --max-new-tokens 2"),
-        *("pickled", "pickled/*.bin pickled/*.bin pickled/*.json", (1, 0)),
-    ),
-    target(
-        *("upcycle", "torch cat_lm.upcycle", "pythia out --window 4"),
-        *("pythia", model_files("pythia"), (2, 2)),
-    ),
-    target(
-        *("sparsify", "torch cat_lm.sparsify", "model out --block 4 --top-k 2"),
-        *("model", model_files("model"), (1, 2)),
-    ),
-    target(
-        *("sweep", "torch eval.length_sweep", f"model --data data {SWEEP}", "model data"),
-        *(f"{RECORDS} {SHARDS} model/*.json {WEIGHTS}", (3, 3)),
-        guarded=f"{WEIGHTS} data/validation-*",
-    ),
-    target(
-        *("sweep-text", "torch eval.length_sweep", f"model --text text/a.txt {SWEEP}"),
-        *("model text", "text/a.txt", (0.5, 1)),
-    ),
-    target(
-        *("landmark-sweep", "torch eval.landmark"),
-        f"sweep model --data data --lengths 16 --max-tokens 64 {LANDMARK}",
-        *("model data", "model/*.json", (0.3, 1)),
-        guarded=f"{WEIGHTS} data/validation-*",
-    ),
-    target(
-        *("landmark-diagnose", "torch eval.landmark"),
-        f"diagnose model --data data --length 16 --windows 2 {LANDMARK}",
-        *("model data", "model/*.json", (0.3, 1)),
-        guarded=f"{WEIGHTS} data/validation-*",
-    ),
-    target(
-        *("report", "torch eval.report", "run --out out", "run data"),
-        f"{RESULTS} {RESULTS} run/model/*.json run/model/*.safetensors data/manifest.json",
-        (1, 0.1),
-    ),
-    target(
-        *("zero-shot", "harness eval.zero_shot", f"model {ZERO_SHOT}", "model tasks"),
-        f"tasks/piqa.jsonl tasks/piqa.jsonl model/*.json {WEIGHTS}",
-        guarded=WEIGHTS,
-    ),
-    target(
-        *("zero-shot-table", "harness eval.zero_shot"),
-        "model --data-dir tasks --out out --limit 2 --bootstrap-iterations 0",
-        *("model tasks", "tasks/*.jsonl", (1, 0)),
-    ),
-    target(
-        *("recall", "torch eval.recall"),
-        f"run {CELL} --test-examples 16 --batch-size 16 --out recall",
-        *("recall", "recall/cells/*.json", (2, 2), "recall"),
-    ),
-    *(
-        target(
-            *(f"long-{task.partition(':')[0]}", "torch eval.long_range"),
-            f"prepare {task} --data long --cache out",
-            *("long", pattern, (1, 0.3)),
-        )
-        for task, pattern in LONG.items()
-    ),
-    target(
-        *("long-run", "torch eval.long_range", shlex.join(["run", *LONG_RANGE])),
-        *("long long-range", "long-range/cells/*.json long/mnist/*", (2, 2), "long-range cache"),
-    ),
-    target("streams", "torch eval.study", STREAMS, "data", RECORDS, (0.05, 0.05)),
-    target(
-        *("speed-conv", "torch eval.speed", f"{CONV} --json out/conv.json"),
-        weights=(1, 0.2),
-        codes=(0, 1, 2),
-    ),
-    target(
-        *("speed-decode", "torch eval.speed"),
-        f"decode {TINY} --batch-size 1 --device cpu --prompts 8 --new-tokens 2 --uncached-tokens 1",
-        weights=(1, 0.5),
-        codes=(0, 1, 2),
-    ),
-    target(
-        *("study", "plain eval.study"),
-        "rivals --data nowhere --out out --models tfpp --estimate-only",
-        usual=2,
-    ),
+    Target("config", PLAN, f"{CONFIG} data/manifest.json"),
+    _looks("doctor", f"{DOCTOR} --json out/x.json", f"{CONFIG} {RECORDS} {SHARDS}", slow=True),
+    Target("submit", f"{SUBMIT} train.global_batch_size=4", f"{CONFIG} {SITE} {SITE}"),
+    Target("status", "launch.slurm status run --json out/status.json", SLURM),
+    Target("resume", "launch.slurm resume run --site site.yaml --print", f"run/slurm/* {SITE}"),
+    Target("array", f"{ARRAY} --out out"),
+    Target("prepare", f"{SPLIT} --out out", "text/*"),
+    Target("prepare-tokenizer", f"{TEXT} --tokenizer trained/tokenizer", "trained/tokenizer/*"),
+    Target("prepare-again", f"{SPLIT} --out data", f"{RECORDS} {SHARDS}", outputs=""),
+    Target("prepare-on", f"{BYTES} --out unfinished", PARTS, outputs="unfinished"),
+    Target("prepare-over", f"{BYTES} --out unfinished --overwrite", PARTS, outputs="unfinished"),
+    _looks("inspect", f"{INSPECT} --json out/found.json", f"{RECORDS} {SHARDS}", SHARDS),
+    Target("adopt", f"{ADOPT} --link copy --out out", SHARDS),
+    Target("train", f"{TRAIN} train.output_dir=out", f"{CONFIG} {RECORDS} {SHARDS}", SHARDS),
+    Target("continue", f"{TRAIN} train.resume=auto train.max_steps=3", CHECKPOINT, STATE, "run"),
+    Target("init", f"{TRAIN} train.output_dir=out {INIT}", f"{CARDS} {WEIGHTS}", WEIGHTS),
+    Target("export", "cat_lm.export run out", CHECKPOINT, STATE),
+    Target("export-over", "cat_lm.export run exported", EXPORTED, outputs="exported"),
+    Target("generate", f"cat_lm.generate model 'the cat' {GENERATE}", MODEL, WEIGHTS),
+    Target("generate-stdin", f"cat_lm.generate run - {GENERATE}", RUN, RUN_WEIGHTS, stdin="a dog"),
+    Target("generate-sharded", f"cat_lm.generate sharded 'the cat' {GENERATE}", SHARDED),
+    Target("generate-bin", f"cat_lm.generate pickled 'the cat' {GENERATE}", PICKLED),
+    Target("upcycle", "cat_lm.upcycle pythia out --window 4", PYTHIA),
+    Target("sparsify", "cat_lm.sparsify model out --block 4 --top-k 2", MODEL),
+    _slow("sweep", f"{SWEEP} --data data", f"{RECORDS} {SHARDS} {CARDS} {WEIGHTS}", READ),
+    _slow("sweep-text", f"{SWEEP} --text text/a.txt", "text/a.txt"),
+    Target("landmark-sweep", f"{LANDMARK} --lengths 16 --max-tokens 64", CARDS, READ),
+    Target("landmark-diagnose", f"{DIAGNOSE} --length 16 --windows 2", CARDS, READ),
+    _slow("report", "eval.report run --out out", REPORTED),
+    _slow("zero-shot", f"{ZERO_SHOT} --tasks piqa", f"{PIQA} {PIQA} {CARDS} {WEIGHTS}", WEIGHTS),
+    _slow("zero-shot-table", f"{ZERO_SHOT} --bootstrap-iterations 0", "tasks/*.jsonl"),
+    Target("recall", CELL, "recall/cells/*.json", outputs="recall"),
+    *map(_long_range, LONG),
+    Target("long-run", LONG_CELL, "long-range/cells/*.json long/mnist/*", outputs=LONG_OUT),
+    _slow("streams", f"{STREAMS} --workers 1", RECORDS),
+    _looks("speed-conv", f"{CONV} --json out/conv.json", slow=True),
+    _looks("speed-decode", DECODE),
+    Target("study", RIVALS, usual=2),
 )
-# Commands that do wrong, or right: what the tests of the fuzz test itself look at.
-FAKES = tuple(
-    target(
-        *(f"fake-{name}", "fakes tests.fuzz.fakes", f"{name} in.bin out --number 1"),
-        *("in.bin neighbour.txt run", "in.bin", (1, 1), "out run", "in.bin"),
-        limit_seconds=1.0,
-        limit_bytes=200 * 2**20,
-    )
-    for name in FAKE_DEEDS
-)
-BY_NAME = {target.name: target for target in (*TARGETS, *FAKES)}
+BY_NAME = {target.name: target for target in TARGETS}

@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
+import gzip
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import yaml
+import zstandard
 
 from tests.conftest import generated_text, write_jsonl
+from tests.data_prep.helpers import json_lines
+from tests.eval.long_range import files
+from tests.fuzz.place import Files, Place
+from tests.fuzz.server import Server
+from tests.fuzz.targets import BYTES, CELL, LONG_CELL, SPLIT, TEXT, Target
 from tests.runs import run_values
 from tests.zero_shot_rows import write_rows
 
-# (family, module, words): runs a command in the world's folder; anything but code 0 is an error.
-Run = Callable[..., None]
-
-# A long-range cell of the files in `long`.
-LONG_RANGE = ("--task", "smnist:size=14", "--mixer", "nope", "--d-model", "16", "--layers", "1")
-LONG_RANGE += ("--epochs", "1", "--device", "cpu", "--data", "long", "--cache", "cache")
-LONG_RANGE += ("--out", "long-range")
+HAS_HARNESS = find_spec("lm_eval") is not None
 
 
-def build_world(folder: Path, run: Run, with_harness: bool) -> None:
-    """Fills `folder`; `run(family, module, *words)` runs a command there.
+def make_world(server: Server) -> Place:
+    """Return a place with all files.
 
-    Args:
-        with_harness: whether zero-shot results can be made.
+    Raises:
+        RuntimeError: a command that makes some of them failed.
     """
+    place = Place(server)
+    folder = place.here
+    folder.mkdir(parents=True)
+
+    def run(command: str) -> None:
+        target = Target("world", command)
+        ended = place.run(target.words(target.line), "", 300.0)
+        if ended.code != 0:
+            raise RuntimeError(f"{command}: {ended.stderr or ended.stdout}")
+
     _write_inputs(folder)
-    prepare = ("plain", "data_prep.prepare", "--source", "files", "--workers", "1")
-    separated = ("--document-separator", r"\n\n")
-    bytes_ = (*prepare, "--path", "text", "--tokenizer", "bytes", "--validation-fraction", "0.2")
-    run(*bytes_, *separated, "--out", "data")
-    run(*bytes_, "--stage", "encode", "--out", "unfinished")
-    trained = ("--tokenizer", "train:sentencepiece:300", "--out", "trained")
-    run(*prepare, "--path", "text/a.txt", *separated, *trained)
-    run("torch", "train", "config.yaml")
-    run("torch", "cat_lm.export", "run", "run/model")
-    for out in ("model", "exported"):
-        run("torch", "cat_lm.export", "run", out)
-    (folder / "model/precious.txt").write_text("a user's own notes\n")
-    sweep = ("--lengths", "16,32", "--max-tokens", "200", "--out", "run/eval")
-    run("torch", "eval.length_sweep", "run", "--data", "data", *sweep)
-    cell = ("--task", "mqar:keys=2", "--mixer", "cat", "--d-model", "16", "--seq-len", "16")
-    cell += ("--epochs", "1", "--train-examples", "32", "--test-examples", "16")
-    run("torch", "eval.recall", "run", *cell, "--batch-size", "16", "--out", "recall")
-    run("torch", "eval.long_range", "run", *LONG_RANGE)
-    if with_harness:
-        zero_shot = ("--tasks", "piqa", "--data-dir", "tasks", "--limit", "3")
-        run("harness", "eval.zero_shot", "run", *zero_shot)
-    run("torch", "tests.fuzz.variants")
+    run(f"{SPLIT} --out data")
+    run(f"{BYTES} --stage encode --out unfinished")
+    run(f"{TEXT} --tokenizer train:sentencepiece:300 --out trained")
+    run("train config.yaml")
+    for out in ("run/model", "model", "exported"):
+        run(f"cat_lm.export run {out}")
+    run("eval.length_sweep run --data data --lengths 16,32 --max-tokens 200 --out run/eval")
+    run(CELL)
+    run(LONG_CELL)
+    if HAS_HARNESS:
+        run("eval.zero_shot run --tasks piqa --data-dir tasks --limit 3")
+    run("tests.fuzz.world")
+    place.entries = Files(
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.endswith(".lock")
+        }
+    )
+    return place
 
 
 def _write_inputs(folder: Path) -> None:
@@ -58,7 +68,10 @@ def _write_inputs(folder: Path) -> None:
     texts = generated_text(80)
     (folder / "text/a.txt").write_text("\n\n".join(texts[:60]), encoding="utf-8")
     write_jsonl(folder / "text/b.jsonl", texts[60:70])
-    _write_packed(folder / "text", texts[70:])
+    lines = json_lines(texts[70:])
+    (folder / "text/c.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+    (folder / "text/d.jsonl.zst").write_bytes(zstandard.compress(lines))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts[70:]}), folder / "text/e.parquet")
     values = run_values(Path("data"), Path("run"), max_steps=2, global_batch_size=4)
     values["optimizer"] |= {"warmup_steps": 1}
     values["validation"] = {"every_steps": 2, "max_tokens": 128}
@@ -76,59 +89,56 @@ def _write_inputs(folder: Path) -> None:
 
 
 def _write_long_range(folder: Path) -> None:
-    """Writes the official files of each long-range task that has any."""
-    from tests.eval.long_range.files import (
-        write_cifar,
-        write_files,
-        write_folder,
-        write_mnist,
-        write_pairs,
-        write_reviews,
-    )
-
-    write_mnist(folder / "mnist", packed=False)
-    write_cifar(folder / "cifar-10-batches-bin")
-    write_folder(folder)
-    write_pairs(folder / "tsv_data")
-    write_reviews(folder)
-    write_files(folder / "listops-1000", [("( [MAX 4 ( [MIN 7 2 ] ) ] )", 4), ("[SM 8 5 ]", 3)])
+    """Write the official files of each long-range task that has any."""
+    files.write_mnist(folder / "mnist", packed=False)
+    files.write_cifar(folder / "cifar-10-batches-bin")
+    files.write_folder(folder)
+    files.write_pairs(folder / "tsv_data")
+    files.write_reviews(folder)
+    trees = [("( [MAX 4 ( [MIN 7 2 ] ) ] )", 4), ("[SM 8 5 ]", 3)]
+    files.write_files(folder / "listops-1000", trees)
 
 
-def _write_packed(folder: Path, texts: list[str]) -> None:
-    import gzip
+def main() -> None:
+    """Write further forms of the exported model, and the files of a submitted run.
 
-    import pyarrow
-    import pyarrow.parquet
-    import zstandard
+    It runs as a command in the folder of the others.
+    """
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
-    (folder / "d.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "e.parquet")
+    from cat_lm.pretrained.loading import load_model
+
+    model = load_model("model")
+    ignored = shutil.ignore_patterns("*.safetensors", "export.json")
+    for name in ("sharded", "pickled", "pythia"):
+        shutil.copytree("model", name, ignore=ignored)
+    model.save_pretrained("sharded", max_shard_size="60KB")
+    torch.save(model.state_dict(), "pickled/pytorch_model.bin")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 257, "intermediate_size": 64, "max_position_embeddings": 32}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).save_pretrained("pythia")
+    _submitted(Path("run").absolute())
 
 
-class World:
-    """The files, kept in memory, to be laid out again and again."""
+def _submitted(run: Path) -> None:
+    """Write what `launch.slurm submit` leaves in a run, without a cluster."""
+    from cat_lm.config import load_config
+    from launch.slurm import snapshot
+    from launch.slurm.folder import JobRecord, RunFolder
+    from launch.slurm.options import Options
 
-    def __init__(self, folder: Path) -> None:
-        self._here = os.fsencode(folder)
-        self._entries: dict[str, bytes] = {
-            str(path.relative_to(folder)): path.read_bytes()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and not path.name.endswith(".lock")
-        }
+    folder = RunFolder(run)
+    folder.slurm.mkdir()
+    snapshot.save_config(folder, snapshot.resolved(load_config("config.yaml")))
+    config, options = str(Path("config.yaml").absolute()), Options(nodes=2, tasks_per_node=1)
+    jobs = [{"id": "12", "time": "2026-01-01T00:00:00+00:00", "command": ["python"]}]
+    record = {"format": 1, "config": config, "overrides": [], "site": None, "jobs": jobs}
+    JobRecord(options=options, **record).write(folder)
+    folder.reset_attempts("submitted")
+    folder.begin_attempt("12", 0)
 
-    def lay_out(self, folder: Path, needs: tuple[str, ...]) -> None:
-        """Writes what is needed into `folder`; absolute names lead there, too."""
-        there = os.fsencode(folder)
-        made: set[Path] = set()
-        for name, content in self._entries.items():
-            if not any(name == need or name.startswith(f"{need}/") for need in needs):
-                continue
-            path = folder / name
-            if path.parent not in made:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                made.add(path.parent)
-            if self._here in content:
-                content = content.replace(self._here, there)
-            path.write_bytes(content)
+
+if __name__ == "__main__":
+    main()

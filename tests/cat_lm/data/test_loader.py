@@ -6,6 +6,8 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
@@ -34,12 +36,12 @@ def counting(length):
     return Stream(np.arange(1, length + 1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
-def test_permutation_is_one_to_one(size):
-    values = Permutation(size, "key")(np.arange(size))
+@given(size=st.integers(1, 5000), key=st.text(), data=st.data())
+def test_permutation_is_one_to_one_and_computed_point_by_point(size, key, data):
+    values = Permutation(size, key)(np.arange(size))
     assert sorted(values.tolist()) == list(range(size))
-    one_by_one = [int(Permutation(size, "key")(np.array([i]))[0]) for i in range(min(size, 50))]
-    assert one_by_one == values[:50].tolist()
+    some = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=9)))
+    assert (Permutation(size, key)(some) == values[some]).all()
 
 
 def test_permutation_mixes_and_depends_on_its_key():
@@ -56,14 +58,25 @@ def test_permutation_mixes_and_depends_on_its_key():
     assert (first == second).mean() < 0.01
 
 
-def test_every_epoch_has_each_window_once_in_a_new_order():
-    loader = TrainLoader(counting(101), context_length=4, global_batch_size=10, seed=1)
-    assert loader.samples_per_epoch == 25
-    ids = np.concatenate([loader.sample_ids(step) for step in range(10)])
-    epochs = ids.reshape(4, 25)  # an epoch ends in the middle of every third batch
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(25))
-    assert len({tuple(epoch) for epoch in epochs}) == 4
+@given(
+    tokens=st.integers(2, 400),
+    length=st.integers(1, 40),
+    batch=st.integers(1, 30),
+    seed=st.integers(0, 2**31),
+)
+def test_every_epoch_has_each_window_once(tokens, length, batch, seed):
+    tokens += length
+    loader = TrainLoader(counting(tokens), length, batch, seed)
+    size = (tokens - 1) // length
+    assert loader.samples_per_epoch == size
+    ids = np.concatenate([loader.sample_ids(step) for step in range(-(-3 * size // batch))])
+    for epoch in ids[: 3 * size].reshape(3, size):
+        assert sorted(epoch.tolist()) == list(range(size))
+
+
+def test_every_epoch_has_a_new_order():
+    loader = TrainLoader(counting(101), context_length=4, global_batch_size=25, seed=1)
+    assert len({tuple(loader.sample_ids(epoch)) for epoch in range(4)}) == 4
 
 
 def test_labels_are_the_next_tokens():
@@ -78,14 +91,13 @@ def test_labels_are_the_next_tokens():
     assert (batch["input_ids"][:, 0] == 7 * loader.sample_ids(2) + 1).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-def test_ranks_share_a_batch_that_does_not_depend_on_them(world_size):
-    loader = TrainLoader(counting(500), context_length=8, global_batch_size=12, seed=0)
-    for step in (0, 3, 7, 1000):
-        whole = loader.batch(step)
-        parts = [loader.batch(step, rank, world_size) for rank in range(world_size)]
-        for key in whole:
-            assert (np.concatenate([part[key] for part in parts]) == whole[key]).all()
+@given(world_size=st.integers(1, 12), share=st.integers(1, 5), step=st.integers(0, 10**12))
+def test_ranks_share_a_batch_that_does_not_depend_on_them(world_size, share, step):
+    loader = TrainLoader(counting(500), 8, world_size * share, seed=0)
+    whole = loader.batch(step)
+    parts = [loader.batch(step, rank, world_size) for rank in range(world_size)]
+    for key in whole:
+        assert (np.concatenate([part[key] for part in parts]) == whole[key]).all()
 
 
 def test_batches_are_pure_and_depend_on_seed_and_data():
@@ -135,22 +147,29 @@ def test_bad_arguments_are_refused():
             loader.batch(*wrong)
 
 
-@pytest.mark.parametrize("length", [2, 8, 9, 10, 16, 17, 18, 100])
-def test_validation_scores_every_token_after_the_first_once(length):
-    windows = ValidationWindows(counting(length), 8)
-    assert len(windows) == -(-(length - 1) // 8)
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=60), st.integers(1, 8))
+def test_document_ids_count_the_ends_before_a_token(tokens, length):
+    loader = TrainLoader(Stream(tokens), length, 1, seed=0, mask_documents=True)
+    batch = loader._windows.read(np.arange(loader.samples_per_epoch), True)
+    plain = loader._windows.read(np.arange(loader.samples_per_epoch), False)
+    assert (batch["input_ids"] == plain["input_ids"]).all()
+    ends = batch["input_ids"] == Stream.eod_id
+    assert (batch["document_ids"] == np.cumsum(ends, axis=1) - ends).all()
+    assert (batch["labels"] == np.where(ends, IGNORE_INDEX, plain["labels"])).all()
+
+
+@given(st.integers(2, 200), st.integers(1, 30), st.integers(1, 5))
+def test_validation_scores_every_token_after_the_first_once(tokens, length, world_size):
+    windows = ValidationWindows(counting(tokens), length)
+    assert len(windows) == -(-(tokens - 1) // length)
     whole = windows.batch(range(len(windows)))
     scored = whole["labels"][whole["labels"] != IGNORE_INDEX]
-    assert scored.tolist() == list(range(2, length + 1))
+    assert scored.tolist() == list(range(2, tokens + 1))
     assert (whole["input_ids"][whole["labels"] != IGNORE_INDEX] == scored - 1).all()
     assert (windows.batch([-1])["labels"] == whole["labels"][-1:]).all()
-    for world_size in (1, 2, 3):
-        seen = [
-            windows.batch(range(rank, len(windows), world_size))["labels"]
-            for rank in range(world_size)
-        ]
-        labels = np.concatenate([part.ravel() for part in seen])
-        assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(2, length + 1))
+    ranks = [range(rank, len(windows), world_size) for rank in range(world_size)]
+    labels = np.concatenate([windows.batch(rows)["labels"].ravel() for rows in ranks if rows])
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(2, tokens + 1))
     with pytest.raises(IndexError):
         windows.batch([len(windows)])
 

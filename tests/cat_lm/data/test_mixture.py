@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, ValidationWindows
 from cat_lm.data.corpus import BLOCK, Mixture, block_counts
 from cat_lm.data.opening import open_corpus
+from cat_lm.data.shuffle import EpochOrder, MixtureOrder
 from tests.prepared_data import random_documents, write_prepared
 
 T = 8
@@ -112,6 +115,33 @@ def test_the_fingerprint_follows_the_folders_and_the_proportions_only(tmp_path):
     assert same != Mixture(parts[:2], [5, 3]).fingerprint
     thirds = [Mixture(order, [1, 1, 1]) for order in (parts, parts[::-1])]
     assert thirds[0].fingerprint == thirds[1].fingerprint  # ties do not follow the order either
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
+
+
+@given(sources=SOURCES, key=st.text(), blocks=st.integers(1, 9), more=st.integers(0, 30))
+def test_blocks_of_a_mixture_hold_each_source_by_its_count_and_order(sources, key, blocks, more):
+    """Sources are given as (windows, count in a block)."""
+    sizes, counts = map(list, zip(*sources, strict=True))
+    orders = [EpochOrder(size, f"{i}", 3) for i, size in enumerate(sizes)]
+    order, size = MixtureOrder(orders, counts, key), sum(counts)
+    ids = order(np.arange(blocks * size + more))
+    owners = np.searchsorted(np.cumsum(sizes), ids, side="right")
+    for block in owners[: blocks * size].reshape(blocks, size):
+        assert np.bincount(block, minlength=len(counts)).tolist() == counts
+    assert order.drawn(len(ids)) == np.bincount(owners, minlength=len(counts)).tolist()
+    for source, own in enumerate(orders):
+        drawn = ids[: blocks * size][owners[: blocks * size] == source]
+        assert (np.sort(drawn - sum(sizes[:source])) == np.sort(own(np.arange(len(drawn))))).all()
+    assert order(np.arange(len(ids))[::-1]).tolist() == ids[::-1].tolist()
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=9))
+def test_counts_are_the_shares_rounded(weights):
+    counts = block_counts("abcdefghi"[: len(weights)], weights)
+    assert sum(counts) == BLOCK
+    assert np.abs(np.array(counts) - BLOCK * np.array(weights) / sum(weights)).max() < 1 + 1e-6
 
 
 @pytest.mark.parametrize(

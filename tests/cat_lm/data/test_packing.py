@@ -10,11 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.data import TrainLoader, verified
-from cat_lm.data.best_fit import PIECE, best_fit, pack
+from cat_lm.data.best_fit import CUT, FIRST, PIECE, best_fit, pack
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.packing import PackedWindows
 from tests.prepared_data import EOD, random_documents, write_prepared
@@ -82,31 +84,41 @@ def test_windows_hold_whole_documents_and_nothing_else(corpus):
     assert not +parts
 
 
-def test_best_fit_is_best_fit():
-    def naive(lengths, capacity):
-        rooms, windows = [], np.zeros(len(lengths), np.int64)
-        for item in np.argsort(-np.array(lengths), kind="stable"):
-            fitting = [room for room in rooms if room >= lengths[item]]
-            if fitting:
-                # Of windows with equal room, the one that got it last.
-                room = min(fitting)
-                window = max((touched[w], w) for w in range(len(rooms)) if rooms[w] == room)[1]
-            else:
-                window = len(rooms)
-                rooms.append(capacity)
-                touched.append(0)
-            windows[item] = window
-            rooms[window] -= lengths[item]
-            touched[window] = 1 + max(touched)
-        return windows
+def naive_best_fit(lengths, capacity):
+    rooms, touched, windows = [], [], [0] * len(lengths)
+    for time, item in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        fitting = [w for w in range(len(rooms)) if rooms[w] >= lengths[item]]
+        if not fitting:
+            rooms.append(capacity)
+            touched.append(0)
+            fitting = [len(rooms) - 1]
+        # Of windows with equal room, the one that got it last.
+        window = min(fitting, key=lambda w: (rooms[w], -touched[w]))
+        windows[item], touched[window] = window, time
+        rooms[window] -= lengths[item]
+    return windows
 
-    rng = np.random.default_rng(1)
-    for capacity in (1, 2, 7, 64, 100):
-        touched = []
-        lengths = rng.integers(1, capacity + 1, 200)
-        assert (best_fit(lengths, capacity) == naive(lengths.tolist(), capacity)).all()
-    assert best_fit(np.array([], dtype=np.int64), 8).tolist() == []
-    assert best_fit(np.array([8, 1, 7]), 8).tolist() == [0, 1, 1]
+
+@given(capacity=st.integers(1, 40), data=st.data())
+def test_best_fit_is_best_fit(capacity, data):
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
+    windows = best_fit(np.array(lengths, dtype=np.int64), capacity)
+    assert windows.tolist() == naive_best_fit(lengths, capacity)
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 32))
+def test_pieces_are_all_tokens_once_in_windows_that_hold_them(lengths, capacity):
+    ends = np.cumsum(lengths)
+    pieces, counts = pack(ends - lengths, np.array(lengths), capacity)
+    sizes, flags = pieces["packed"] >> 2, pieces["packed"] & 3
+    tokens = np.concatenate(
+        [np.arange(s, s + n) for s, n in zip(pieces["start"], sizes, strict=True)]
+    )
+    assert np.sort(tokens).tolist() == list(range(ends[-1]))
+    assert max(map(sum, np.split(sizes, np.cumsum(counts)[:-1]))) <= capacity
+    firsts = np.isin(pieces["start"], ends - lengths)
+    assert ((flags & FIRST > 0) == firsts).all()
+    assert ((flags & CUT > 0) == ~np.isin(pieces["start"] + sizes, ends)).all()
 
 
 def test_the_packing_is_frozen():

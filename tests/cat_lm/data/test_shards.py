@@ -1,6 +1,7 @@
 """Shards and the corpus: the format on disk, shard boundaries, damage, and size without weight."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from cat_lm.data.shards import (
     token_dtype,
     write_index,
 )
+from tests.fuzz.strategies import damages
 from tests.prepared_data import bare_manifest, write_prepared, write_shards
 
 EOD = 0
@@ -136,6 +138,30 @@ def test_unfinished_and_unknown_folders_are_refused(tmp_path, text, message):
         open_corpus(tmp_path, "train")
     with pytest.raises(UserError, match="no split 'test'; there are: train, validation"):
         open_corpus(write_prepared(tmp_path / "data", [[1, EOD]]), "test")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = write_prepared(tmp_path_factory.mktemp("prepared"), [[1, 2, EOD], [EOD], [7, EOD]])
+    return folder, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@given(data=st.data())
+def test_damaged_files_are_read_alike_or_refused_in_one_line(prepared, data):
+    """Nothing but `UserError` is raised, and no token is read that is not there."""
+    folder, files = prepared
+    damage = data.draw(damages(files, ["*"], folder))
+    damage.apply(folder)
+    try:
+        corpus = open_corpus(folder, "train")
+        found = [corpus.tokens(*corpus.document(i)) for i in range(corpus.num_documents)]
+        assert sum(map(len, found)) <= corpus.num_tokens
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 600
+    finally:
+        path = folder / damage.name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(files[damage.name])
 
 
 SHARDS, TOKENS, SPARSE = 1254, 500_000_000, 500_000

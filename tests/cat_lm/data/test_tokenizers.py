@@ -2,11 +2,12 @@
 
 import io
 import json
-import random
 
 import numpy as np
 import pytest
 import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
 from cat_lm.data.sentencepiece_models import SentencePieceModel, train_model
@@ -47,18 +48,29 @@ def trained(tmp_path_factory):
     return build(tmp_path_factory.mktemp("trained"), "train:sentencepiece:600", project_text())
 
 
-def test_a_trained_tokenizer_gives_sentencepieces_ids_and_the_text_back(trained, tmp_path):
-    info, encoder = trained
+@pytest.fixture(scope="module")
+def reference():
+    return SentencePieceModel(train_model(project_text(), 600), "again").processor
+
+
+def test_a_trained_tokenizer_has_its_size_and_end(trained):
+    info, _ = trained
     assert (info.kind, info.vocab_size, info.eod_token) == ("sentencepiece", 600, "<|endoftext|>")
-    reference = SentencePieceModel(train_model(project_text(), 600), "again").processor
-    rng = random.Random(0)
-    noise = ["".join(rng.choices(" \n\tab(_'1é漢", k=200)) for _ in range(200)]
-    for text in project_text() + HARD_TEXTS + noise:
-        ids = encoder.encode_batch([text])[0]
-        assert encoder.decode(ids) == text
-        # A literal U+2581 is a space to sentencepiece; here it stays what it is.
-        if "\u2581" not in text:
-            assert ids == reference.encode(text)
+
+
+# Characters of the project's text and others, and what is not found in it.
+TEXTS = st.text(st.sampled_from(" \n\tab(_'1é漢<|>s") | st.characters(), max_size=60)
+TEXTS |= st.sampled_from([*project_text()[:20], *HARD_TEXTS])
+
+
+@given(TEXTS)
+def test_a_trained_tokenizer_gives_sentencepieces_ids_and_the_text_back(trained, reference, text):
+    _, encoder = trained
+    ids = encoder.encode_batch([text])[0]
+    assert encoder.decode(ids) == text
+    # A literal U+2581 is a space to sentencepiece; here it stays what it is.
+    if "\u2581" not in text:
+        assert ids == reference.encode(text)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +87,18 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path, vocab, tex
         build(tmp_path, f"train:sentencepiece:{vocab}", texts)
 
 
-def test_bytes(tmp_path):
-    info, encoder = build(tmp_path, "bytes")
+@pytest.fixture(scope="module")
+def bytes_(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("bytes"), "bytes")
+
+
+@given(TEXTS)
+def test_tokens_of_bytes_are_the_texts_bytes(bytes_, text):
+    info, encoder = bytes_
     assert (info.vocab_size, info.eod_id) == (257, 256)
-    for text in HARD_TEXTS:
-        ids = encoder.encode_batch([text])[0]
-        assert ids == list(text.encode())
-        assert encoder.decode(ids) == text
+    ids = encoder.encode_batch([text])[0]
+    assert ids == list(text.encode())
+    assert encoder.decode(ids) == text
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train:sentencepiece:600"])

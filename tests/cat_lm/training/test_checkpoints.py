@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cat_lm.config.sections import CheckpointSection
 from cat_lm.core.errors import TemporaryError, UserError, file_error
@@ -33,6 +35,7 @@ from cat_lm.training.checkpoint.files import (
 from cat_lm.training.checkpoint.optimizer_state import restore_random_states
 from cat_lm.training.preflight.facts import saved_checkpoints
 from tests.checkpoints import STATE, flip, names, run_of_three, step_folder, to_resume
+from tests.fuzz.strategies import damages
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
 KEEP_ONE, KEEP_TWO = CheckpointSection(keep_last=1), CheckpointSection(keep_last=2)
@@ -88,6 +91,25 @@ def test_newest_whole_checkpoint_is_taken(run, newest, kind, capsys):
     start, lines = to_resume(run)
     assert start.name == "step-00000004"
     assert lines[0].startswith(f"{newest}: passed over: {name}: ") and said in lines[0]
+
+
+NAMES = ("complete.json", "state.json", "run_config.yaml", "random-*", "model/*.json")
+
+
+@given(data=st.data())
+def test_any_damage_of_the_newest_checkpoint_is_noticed(tmp_path_factory, data):
+    """All bytes have a checksum; only the marker that lists them may be written otherwise."""
+    folder = run_of_three(tmp_path_factory.mktemp("run")) / "checkpoints"
+    paths = [path for path in (folder / STEPS[-1]).rglob("*") if path.is_file()]
+    entries = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    damage = data.draw(damages(entries, [f"{STEPS[-1]}/{name}" for name in NAMES], folder))
+    damage.apply(folder)
+    said = []
+    found = find_checkpoint(folder, said.append)
+    if found.name == STEPS[-1]:
+        assert damage.name == f"{STEPS[-1]}/complete.json" and not said
+    else:
+        assert found.name == STEPS[-2] and "\n" not in said[0] and "passed over" in said[0]
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
