@@ -20,7 +20,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m tests.fuzz",
         description="Runs every test that is a property (of a command on damaged files and with "
         "odd options, a reader, an order, a packing) again and again. What breaks one is reported "
-        "once, in its simplest form, and is tried first the next time.",
+        "once, and is tried first the next time.",
     )
     add = parser.add_argument
     add("--minutes", type=float, default=1.0, metavar="N", help="how long (default: 1)")

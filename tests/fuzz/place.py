@@ -111,7 +111,7 @@ class Place:
             path.write_bytes(content)
 
     def _keep(self, target: Target, how: str) -> str:
-        """Keep the files of a failure; of the last, which is the simplest of those found."""
+        """Keep the files of a target's last failure, unless the examples are the fixed ones."""
         if settings.default.database is None:
             return ""
         folder = EVIDENCE / target.name

@@ -102,16 +102,11 @@ class Server:
         own_all(self.scratch)
         folders = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR")
         variables = ENVIRONMENT | dict.fromkeys(folders, str(self.scratch))
+        words = [*_without_root(), sys.executable, "-m", "tests.fuzz.server"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(self.scratch / "server.log", "a", encoding="utf-8") as log:
-            return subprocess.Popen(
-                [*_without_root(), sys.executable, "-B", "-m", "tests.fuzz.server"],
-                cwd=REPOSITORY,
-                env=os.environ | variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            environment = os.environ | variables
+            return subprocess.Popen(words, cwd=REPOSITORY, env=environment, stderr=log, **pipes)
 
     def close(self) -> None:
         if self._process is not None:

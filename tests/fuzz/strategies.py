@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import json
 import operator
@@ -71,12 +72,6 @@ class OddLine(NamedTuple):
     value: str
 
 
-def matching(names: Sequence[str], pattern: str) -> list[str]:
-    """Return the names that a pattern matches; `*` stands for no `/`."""
-    parts = pattern.count("/")
-    return [n for n in names if n.count("/") == parts and PurePosixPath(n).match(pattern)]
-
-
 @st.composite
 def damages(
     draw: st.DrawFn, entries: Mapping[str, bytes], patterns: Sequence[str], stranger: Path
@@ -85,9 +80,11 @@ def damages(
 
     Args:
         entries: the files by name.
+        patterns: of those that may be damaged; `*` stands for no `/`.
         stranger: a folder of somebody else, to which paths are made to lead.
     """
-    found = [names for pattern in patterns if (names := matching(list(entries), pattern))]
+    same = {p: [n for n in entries if n.count("/") == p.count("/")] for p in patterns}
+    found = [names for p in patterns if (names := fnmatch.filter(same[p], p))]
     name = draw(st.sampled_from(draw(st.sampled_from(found))))
     before, path = entries[name], PurePosixPath(name)
     if path.suffix in _STRUCTURED and draw(st.integers(0, 4)) > 1:
@@ -249,6 +246,6 @@ def _replaced(
         value = ",".join(parts)
     word = f"{name}{equals}{value}"
     before = line[index - 1] if index else ""
-    if options.get(before) and draw(st.booleans()):
+    if options.get(before):
         return (*line[: index - 1], f"{before}={word}", *line[index + 1 :])
     return (*line[:index], word, *line[index + 1 :])

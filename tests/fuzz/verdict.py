@@ -18,6 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from tests.fuzz.server import Ended
 
 PRECIOUS = "precious"  # names that begin so are the user's, wherever they lie
@@ -43,18 +46,17 @@ def failure_type(cause: str) -> type[AssertionError]:
 def snapshot(root: Path, left_out: Sequence[str]) -> dict[str, str]:
     """Return what every entry below `root` is: a folder, a link to …, or a file with its digest."""
     found = {}
-    for folder, folders, files in os.walk(root):
-        if Path(folder) == root:
-            folders[:] = [name for name in folders if name not in left_out]
-        for name in (*folders, *files):
-            path = Path(folder, name)
-            what = "folder" if path.is_dir() else "other"
-            if path.is_symlink():
-                what = f"link to {os.readlink(path)}"
-            elif path.is_file():
-                with open(path, "rb") as stream:
-                    what = f"file {hashlib.file_digest(stream, 'blake2s').hexdigest()}"
-            found[str(path.relative_to(root))] = what
+    for path in root.rglob("*"):
+        name = path.relative_to(root)
+        if name.parts[0] in left_out:
+            continue
+        what = "folder" if path.is_dir() else "other"
+        if path.is_symlink():
+            what = f"link to {os.readlink(path)}"
+        elif path.is_file():
+            with open(path, "rb") as stream:
+                what = f"file {hashlib.file_digest(stream, 'blake2s').hexdigest()}"
+        found[str(name)] = what
     return found
 
 
@@ -198,7 +200,12 @@ def _nonsense(around: Surroundings) -> list[str]:
 def nonsense(path: Path) -> str | None:
     """Return what in a written file is not finite: a weight, or a number of a JSON file."""
     if path.suffix == ".safetensors":
-        return _nonfinite_weight(path)
+        try:
+            tensors = load_file(path).values()
+        except (SafetensorError, OSError):
+            return "is no safetensors file"
+        finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
+        return None if finite else "a weight is not finite"
     # A tokenizer's files are copies of what was given.
     if path.suffix not in (".json", ".jsonl") or path.name.startswith("tokenizer"):
         return None
@@ -208,15 +215,3 @@ def nonsense(path: Path) -> str | None:
         with suppress(ValueError):  # Not all that is named so is JSON.
             json.loads(part, parse_constant=found.append)
     return f"holds {found[0]}" if found else None
-
-
-def _nonfinite_weight(path: Path) -> str | None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path).values()
-    except (SafetensorError, OSError):
-        return "is no safetensors file"
-    finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
-    return None if finite else "a weight is not finite"
