@@ -19,8 +19,8 @@ from cat_lm.core.errors import UserError
 from data_prep.sources import documents as reader
 from data_prep.sources.base import set_name
 from data_prep.sources.documents import Malformed, Reading
+from tests.damages import damages
 from tests.data_prep.helpers import documents, json_lines, opened, texts
-from tests.fuzz.strategies import damages
 
 PACK = {
     "": bytes,

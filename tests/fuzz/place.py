@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
-import importlib
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
-from unittest import mock
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.damages import Damage, damages
+from tests.fuzz.lines import OddLine, config_keys, described, odd_lines
 from tests.fuzz.server import ENVIRONMENT, REPOSITORY, Ended, Server, own_all
-from tests.fuzz.strategies import Damage, OddLine, damages, odd_lines, options_of
-from tests.fuzz.targets import Target
+from tests.fuzz.targets import TARGETS, Target
 from tests.fuzz.verdict import Surroundings, failure_type, failures, snapshot
 
 EVIDENCE = REPOSITORY / "runs/fuzz"
@@ -112,7 +107,7 @@ class Place:
 
     def _keep(self, target: Target, how: str) -> str:
         """Keep the files of a target's last failure, unless the examples are the fixed ones."""
-        if settings.default.database is None:
+        if settings.default.database is None or target not in TARGETS:
             return ""
         folder = EVIDENCE / target.name
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,37 +120,3 @@ class Place:
         folders = {"HOME": "home", "TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HF_HOME": "cache"}
         own = {name: str(self._root / folder) for name, folder in folders.items()}
         return {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), **ENVIRONMENT, **own}
-
-
-class _Captured(BaseException):
-    """Carries a parser out of a command, past its handlers of errors."""
-
-
-@functools.cache
-def described(target: Target) -> dict[str, bool]:
-    """Return `options_of` the parser that a target's command makes."""
-    module = importlib.import_module(target.module)
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{target.module}.__main__")
-
-    def capture(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise _Captured(parser)
-
-    with (
-        mock.patch.object(argparse.ArgumentParser, "parse_known_args", capture),
-        mock.patch.object(sys, "argv", [target.module, *target.line]),
-        pytest.raises(_Captured) as captured,
-    ):
-        module.main()
-    return options_of(captured.value.args[0], target.line)
-
-
-@functools.cache
-def config_keys() -> tuple[str, ...]:
-    """Return every key of a run's configuration, as in an override."""
-    from cat_lm import architectures
-    from cat_lm.config import known_keys
-
-    sections = [known_keys({"model": {"architecture": name}}) for name in architectures.names()]
-    keys = (f"{name}.{key}" for each in sections for name, keys in each.items() for key in keys)
-    return tuple(dict.fromkeys(keys))

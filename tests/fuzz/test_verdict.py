@@ -11,9 +11,10 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
+from tests.damages import damages
 from tests.fuzz import verdict
-from tests.fuzz.place import Place, described
-from tests.fuzz.strategies import OddLine, damages, odd_lines
+from tests.fuzz.lines import OddLine, described, odd_lines
+from tests.fuzz.place import Place
 from tests.fuzz.targets import BY_NAME, Target
 from tests.fuzz.test_commands import FEW, server  # noqa: F401 (a fixture)
 

@@ -24,7 +24,7 @@ from cat_lm.data.shards import (
     token_dtype,
     write_index,
 )
-from tests.fuzz.strategies import damages
+from tests.damages import damages
 from tests.prepared_data import bare_manifest, write_prepared, write_shards
 
 EOD = 0

@@ -35,7 +35,7 @@ from cat_lm.training.checkpoint.files import (
 from cat_lm.training.checkpoint.optimizer_state import restore_random_states
 from cat_lm.training.preflight.facts import saved_checkpoints
 from tests.checkpoints import STATE, flip, names, run_of_three, step_folder, to_resume
-from tests.fuzz.strategies import damages
+from tests.damages import damages
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
 KEEP_ONE, KEEP_TWO = CheckpointSection(keep_last=1), CheckpointSection(keep_last=2)

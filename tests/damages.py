@@ -1,8 +1,7 @@
-"""Hypothesis strategies: one damaged file of several, and a command line with one odd word."""
+"""A Hypothesis strategy of one damaged file of several: its bytes, its structure, or its kind."""
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import json
@@ -11,7 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from hypothesis import assume
@@ -35,12 +34,6 @@ _RAW_YAML = ("2020-99-99", "!!timestamp abc", "!!python/object/apply:os.getcwd [
 _RAW_YAML += ("*nowhere", ".inf", ".nan", "2020-01-01", "!!binary abc", "!!int abc", "1:2:3")
 _RAW_YAML += ("!!set {a}", "[" * 1000 + "]" * 1000, "{? [a]: b}", "9" * 5000, "0x" + "f" * 300)
 _STRUCTURED = (".json", ".jsonl", ".yaml", ".safetensors")
-_WORDS = ("", " ", "-", "--", "0", "-1", "1", "1e30", str(10**30), str(-(10**19)), "0.5", "nan")
-_WORDS += ("inf", "-inf", "1e-320", "1e300", "true", "null", "[]", "{}", "a" * 300, "../../x")
-_WORDS += ("/proc/x", "/dev/full", "\x01\x1b[31m\u200b\U0001f600", "2020-99-99", "!!timestamp abc")
-ODD_WORDS = st.sampled_from(_WORDS) | st.text(
-    st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp", "Nd")), max_size=12
-)
 
 
 @dataclass(frozen=True)
@@ -63,13 +56,6 @@ class Damage:
             path.mkdir()
         elif self.how.startswith("a link to "):
             path.symlink_to(self.how.removeprefix("a link to "))
-
-
-class OddLine(NamedTuple):
-    """Words of a command line, and the value that makes it odd."""
-
-    words: tuple[str, ...]
-    value: str
 
 
 @st.composite
@@ -191,61 +177,3 @@ def _dump(before: bytes, suffix: str, number: int | None, values: Any, raw: str)
         lines = before.splitlines()
         content = b"\n".join([*lines[:number], content, *lines[number + 1 :]])
     return content + b"\n"
-
-
-def options_of(parser: argparse.ArgumentParser, line: Sequence[str]) -> dict[str, bool]:
-    """Return the options of a parser and of the subcommand in `line`: whether it takes a value.
-
-    Subcommands stand there, too, as taking none. Help, and what help does not show, is left out.
-    """
-    found: dict[str, bool] = {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found |= dict.fromkeys(action.choices, False)
-            for word in set(line) & action.choices.keys():
-                found |= options_of(action.choices[word], line)
-        elif action.option_strings and not isinstance(action, argparse._HelpAction):
-            found[max(action.option_strings, key=len)] = action.nargs != 0
-    return found
-
-
-@st.composite
-def odd_lines(
-    draw: st.DrawFn, line: Sequence[str], options: Mapping[str, bool], keys: Sequence[str]
-) -> OddLine:
-    """Draw a line with one odd word: in the place of one, as an option's value, or as a key's.
-
-    Args:
-        line: a command line that is accepted.
-        options: of the command, and its subcommands; True for those that take a value.
-        keys: keys of a configuration that may be given as KEY=VALUE.
-    """
-    value = draw(ODD_WORDS)
-    given = [i for i, word in enumerate(line) if not word.startswith("--") and word not in options]
-    absent = [name for name in options if name.startswith("--") and name not in line]
-    groups = [group for group in (given, absent, list(keys)) if group]
-    chosen = draw(st.sampled_from(draw(st.sampled_from(groups))))
-    if isinstance(chosen, int):
-        return OddLine(_replaced(line, chosen, value, options, draw), value)
-    if not chosen.startswith("--"):
-        return OddLine((*line, f"{chosen}={value}"), value)
-    # What follows `--` belongs to another program.
-    end = line.index("--") if "--" in line else len(line)
-    word = f"{chosen}={value}" if options[chosen] else chosen
-    return OddLine((*line[:end], word, *line[end:]), value if options[chosen] else "")
-
-
-def _replaced(
-    line: Sequence[str], index: int, value: str, options: Mapping[str, bool], draw: st.DrawFn
-) -> tuple[str, ...]:
-    """Return `line` with `value` in the word at `index`; an override keeps its key."""
-    name, equals, setting = line[index].rpartition("=")
-    if "," in setting and draw(st.booleans()):
-        parts = setting.split(",")
-        parts[draw(st.integers(0, len(parts) - 1))] = value
-        value = ",".join(parts)
-    word = f"{name}{equals}{value}"
-    before = line[index - 1] if index else ""
-    if options.get(before):
-        return (*line[: index - 1], f"{before}={word}", *line[index + 1 :])
-    return (*line[:index], word, *line[index + 1 :])
