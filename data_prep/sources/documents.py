@@ -331,7 +331,7 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
             columns = [column for column in names if column in wanted]
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 yield from _rows(batch)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # of a column's name
         if getattr(error, "errno", None):  # the disk's; the library's own for a page has none
             raise
         raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None

@@ -193,6 +193,12 @@ FILES = {f"x.jsonl{packing}": PACK[packing](json_lines(WRITTEN)) for packing in 
 FILES["x.parquet"] = parquet(WRITTEN)
 
 
+def test_parquet_column_whose_name_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(FILES["x.parquet"].replace(b"text", b"tex\xf4"))
+    with pytest.raises(UserError, match=r"x\.parquet: broken parquet file \('utf-8' codec"):
+        texts(tmp_path)
+
+
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
 def test_damaged_file_is_read_or_refused_in_one_line(tmp_path_factory, name, data):
