@@ -47,6 +47,11 @@ class Damage:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
 
+    def undo(self, folder: Path, content: bytes) -> None:
+        path = folder / self.name
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
     def apply(self, folder: Path) -> None:
         path = folder / self.name
         path.unlink()

@@ -96,16 +96,23 @@ def test_newest_whole_checkpoint_is_taken(run, newest, kind, capsys):
 NAMES = ("complete.json", "state.json", "run_config.yaml", "random-*", "model/*.json")
 
 
-@given(data=st.data())
-def test_any_damage_of_the_newest_checkpoint_is_noticed(tmp_path_factory, data):
-    """All bytes have a checksum; only the marker that lists them may be written otherwise."""
-    folder = run_of_three(tmp_path_factory.mktemp("run")) / "checkpoints"
+@pytest.fixture(scope="module")
+def newest_files(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """The folder of three checkpoints, and the files of the newest."""
+    folder = run_of_three(tmp_path_factory.mktemp("saved") / "run") / "checkpoints"
     paths = [path for path in (folder / STEPS[-1]).rglob("*") if path.is_file()]
-    entries = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return folder, {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@given(data=st.data())
+def test_any_damage_of_the_newest_checkpoint_is_noticed(newest_files, data):
+    """All bytes have a checksum; only the marker that lists them may be written otherwise."""
+    folder, entries = newest_files
     damage = data.draw(damages(entries, [f"{STEPS[-1]}/{name}" for name in NAMES], folder))
     damage.apply(folder)
     said = []
     found = find_checkpoint(folder, said.append)
+    damage.undo(folder, entries[damage.name])
     if found.name == STEPS[-1]:
         assert damage.name == f"{STEPS[-1]}/complete.json" and not said
     else:
