@@ -58,8 +58,10 @@ def test_a_trained_tokenizer_has_its_size_and_end(trained):
     assert (info.kind, info.vocab_size, info.eod_token) == ("sentencepiece", 600, "<|endoftext|>")
 
 
-# Characters of the project's text and others, and what is not found in it.
-TEXTS = st.text(st.sampled_from(" \n\tab(_'1é漢<|>s") | st.characters(), max_size=60)
+# Characters of the project's text and others; readers refuse halves of surrogate pairs.
+TEXTS = st.text(
+    st.sampled_from(" \n\tab(_'1é漢<|>s") | st.characters(exclude_categories=("Cs",)), max_size=60
+)
 TEXTS |= st.sampled_from([*project_text()[:20], *HARD_TEXTS])
 
 
