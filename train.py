@@ -12,20 +12,22 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cat_lm import __version__, architectures
+from cat_lm.callbacks import Run
 from cat_lm.config import RunConfig, load_config
 from cat_lm.config.loading import ShowKeys
 from cat_lm.config.run import check_replaceable
 from cat_lm.core.cli import Parser, whole
-from cat_lm.core.errors import SharedError, UserError, command, hard_exit, is_temporary
+from cat_lm.core.errors import SharedError, command, hard_exit
 from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import RANKS
 from cat_lm.data.opening import open_data
 from cat_lm.training import launcher
 from cat_lm.training.checkpoint.files import candidates
 from cat_lm.training.launcher import find_launcher
+from cat_lm.training.metrics import Metrics, RunLog, check_writes, write_error
 from cat_lm.training.watchdog import StopSignal, Watchdog
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class Trainer:
         from cat_lm.training import preflight
         from cat_lm.training.building import make_deterministic, resolve_precision
         from cat_lm.training.checkpoint.run import Checkpoints
-        from cat_lm.training.metrics import Metrics, RunLog
+        from cat_lm.training.events import Callbacks
         from cat_lm.training.report import Report
         from cat_lm.training.validation import Validation
 
@@ -126,14 +128,18 @@ class Trainer:
 
         try:
             self._begin(start_from)
+            past = self.checkpoints.recorded_step
+            what = (config, folder, ranks, self.engine, self.corpus, watchdog, past)
+            self.callbacks = Callbacks(Run(*what, self.log.line, self.record, self.must_stop))
+            if start_from is not None:
+                self.callbacks.restore(start_from)
         except BaseException:
             self.checkpoints.close()  # what is not continued holds nobody back
             raise
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
 
         # What is written on the way.
-        past = self.checkpoints.recorded_step
-        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, config, past, self.log.line))
+        self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, past, self.log.line))
         self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
         ranks.on_rank_zero(lambda: config.save(folder / "config.yaml"))
         self.report = Report(config, self.engine.model, ranks)
@@ -203,6 +209,7 @@ class Trainer:
         self.watchdog.progress("the dry-run batch")
         self.validation.run(max_batches=2)
         exit_code = 0
+        self.callbacks.launch(self.step)
         self.watchdog.steps_begin(self.stop)
         if is_left and (exit_code := self.validate()):
             self.log.line(f"stopped by a signal at step {self.step}")
@@ -210,7 +217,7 @@ class Trainer:
         for batch, waited in self.batches():
             self.train_step(batch, waited)
             is_last = self.step == last_step
-            if self.write_error():
+            if write_error(self.metrics, self.log) or self.callbacks.error:
                 self.stop.request()  # all ranks end in `save`
             exit_code = 0 if is_last else self.agreed_exit_code()
             if self.is_validation_due() and not exit_code:
@@ -229,30 +236,14 @@ class Trainer:
 
     def close(self, exit_code: int) -> int:
         with self.watchdog.unhurried():
+            self.callbacks.end(self.step, exit_code)
             if self.metrics:
                 self.metrics.close()
             self.log.close()
             self.checkpoints.close()
-            self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=False))
+            self.ranks.on_rank_zero(lambda: check_writes(self.metrics, self.log))
+            self.callbacks.check(self.checkpoints.describe_left)
         return exit_code
-
-    def write_error(self) -> UserError | None:
-        """Why the log or the records are not whole, or None; known on the first rank."""
-        return (self.metrics.error if self.metrics else None) or self.log.error
-
-    def check_writes(self, before_saving: bool) -> None:
-        """Raise UserError where the log or the records are not whole.
-
-        Before saving, lines for people that a passing error has cost are no reason not to.
-        """
-        error = self.write_error()
-        if error is None or (before_saving and error is self.log.error and is_temporary(error)):
-            return
-        left = f"its checkpoints are {'as they were' if before_saving else 'whole'}"
-        raise type(error)(
-            f"{error}; the run ends, {left}: when the file can be written, train.resume=auto goes "
-            "on from the newest"
-        )
 
     def batches(self) -> Iterator[tuple["Batch", float]]:
         """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
@@ -282,7 +273,9 @@ class Trainer:
         # What follows these steps must know how they went.
         rests = (config.validation.every_steps, config.checkpoint.every_steps, config.total_steps)
         is_rest = any(self.step % every == 0 for every in rests)
+        is_rest = is_rest or self.callbacks.wait_for(self.step)
         self.settle(leave=1 if self.reads_late and not is_rest else 0)
+        self.callbacks.step(self.step)
 
     def settle(self, leave: int = 0) -> None:
         """Record the launched steps but the newest `leave`; too many bad ones end the run."""
@@ -293,13 +286,18 @@ class Trainer:
             seconds = launched.seconds(after) + (waited if after is None else 0.0)
             record = self.report.record(step, result, lr, waited, seconds)
             self.watchdog.progress(f"step {step}")
-            if self.metrics:
-                self.metrics.write(record)
+            self.record(record)
             self.bar.set_postfix_str(f"loss {result.loss:.3f}")
             every = self.config.train.log_every_steps
             if step % every == 0 or step in (1, self.config.total_steps):
                 self.log.line(self.report.line(record))
             self.count_skipped(step, result)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write the numbers of a step or a validation, also into what callbacks make of them."""
+        if self.metrics:
+            self.metrics.write(record)
+        self.callbacks.record(record)
 
     def count_skipped(self, step: int, result: "StepResult") -> None:
         if not result.skipped:
@@ -350,13 +348,13 @@ class Trainer:
         result = self.validation.run(must_stop=self.must_stop)
         if result is None:
             return self.agreed_exit_code()
+        self.callbacks.validation(self.step, result)
+        if self.callbacks.has_shared and (exit_code := self.agreed_exit_code()):
+            return exit_code  # a callback's part may be missing
+        for line in self.report.validation_lines(self.step, result):
+            self.log.line(line)
         tokens = self.step * self.config.tokens_per_step
-        self.log.line(
-            f"step {self.step}: validation loss {result['val_loss']:.4f}, perplexity "
-            f"{result['val_perplexity']:.2f}, {result['val_bits_per_byte']:.4f} bits per byte"
-        )
-        if self.metrics:
-            self.metrics.write({"step": self.step, "tokens": tokens, **result})
+        self.record({"step": self.step, "tokens": tokens, **result})
         self.validated_step = self.step
         return 0
 
@@ -364,7 +362,7 @@ class Trainer:
         self.settle()
         if self.metrics:
             self.metrics.sync()  # a checkpoint must not be ahead of the records
-        self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=True))
+        self.ranks.on_rank_zero(lambda: check_writes(self.metrics, self.log, before_saving=True))
         state = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
@@ -375,10 +373,13 @@ class Trainer:
         }
         # A step that was skipped is no reason to delete what was saved before it.
         prune, tokenizer = not self.skipped_in_a_row, self.corpus.folder / "tokenizer"
-        folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune)
+        states = self.callbacks.states
+        folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune, callbacks=states)
         self.watchdog.progress(f"the checkpoint of step {self.step}")
         self.log.line(f"step {self.step}: checkpoint {folder}")
-        self.ranks.on_rank_zero(lambda: self.check_writes(before_saving=False))
+        self.callbacks.checkpoint(self.step, folder)
+        self.ranks.on_rank_zero(lambda: check_writes(self.metrics, self.log))
+        self.callbacks.check(self.checkpoints.describe_left)
 
 
 if __name__ == "__main__":

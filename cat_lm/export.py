@@ -42,23 +42,26 @@ def export_checkpoint(
     factor: float = 1.0,
     temperature_scope: str = "logits",
     library: bool = False,
+    ema: bool = False,
     license_id: str | None = None,
     language: str | None = None,
 ) -> Path:
     """Write the newest complete checkpoint at `checkpoint` as the transformers folder `out`.
 
-    By default `out` is the folder `model` of the run.
+    By default `out` is the folder `model` of the run; with `ema`, which takes the averaged weights
+    of `train.ema_decay`, it is `model_ema`.
 
     With a `method` of `cat_lm.pretrained.conversion`, the exported model reads contexts of `factor`
     times its training length, which then is its `max_position_embeddings`. With `library` it is
     transformers' own class, if that computes the same.
 
     Returns the path of `out`. Raises UserError where there is no complete checkpoint with its
-    tokenizer, where the method or the library's class does not exist for the model, or as
-    `export_model`.
+    tokenizer or its averaged weights, where the method or the library's class does not exist for
+    the model, or as `export_model`.
     """
     step_folder = find_checkpoint(checkpoint) if out is None else None
-    out = _check_replaceable(step_folder.parent.parent / "model" if out is None else out)
+    name = "model_ema" if ema else "model"
+    out = _check_replaceable(step_folder.parent.parent / name if out is None else out)
     step_folder = step_folder or find_checkpoint(checkpoint)
     facts = training_facts(step_folder)
     config = None
@@ -72,11 +75,29 @@ def export_checkpoint(
             raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
         facts |= {"context_method": method, "context_factor": factor}
     model = loading.load_model(step_folder / "model", device="cpu", config=config)
+    if ema:
+        facts = {k: v for k, v in facts.items() if not k.startswith("val_")}  # of others
+        facts["average"] = _load_average(model, step_folder)
     if library:
         model = library_model(model)
     tokenizer = loading.load_tokenizer(step_folder / "tokenizer")
     card = {"license_id": license_id, "language": language}
     return export_model(model, tokenizer, out, dtype=dtype, facts=facts, **card)
+
+
+def _load_average(model: PreTrainedModel, step_folder: Path) -> str:
+    """Copy the averaged weights of a checkpoint into its model; describe the average."""
+    from cat_lm.training.checkpoint.callback_state import opened_state, stored_states
+
+    path = stored_states(step_folder).get("ema")
+    if path is None:
+        raise UserError(f"--ema: {step_folder} has no averaged weights; see train.ema_decay")
+    with opened_state(path) as averages:
+        for name, parameter in model.named_parameters():
+            if name not in averages or averages[name].shape != parameter.shape:
+                raise UserError(f"{path}: does not hold {name} of {list(parameter.shape)}")
+            parameter.data.copy_(averages[name])
+    return f"over steps, decay {read_run_config(step_folder).train.ema_decay}"
 
 
 def push(folder: Path, repository: str, private: bool = False) -> str:
@@ -203,7 +224,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
     metrics, validation = step_folder.parent.parent / "metrics.jsonl", {}
     for line in read_records(metrics) if metrics.is_file() else ():
         if "val_loss" in line and line["step"] <= state.step:
-            validation = {k: v for k, v in line.items() if k.startswith("val_")}
+            validation = {k: line[k] for k in line if k.startswith("val_") and "/" not in k}
     return {key: value for key, value in (facts | validation).items() if value is not None}
 
 
@@ -270,6 +291,7 @@ def main() -> None:
     add("--temperature-scope", choices=("logits", "rotary"), default="logits")
     library = "transformers' own class of the family, for models without convolutions"
     add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
+    add("--ema", action="store_true", help="the averaged weights, of a run with train.ema_decay")
     add("--license", dest="license_id", metavar="ID", help="of the weights, such as apache-2.0")
     add("--language", metavar="CODE", help="of the text, such as en")
     add(

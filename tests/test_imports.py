@@ -30,8 +30,8 @@ LAYERS = {
     "": (("train",), ("launch",), ("eval",), ("data_prep",), ("cat_lm",)),
     "cat_lm": (
         *(("sparsify",), ("upcycle",), ("export", "generate"), ("training",), ("data",)),
-        *(("pretrained",), ("config",), ("architectures",), ("model.hf",), ("mixers",)),
-        *(("model",), ("ops",), ("core",)),
+        *(("pretrained",), ("config",), ("architectures", "callbacks"), ("model.hf",)),
+        *(("mixers",), ("model",), ("ops",), ("core",)),
     ),
     "data_prep": (
         *(("prepare", "inspect", "adopt"), ("megatron", "check"), ("assemble",), ("encode",)),

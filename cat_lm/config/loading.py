@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from cat_lm import architectures
 from cat_lm.architectures import ModelSection
+from cat_lm.callbacks import chosen
 from cat_lm.config.run import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import Section
@@ -185,6 +186,7 @@ def _inconsistencies(config: RunConfig) -> list[str]:
     errors = [*_model(config), *_training(config)]
     errors += [problem for pattern in patterns for problem in pattern.objective_problems(config)]
     errors += _schedule(config)
+    errors += _callbacks(config)
     if not errors:
         errors += _sequences(config)
         errors += _length(config)
@@ -227,6 +229,22 @@ def _training(config: RunConfig) -> list[str]:
         errors.append(
             "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
         )
+    return errors
+
+
+def _callbacks(config: RunConfig) -> list[str]:
+    train, logging, errors = config.train, config.logging, []
+    if train.profile_steps is not None and train.profile_steps[0] > train.profile_steps[1]:
+        errors.append(
+            f"train.profile_steps={list(train.profile_steps)}: the first step is after the last"
+        )
+    for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name"):
+        if getattr(logging, name) and not logging.wandb_project:
+            errors.append(f"logging.{name}: has no effect without logging.wandb_project")
+    try:
+        chosen(config)
+    except UserError as error:
+        errors.append(str(error))
     return errors
 
 

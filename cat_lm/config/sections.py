@@ -6,18 +6,20 @@ The keys of `model:` are its architecture's (`cat_lm.architectures`). The ranges
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from cat_lm.core import numbers
 from cat_lm.core.fields import (
+    Name,
     OptionalName,
     OptionalOutput,
     OptionalPath,
     OutputPath,
     PathText,
     Section,
+    Word,
     number,
     whole,
 )
@@ -155,12 +157,24 @@ class TrainSection(Section):
     peak_tflops: Annotated[float, number(numbers.TFLOPS)] | None = Field(
         None, description="of one device in this precision, for MFU; default: by its name"
     )
+    ema_decay: Annotated[float, number(numbers.FRACTION, below=1)] | None = Field(
+        None, description="keep an average of the weights, w, after each step: e = d e + (1 - d) w"
+    )
+    profile_steps: tuple[PositiveSteps, PositiveSteps] | None = Field(
+        None, description="[first, last] step to trace; files are in the run's folder profile"
+    )
+    callbacks: dict[str, dict[str, Any]] = Field(
+        {}, description="of plugins: {name: {option: value, …}, …}"
+    )
 
 
 class ValidationSection(Section):
     every_steps: PositiveSteps = Field(500, description="steps between validations")
     max_tokens: PositiveTokens | None = Field(
         None, description="default: the whole validation split"
+    )
+    sets: dict[Word, PathText] = Field(
+        {}, description="more prepared folders to score: {name: folder, …}"
     )
 
 
@@ -175,3 +189,7 @@ class CheckpointSection(Section):
 class LoggingSection(Section):
     tensorboard: bool = Field(True, description="write curves to the run's folder, too")
     wandb_project: OptionalName = Field(None, description="needs the wandb extra")
+    wandb_entity: OptionalName = Field(None, description="user or team; default: the account's")
+    wandb_group: OptionalName = Field(None, description="group of runs")
+    wandb_tags: tuple[Name, ...] = Field((), description="labels of the run: [a, b, …]")
+    wandb_name: OptionalName = Field(None, description="default: the name of train.output_dir")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -61,11 +62,18 @@ def _name_problem(name: str) -> str | None:
     return None if is_name else "must be a name of up to 128 printable characters"
 
 
+def _word_problem(name: str) -> str | None:
+    is_word = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
+    return None if is_word else "must be a name of letters, digits, ., - and _"
+
+
 PathText = Annotated[str, _without(path_problem)]
 OptionalPath = Annotated[str | None, _without(path_problem, optional=True)]
 OutputPath = Annotated[str, _without(output_problem)]
 OptionalOutput = Annotated[str | None, _without(output_problem, optional=True)]
+Name = Annotated[str, _without(_name_problem)]
 OptionalName = Annotated[str | None, _without(_name_problem, optional=True)]
+Word = Annotated[str, _without(_word_problem)]
 
 
 class Section(BaseModel):

@@ -98,11 +98,11 @@ def open_data(
     )
     if data.mask_documents:
         for split in (corpus, held_out):
-            _check_ends(split)
+            check_ends(split)
     return corpus, held_out, loader
 
 
-def _check_ends(corpus: TokenCorpus | Mixture) -> None:
+def check_ends(corpus: TokenCorpus | Mixture) -> None:
     """Raise UserError where documents do not end with EOD, by which a stream tells them apart.
 
     Without it, as in data of other tools, nothing would be masked, and nothing would say so.

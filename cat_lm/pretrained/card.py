@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Facts of an export's record, in the order of the card's table.
 _LABELS = {
+    "average": "averaged weights",
     "tokens": "training tokens",
     "step": "training steps",
     "context_length": "training context length",

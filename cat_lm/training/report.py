@@ -99,6 +99,19 @@ class Report:
             f"{tqdm.format_interval(left)} left"
         )
 
+    def validation_lines(self, step: int, results: dict[str, float]) -> list[str]:
+        """Return a line for each validation set's results: NAME's have /NAME behind theirs."""
+        lines = []
+        for key, loss in results.items():
+            metric, slash, name = key.partition("/")
+            if metric == "val_loss":
+                lines.append(
+                    f"step {step}: validation loss{f' of {name}' if name else ''} {loss:.4f}, "
+                    f"perplexity {results[f'val_perplexity{slash}{name}']:.2f}, "
+                    f"{results[f'val_bits_per_byte{slash}{name}']:.4f} bits per byte"
+                )
+        return lines
+
     def progress_bar(self, done: int, total: int) -> tqdm:
         """On the first rank's terminal only; elsewhere the log's lines serve."""
         return tqdm(

@@ -22,6 +22,7 @@ from cat_lm.export import export_checkpoint, export_model, training_facts
 from cat_lm.pretrained import conversion, loading
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from cat_lm.pretrained.record import read_record
+from cat_lm.training.checkpoint.callback_state import storable, write_callback_states
 from tests.calls import call_main
 from tests.checkpoints import seal
 from tests.commands import python
@@ -107,6 +108,23 @@ def test_newest_complete_checkpoint_is_taken(tmp_path, tokenizer_folder):
     for number, path in enumerate((run, run / "checkpoints", kept)):
         out = export_checkpoint(path, tmp_path / f"out-{number}")
         assert json.loads((out / "export.json").read_text())["step"] == 20
+
+
+def test_averaged_weights_are_exported_on_request(tmp_path, tokenizer_folder):
+    run, averaged = tmp_path / "run", tiny_model(257, seed=1)
+    folder = checkpoint(run, tiny_model(257), tokenizer_folder)
+    (run / "metrics.jsonl").write_text('{"step": 12, "val_loss": 1.5}\n')
+    with pytest.raises(UserError, match=r"--ema: .* has no averaged weights; see train.ema_decay"):
+        export_checkpoint(run, ema=True)
+    state = {"ema": storable(dict(averaged.named_parameters()))}
+    write_callback_states(folder, state)
+    seal(folder)
+    out = export_checkpoint(run, ema=True)
+    found = load_model(out).state_dict()
+    assert all(found[name].equal(weights) for name, weights in averaged.named_parameters())
+    # The losses that are known are those of the other weights.
+    assert out == run / "model_ema" and "held-out loss" not in (out / "README.md").read_text()
+    assert "average" in json.loads((out / "export.json").read_text())
 
 
 def test_failed_export_leaves_the_earlier_one(tmp_path, tokenizer_folder, monkeypatch):

@@ -149,25 +149,39 @@ def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
     hold one parameter at a time.
     """
     held = {fragment.name: fragment for fragment in fragments(engine)}
-    alone = engine.ranks.world_size == 1 or engine.config.train.zero_stage == 0
-    weights = {}
-    for name, shape in shapes(engine).items():
-        if alone and not engine.ranks.is_first:
-            continue
-        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.ranks.device)
-        if name in held:
-            fragment = held[name]
-            whole[fragment.start : fragment.stop] = fragment.of(fragment.stepped)
-        if not alone:
-            # Of all ranks one adds other bits than zeros. As integers, or -0.0 would become 0.0.
-            torch.distributed.reduce(whole.view(torch.int32), dst=0)
-        if engine.ranks.is_first:
-            weights[name] = whole.view(shape).cpu()
+    parts = {name: (fragment, fragment.of(fragment.stepped)) for name, fragment in held.items()}
+    weights = gather_whole(engine, parts, alone=engine.config.train.zero_stage == 0)
     if engine.ranks.is_first:
         held = persistent_buffers(engine.model).items()
         # safetensors writes contiguous tensors only.
         weights |= {n: b.detach().to("cpu", copy=True).contiguous() for n, b in held}
     return weights
+
+
+def gather_whole(
+    engine: Trained, parts: Mapping[str, tuple[Fragment, torch.Tensor]], alone: bool = False
+) -> dict[str, torch.Tensor]:
+    """Join the ranks' parts of one fp32 tensor for each parameter on the first rank (a collective).
+
+    Args:
+        parts: name -> the fragment that this rank has, and its elements.
+        alone: the first rank has all of them.
+    """
+    alone = alone or engine.ranks.world_size == 1
+    joined = {}
+    for name, shape in shapes(engine).items():
+        if alone and not engine.ranks.is_first:
+            continue
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=engine.ranks.device)
+        if name in parts:
+            fragment, elements = parts[name]
+            whole[fragment.start : fragment.stop] = elements
+        if not alone:
+            # Of all ranks one adds other bits than zeros. As integers, or -0.0 would become 0.0.
+            torch.distributed.reduce(whole.view(torch.int32), dst=0)
+        if engine.ranks.is_first:
+            joined[name] = whole.view(shape).cpu()
+    return joined
 
 
 def fill_weights(engine: Trained, weights: Mapping[str, torch.Tensor] | None) -> None:
@@ -249,7 +263,7 @@ def check_stored(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1).view(torch.uint8)
 
-    with _opened(path) as stored:
+    with opened(path) as stored:
         wrong = set(stored.keys()) ^ tensors.keys()
         for name in tensors.keys() - wrong:
             found, wanted = stored.get_tensor(name), tensors[name]
@@ -297,7 +311,7 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
     }
     steps = set()
     for rank in range(world_size):
-        with _opened(folder / state_file(rank)) as stored:
+        with opened(folder / state_file(rank)) as stored:
             steps.add(int((stored.metadata() or {}).get("step", -1)))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
                 match = _KEY.fullmatch(key)
@@ -314,7 +328,7 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
+def opened(path: Path) -> Iterator[safe_open]:
     """Open a safetensors file; raise UserError for damage, temporary where it may be read later."""
     try:
         with safe_open(path, framework="pt") as stored:
@@ -363,7 +377,7 @@ def check_weights(engine: Trained, path: Path) -> None:
     """
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     expected |= {n: list(b.shape) for n, b in persistent_buffers(engine.model).items()}
-    with _opened(path) as stored:
+    with opened(path) as stored:
         found = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -375,7 +389,7 @@ def check_weights(engine: Trained, path: Path) -> None:
 
 def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
     expected = shapes(engine)
-    with _opened(path) as stored:
+    with opened(path) as stored:
         for fragment in held:
             # Slices are of whole rows; those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
@@ -395,7 +409,7 @@ def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, fold
                 if start < fragment.stop and fragment.start < stop:
                     by_file.setdefault(rank, []).append((kind, fragment, start, stop))
     for rank, parts in by_file.items():
-        with _opened(folder / state_file(rank)) as stored:
+        with opened(folder / state_file(rank)) as stored:
             for kind, fragment, start, stop in parts:
                 wanted = fragment.part(start, stop)
                 key = _key(kind, fragment.name, start, stop)

@@ -41,7 +41,8 @@ from cat_lm.core.folders import (
     remove_temporary,
 )
 from cat_lm.core.plugins import commit
-from cat_lm.training.checkpoint import files, optimizer_state
+from cat_lm.training.checkpoint import callback_state, files, optimizer_state
+from cat_lm.training.checkpoint.callback_state import CallbackState
 from cat_lm.training.checkpoint.files import Say, StoredFile
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from cat_lm.training.engine import Engine
 
 Tensors = Mapping[str, "torch.Tensor"]
+CallbackStates = Mapping[str, CallbackState]
 
 
 class Checkpoints:
@@ -185,9 +187,17 @@ class Checkpoints:
         return restored
 
     def save(
-        self, engine: Engine, state: dict[str, Any], tokenizer: Path, *, prune: bool = True
+        self,
+        engine: Engine,
+        state: dict[str, Any],
+        tokenizer: Path,
+        *,
+        prune: bool = True,
+        callbacks: Callable[[], CallbackStates] = dict,
     ) -> Path:
         """Save the state after `state["step"]` steps, and `prune` old checkpoints (a collective).
+
+        `callbacks` returns the states of callbacks, by name.
 
         Raises:
             SharedError: it could not be written, or weights or moments are not finite; older
@@ -204,7 +214,7 @@ class Checkpoints:
                 f"made of it; {self.describe_left()}; a lower optimizer.lr may help"
             )
         try:
-            self._write(final, engine, state, tokenizer)
+            self._write(final, engine, state, tokenizer, callbacks)
         except UserError as error:
             why = " ".join(str(error).split()) or type(error).__name__
             text = f"{final}: the checkpoint could not be written ({why}); {self.describe_left()}"
@@ -215,7 +225,14 @@ class Checkpoints:
             self.ranks.on_rank_zero(lambda: files.prune(self.folder, rule, final, self._say))
         return final
 
-    def _write(self, final: Path, engine: Engine, state: dict[str, Any], tokenizer: Path) -> None:
+    def _write(
+        self,
+        final: Path,
+        engine: Engine,
+        state: dict[str, Any],
+        tokenizer: Path,
+        callbacks: Callable[[], CallbackStates],
+    ) -> None:
         ranks, progress = self.ranks, self._progress
         # Of the first rank, so that no other run, where there are no locks, has the same folder.
         temporary = ranks.broadcast(own_name(final, "saving"))
@@ -223,9 +240,10 @@ class Checkpoints:
         try:
             ranks.on_rank_zero(lambda: prepare(new))
             weights = optimizer_state.full_precision_weights(engine)
+            states = callbacks()
             progress("gathering the weights")
             own = ranks.on_all_ranks(
-                lambda: write_own_files(new, engine, weights, state, tokenizer, progress)
+                lambda: write_own_files(new, engine, weights, state, tokenizer, states, progress)
             )
             written = {name: file for part in ranks.gather(own) for name, file in part.items()}
             ranks.on_rank_zero(lambda: publish(new, final, written, engine, self._say))
@@ -264,6 +282,7 @@ def write_own_files(
     weights: Tensors,
     state: dict[str, Any],
     tokenizer: Path,
+    callback_states: CallbackStates,
     progress: Callable[[str], object],
 ) -> dict[str, StoredFile]:
     """Write, flush and check this rank's files; the first rank's are also those of the whole.
@@ -282,6 +301,7 @@ def write_own_files(
         with causes_told(new / files.WEIGHTS):
             save_file(weights, new / files.WEIGHTS, {"format": "pt"})
         own.append((new / files.WEIGHTS, weights))
+        own += callback_state.write_callback_states(new, callback_states)
         engine.model.config.save_pretrained(new / "model")
         with causes_told(new / "tokenizer"):
             shutil.copytree(tokenizer, new / "tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -11,15 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cat_lm.config import RunConfig
-from cat_lm.core.errors import TemporaryError
+from cat_lm.core.errors import TemporaryError, UserError
 from cat_lm.core.files import AppendedFile
-from cat_lm.training.metrics import EventFile, Metrics, RunLog, read_records
-from tests.runs import run_values
+from cat_lm.training.callbacks.tensorboard import Curves, EventFile
+from cat_lm.training.metrics import Metrics, RunLog, read_records
 
 FULL = Path("/dev/full")
 
@@ -35,10 +36,11 @@ def file_sizes_limited(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def values_with_tensorboard() -> RunConfig:
-    values = run_values("unused", "unused")
-    values["logging"] = {"tensorboard": True}
-    return RunConfig.model_validate(values)
+def curves(folder: Path, say=lambda line: None) -> Curves:
+    """The callback that writes TensorBoard's file, as a run launches it."""
+    callback = Curves(SimpleNamespace(folder=folder, recorded_step=0, log=say))
+    callback.launch(0)
+    return callback
 
 
 def test_piece_that_does_not_fit_leaves_nothing_behind(tmp_path):
@@ -99,12 +101,14 @@ def test_replaced_file_is_appended_to_and_a_link_is_an_error(tmp_path):
 
 def test_files_removed_under_way_are_written_again_whole(tmp_path, capsys):
     log = RunLog(tmp_path / "train.log")
-    recorded = Metrics(tmp_path, values_with_tensorboard(), 0, log.line)
+    recorded, drawn = Metrics(tmp_path, 0, log.line), curves(tmp_path, log.line)
     log.line("a line")
     for step in (1, 2, 3):
         recorded.write({"step": step, "loss": 1.5})
+        drawn.record({"step": step, "loss": 1.5})
         shutil.rmtree(tmp_path)
     recorded.close()
+    drawn.end(3, 0)
     log.close()
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -140,15 +144,20 @@ def test_full_disk_is_noted_and_said_by_nobody(tmp_path, capfd):
     log.close()
     for name in ("metrics.jsonl", "events.out.tfevents."):
         threads = threading.active_count()
-        recorded = Metrics(tmp_path, values_with_tensorboard(), recorded_step=0)
-        files = (recorded._file, recorded._tensorboard._file)
-        file = next(file for file in files if file._path.name.startswith(name))
+        recorded, drawn = Metrics(tmp_path, recorded_step=0), curves(tmp_path)
+        written, file = next(
+            (owner, file)
+            for owner, file in ((recorded, recorded._file), (drawn.events, drawn.events._file))
+            if file._path.name.startswith(name)
+        )
         file._stream = Failing(file._path, "a+")
         for step in range(1, 50):
             recorded.write({"step": step, "loss": 2.0})
+            with contextlib.suppress(UserError):
+                drawn.record({"step": step, "loss": 2.0})
         recorded.sync()
         recorded.close()
-        assert name in str(recorded.error) and str(recorded.error).endswith(": the disk is full")
+        assert name in str(written.error) and str(written.error).endswith(": the disk is full")
         assert threading.active_count() == threads
     printed = capfd.readouterr()
     assert printed.out.splitlines() == ["a line", "another"] and printed.err == ""
