@@ -29,6 +29,7 @@ from cat_lm.training.checkpoint.files import candidates
 from cat_lm.training.launcher import find_launcher
 from cat_lm.training.metrics import Metrics, RunLog, check_writes, write_error
 from cat_lm.training.watchdog import StopSignal, Watchdog
+from eval.zero_shot import callback  # noqa: F401 -- registers the tasks of validation.tasks
 
 if TYPE_CHECKING:
     from cat_lm.data.loader import Batch

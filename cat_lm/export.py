@@ -152,11 +152,7 @@ def export_model(
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # A narrow dtype may have no room for a large weight.
     loading.refuse_non_finite(f"weights in {dtype}", dict(model.state_dict()))
-    # What stood before every document in training is what evaluations should put before a text; a
-    # start token of the tokenizer's own (Mistral's <s>) was never seen.
-    tokenizer.bos_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # which an attention mask hides
+    loading.begin_as_trained(tokenizer)
     # Generation ends at the end of a document, whatever the configuration's default.
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, pad_token_id=pad)

@@ -43,8 +43,8 @@ class Run:
     Attributes:
         recorded_step: the step up to which the folder's records are this run's past; 0 if none is.
         log: takes a line for train.log; of the later ranks it goes nowhere.
-        record: takes a dictionary with `step` for metrics.jsonl and the trackers; every rank calls
-            it alike, and the first one's is written.
+        record: takes a dictionary with `step` for metrics.jsonl and the trackers, whose other names
+            hold a /, as in tasks/piqa/acc; every rank calls it alike, the first one's is written.
         must_stop: lets the ranks vote on whether a signal ends the run (a collective), which a long
             action asks now and then.
     """

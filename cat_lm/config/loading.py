@@ -233,10 +233,18 @@ def _training(config: RunConfig) -> list[str]:
 
 
 def _callbacks(config: RunConfig) -> list[str]:
-    train, logging, errors = config.train, config.logging, []
+    train, validation, logging, errors = config.train, config.validation, config.logging, []
     if train.profile_steps is not None and train.profile_steps[0] > train.profile_steps[1]:
         errors.append(
             f"train.profile_steps={list(train.profile_steps)}: the first step is after the last"
+        )
+    for name in ("tasks_every_steps", "tasks_dir", "tasks_include", "tasks_rows"):
+        if getattr(validation, name) is not None and not validation.tasks:
+            errors.append(f"validation.{name}: has no effect without validation.tasks")
+    if validation.tasks and (train.zero_stage == 3 or train.sequence_parallel > 1):
+        errors.append(
+            "validation.tasks: each rank must hold the whole model and whole sequences; do not go "
+            "with train.zero_stage=3 and train.sequence_parallel above 1"
         )
     for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name"):
         if getattr(logging, name) and not logging.wandb_project:

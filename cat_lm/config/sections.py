@@ -176,6 +176,21 @@ class ValidationSection(Section):
     sets: dict[Word, PathText] = Field(
         {}, description="more prepared folders to score: {name: folder, …}"
     )
+    tasks: tuple[Name, ...] = Field(
+        (), description="of lm-evaluation-harness, as eval.zero_shot --tasks: [piqa, …]"
+    )
+    tasks_every_steps: PositiveSteps | None = Field(
+        None, description="steps between evaluations of tasks; default: every_steps"
+    )
+    tasks_dir: OptionalPath = Field(
+        None, description="rows of tasks, as eval.zero_shot --prefetch writes; default: the Hub"
+    )
+    tasks_include: OptionalPath = Field(
+        None, description="folder of custom tasks, as eval.zero_shot --include-path"
+    )
+    tasks_rows: Annotated[int, whole(numbers.ROWS)] | None = Field(
+        None, description="the first rows of every task alone; default: all"
+    )
 
 
 class CheckpointSection(Section):

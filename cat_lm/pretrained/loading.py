@@ -365,6 +365,17 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         raise UserError(f"tokenizer {folder}: cannot be loaded: {problem}") from error
 
 
+def begin_as_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make texts begin as documents did in training, with the token that ends them.
+
+    What stood before every document in training is what evaluations should put before a text; a
+    start token of the tokenizer's own (Mistral's <s>) was never seen.
+    """
+    tokenizer.bos_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # which an attention mask hides
+
+
 def is_of_tokenizer(name: str) -> bool:
     """Return True if a listed file of an export is one of its tokenizer's."""
     weights = name.endswith((".safetensors", ".bin", ".index.json"))

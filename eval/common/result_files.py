@@ -170,16 +170,23 @@ class _Export(Versioned):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl; a last line that a kill has cut is left out.
+    """Read the records of steps and validations of a metrics.jsonl, without those of callbacks.
+
+    A last line that a kill has cut is left out.
 
     Raises:
         UserError: a line is no record of a step or of a validation.
     """
 
     def check(record: dict[str, Any], place: str) -> None:
-        check_shape(record, _Validation if "val_loss" in record else _Step, place, _ADVICE)
+        if not is_of_callback(record):
+            check_shape(record, _Validation if "val_loss" in record else _Step, place, _ADVICE)
 
-    return readers.read_json_lines(path, check, cut_tail=True)
+    def is_of_callback(record: dict[str, Any]) -> bool:
+        return any("/" in key for key in record) and not {"loss", "val_loss"} & record.keys()
+
+    records = readers.read_json_lines(path, check, cut_tail=True)
+    return [record for record in records if not is_of_callback(record)]
 
 
 def read_result(path: Path, schema: type[Record], advice: str = _ADVICE) -> dict[str, Any]:

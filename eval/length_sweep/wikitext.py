@@ -46,8 +46,7 @@ def page_streams(subjects: Sequence[Subject], asked: Options) -> list[TokenStrea
         version = metadata.version("lm_eval")
         name = f"{source.describe(WIKITEXT)} (WikiText-2 raw as lm-evaluation-harness {version})"
         encoders = [
-            Encoder(tokenizer, subject.folder)
-            for subject, tokenizer in zip(subjects, tokenizers, strict=True)
+            Encoder(tokenizer) for subject, tokenizer in zip(subjects, tokenizers, strict=True)
         ]
         streams = [_stream(task, encoder, name) for encoder in encoders]
     return [long_enough(stream, asked.largest) for stream in streams]

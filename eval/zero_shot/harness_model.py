@@ -7,7 +7,6 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,31 +16,32 @@ from tqdm import tqdm
 
 from cat_lm.core.errors import UserError
 from cat_lm.generate import refuse_nonsense
-from cat_lm.pretrained.loading import check_vocabulary, choose_device, load_model, load_tokenizer
+from cat_lm.pretrained.loading import check_vocabulary, choose_device
 from cat_lm.pretrained.memory import free_bytes
 from eval.zero_shot.tasks.harness import first_line, launched
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LARGEST_BATCH, _LARGEST_CPU_BATCH = 64, 8
 _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
 
 
 class Scorer(HFLM):
-    """Score requests as HFLM does, with a model that was loaded strictly, on all launched ranks.
+    """Score requests as HFLM does, with a model in memory, on all launched ranks.
 
     HFLM takes the rank within a node, and none without a GPU; here ranks count over all nodes and
     on CPUs too. Results are gathered in the order of the rows, so that nothing depends on the
     number of ranks, and what is run is counted.
 
     Args:
-        folder: a transformers folder.
-        dtype: of the weights; a name of `cat_lm.pretrained.loading.DTYPES`.
+        model: on the device that it computes on.
+        tokenizer: its own.
         batch_size: rows per forward pass, or None for the largest that fits.
         max_length: context in tokens; None takes `max_position_embeddings`.
         accelerator: of `launched_accelerator`.
+        autocast: the dtype that it computes in under autocast, None for that of its weights.
 
     Attributes:
         ranks: the accelerator.
@@ -49,24 +49,20 @@ class Scorer(HFLM):
         truncated: requests on this rank that lost the start of their context.
 
     Raises:
-        UserError: the folder has no usable model or tokenizer.
+        UserError: the tokenizer does not belong to the model, or cannot begin a text.
     """
 
     def __init__(
         self,
-        folder: Path,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         *,
-        dtype: str,
-        device: str,
         batch_size: int | None,
         max_length: int | None,
         accelerator: Accelerator | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        tokenizer = load_tokenizer(folder)
-        _require_prefix(tokenizer, folder)
-        model = load_model(
-            folder, dtype=dtype, device=str(accelerator.device) if accelerator else device
-        )
+        _require_prefix(tokenizer)
         check_vocabulary(tokenizer, model.config)
         super().__init__(
             pretrained=model,
@@ -77,6 +73,7 @@ class Scorer(HFLM):
             max_length=max_length,
             # Those of narrow logits would be rounded before a choice's are summed.
             softmax_dtype=torch.float32,
+            mixed_precision_dtype=autocast,
         )
         self.ranks = accelerator
         if accelerator is not None:
@@ -215,19 +212,21 @@ class Encoder(HFLM):
     """Encode text as the harness does, without a model.
 
     Raises:
-        UserError: the tokenizer, of a folder, has no token to begin a text with.
+        UserError: the tokenizer has no token to begin a text with.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # Not HFLM's own, which loads a model: these three are all that encoding reads.
-        _require_prefix(tokenizer, folder)
+        _require_prefix(tokenizer)
         self.tokenizer = tokenizer
         self.add_bos_token = self.custom_prefix_token_id = None
 
 
-def _require_prefix(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _require_prefix(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError(f"tokenizer {folder}: has neither a BOS nor an EOS token to begin with")
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path}: has neither a BOS nor an EOS token to begin with"
+        )
 
 
 def _require_numbers(likelihoods: Sequence[float]) -> None:

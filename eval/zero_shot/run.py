@@ -33,6 +33,8 @@ from cat_lm.core.outputs import claim_outputs
 from cat_lm.core.readers import read_object, short
 from cat_lm.pretrained.loading import (
     DTYPES,
+    load_model,
+    load_tokenizer,
     model_config,
     model_folder,
     model_label,
@@ -54,7 +56,7 @@ from eval.zero_shot.results import (
 from eval.zero_shot.settings import Settings
 from eval.zero_shot.tasks import table2
 from eval.zero_shot.tasks.catalog import Catalog
-from eval.zero_shot.tasks.harness import quiet
+from eval.zero_shot.tasks.harness import launched, quiet
 from eval.zero_shot.tasks.rows import check_answers
 from eval.zero_shot.tasks.sources import Hub, LocalFolder, needed_splits, rows_sha256
 
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
+
+    from eval.zero_shot.tasks.sources import Source
 
 SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
 # Keys of a definition that say where its rows are.
@@ -84,18 +88,8 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
         accelerator = launched_accelerator(settings.device)
         with agreed(accelerator):
             folder = model_folder(model)
-            catalog = Catalog(names, settings.include_path)
-            source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
-            tasks = {name: catalog.load(name, source) for name in catalog.specs}
-            for task in tasks.values():
-                check_answers(task, source, needed_splits(task.config), settings.limit)
+            tasks, source = load_tasks(names, settings, ranks=launched()[1])
             scorer = _load_scorer(folder, settings, accelerator)
-            for name, task in tasks.items():
-                rows = min(len(task.task_docs), settings.limit or len(task.task_docs))
-                if rows < (ranks := scorer.world_size):
-                    raise UserError(
-                        f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer"
-                    )
             description = _describe_model(folder, scorer)
             shared = _shared_key(description, settings)
             if scorer.rank == 0:
@@ -143,6 +137,27 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
     return result
 
 
+def load_tasks(
+    names: Sequence[str], settings: Settings, ranks: int
+) -> tuple[dict[str, ConfigurableTask], Source]:
+    """Return the harness's tasks by name, with their rows, and where those are from.
+
+    Raises UserError for unknown names, rows that are missing or wrong, or fewer than ranks.
+    """
+    catalog = Catalog(names, settings.include_path)
+    source = Hub() if settings.data_dir is None else LocalFolder(settings.data_dir)
+    tasks = {name: catalog.load(name, source) for name in catalog.specs}
+    for task in tasks.values():
+        check_answers(task, source, needed_splits(task.config), settings.limit)
+    for name, task in tasks.items():
+        rows = min(len(task.task_docs), settings.limit or len(task.task_docs))
+        if rows < ranks:
+            raise UserError(
+                f"task {name}: {rows} rows cannot be shared among {ranks} ranks; use fewer"
+            )
+    return tasks, source
+
+
 def _load_scorer(folder: Path, settings: Settings, accelerator: Accelerator | None) -> Scorer:
     # For every dtype: a number must not depend on whether its dtype was given or found.
     evaluation_device(settings.device)
@@ -152,10 +167,10 @@ def _load_scorer(folder: Path, settings: Settings, accelerator: Accelerator | No
     dtype = settings.dtype
     if dtype == "auto" and (dtype := _stored_dtype(folder)) == "float32":
         dtype = evaluation_dtype("auto", [folder], settings.device)
+    device = str(accelerator.device) if accelerator else settings.device
     return Scorer(
-        folder,
-        dtype=dtype,
-        device=settings.device,
+        load_model(folder, dtype=dtype, device=device),
+        load_tokenizer(folder),
         batch_size=settings.batch_size,
         max_length=settings.max_length,
         accelerator=accelerator,
@@ -165,12 +180,32 @@ def _load_scorer(folder: Path, settings: Settings, accelerator: Accelerator | No
 def _compute(
     place: Place, task: ConfigurableTask, scorer: Scorer, settings: Settings
 ) -> dict[str, Any] | None:
-    """Run one task on all ranks; rank 0 writes its files and returns its values.
+    """Run one task on all ranks; rank 0 writes its files and returns its values."""
+    values, samples = score(place.name, task, scorer, settings)
+    if values is None:
+        return None
+    values["key"] = place.key
+    place.write(values, samples)
+    print(f"{place.name}: {described(values)}", file=sys.stderr, flush=True)
+    return values
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """Return a task's metrics, the rows they are of, and the seconds it took."""
+    metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
+    return f"{metrics} ({counted(values)}; {values['seconds']:.1f} s)"
+
+
+def score(
+    name: str, task: ConfigurableTask, scorer: Scorer, settings: Settings
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]] | None]:
+    """Run one task on all ranks; return its values, and its samples if asked for, on rank 0.
+
+    It seeds the generators of Python, numpy and torch.
 
     Raises:
         RuntimeError: the harness has scored other rows than it was asked to.
     """
-    name = place.name
     if task.get_config("num_fewshot") is None:
         task.set_config("num_fewshot", 0)
     task.set_fewshot_seed(SEED)
@@ -191,7 +226,7 @@ def _compute(
     answered = [request.doc_id for request in task.instances if request.resps]
     positions, truncated, requests, scored = scorer.totals(len(answered), len(set(answered)))
     if scorer.rank != 0:
-        return None
+        return None, None
     values = _values(found, name)
     rows = values["rows"]
     if scored != (asked := min(rows, settings.limit or rows)):
@@ -204,12 +239,8 @@ def _compute(
         "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
         "seconds": round(seconds, 3),
         "tokens_per_second": round(positions / seconds, 1),
-        "key": place.key,
     }
-    place.write(values, found["samples"][name] if settings.samples else None)
-    metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
-    print(f"{name}: {metrics} ({counted(values)}; {seconds:.1f} s)", file=sys.stderr, flush=True)
-    return values
+    return values, found["samples"][name] if settings.samples else None
 
 
 @contextlib.contextmanager

@@ -32,9 +32,17 @@ REFUSED = (
     ("train.callbacks={heartbit: {}}", "train.callbacks='heartbit': must be one of ema, profile"),
     ("train.callbacks={ema: {}}", "train.callbacks: ema is chosen by train.ema_decay instead"),
     ("validation.sets={a b: c}", "validation.sets='a b': must be a name of letters, digits"),
+    ("validation.tasks_rows=3", "validation.tasks_rows: has no effect without validation.tasks"),
     ("logging.wandb_group=g", "logging.wandb_group: has no effect without logging.wandb_project"),
     ("logging.wandb_tags=[a]", "logging.wandb_tags: has no effect without logging.wandb_project"),
 )
+
+
+@pytest.mark.parametrize("override", ["train.zero_stage=3", "train.sequence_parallel=2"])
+def test_tasks_need_a_whole_model_on_each_rank(override, tmp_path):
+    path = write_config(tmp_path, run_values("data", tmp_path))
+    with pytest.raises(UserError, match=r"validation\.tasks: each rank must hold"):
+        load_config(path, ["validation.tasks=[piqa]", override])
 
 
 @pytest.mark.parametrize(("override", "said"), REFUSED)

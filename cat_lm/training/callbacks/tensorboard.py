@@ -52,6 +52,8 @@ class Curves(Callback):
 
 
 def _group(name: str) -> str:
+    if name.startswith("tasks/"):
+        return name
     return f"validation/{name}" if name.startswith("val_") else f"train/{name}"
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cat_lm.export import export_model
-from cat_lm.pretrained.loading import load_tokenizer
+from cat_lm.pretrained.loading import load_model, load_tokenizer
 from eval.zero_shot.results import table
 from tests.eval.zero_shot.calls import CONTEXT, command, read_result
 from tests.finished_runs import finished_run, tiny_model
@@ -51,12 +51,12 @@ def test_diverged_model_gets_no_accuracy(tmp_path, tiny_corpus, monkeypatch, cap
 def test_batch_on_a_cpu_fits_into_free_memory(model, monkeypatch):
     from eval.zero_shot import harness_model
 
-    sizes = []
+    parts, sizes = (load_model(model, device="cpu"), load_tokenizer(model)), []
     for rows in (0, 3, 1000):
         free = 4 * 3 * 4 * CONTEXT * 257 * rows
         monkeypatch.setattr(harness_model, "free_bytes", lambda device, free=free: free)
-        options = {"dtype": "float32", "device": "cpu", "batch_size": None, "max_length": None}
-        sizes.append(harness_model.Scorer(model, **options).batch_size_per_gpu)
+        scorer = harness_model.Scorer(*parts, batch_size=None, max_length=None)
+        sizes.append(scorer.batch_size_per_gpu)
     assert sizes == [1, 3, 8]
 
 
