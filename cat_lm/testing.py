@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm.architectures import Architecture
+from cat_lm.callbacks import CallbackKind
 from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import build_options
@@ -29,6 +30,7 @@ from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.convolution.kinds import Kind
 from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
 from cat_lm.ops.runtime.documents import document_positions
+from cat_lm.training.callback_check import Broken, check_callback
 from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
 
 __all__ = ["check_entry"]
@@ -42,22 +44,26 @@ class _Wrong(AssertionError):
 
 
 def check_entry(
-    entry: MixerKind | Entry | Architecture | Kind,
+    entry: MixerKind | Entry | Architecture | Kind | CallbackKind,
     options: Mapping[str, Any] | None = None,
     *,
     width: int = 64,
     body: nn.Module | None = None,
 ) -> None:
-    """Check that a mixer, a pattern, a transform, a family or a convolution does what it says.
+    """Check that a mixer, a pattern, a transform, a family, a convolution or a callback is sound.
 
     In a small layer or model with rows of 7 tokens: shapes; that no token reads later ones, other
     rows, documents or padding; that parts with a state or a cache give what the whole row gives;
     that scores are of their form; that its counts are numbers, and that a checkpoint can hold its
     buffers. What is wrong only beyond a chunk or a block of more tokens is not seen.
 
+    A callback, which must be registered, gets the events of a pretended run of six steps: it leaves
+    weights and generators as they are, and after a restart its state is that of a straight run.
+
     Args:
         entry: registered, if it is one of attention.
-        options: those that differ from the defaults; of a family, keys of its section.
+        options: those that differ from the defaults; of a family, keys of its section; of a
+            callback of this project, dotted keys of the configuration.
         width: C of the inputs of a mixer or of a family's model.
         body: a transformer without its head whose attention is the entry, which gives family, heads
             and implementation; by default GPT-NeoX with two heads, by all that computes on a CPU.
@@ -72,6 +78,13 @@ def check_entry(
             setting = Setting(width, layer, 2)
             mixer.check(setting)
             _run(f"mixer {mixer.label}", partial(_check_mixer, mixer, setting))
+        return
+    if isinstance(entry, CallbackKind):
+        with apart():
+            try:
+                check_callback(entry, options or {})
+            except Broken as error:
+                raise AssertionError(f"callback {entry.name!r}: {error}") from error
         return
     if isinstance(entry, Kind):
         _run(f"conv_type {entry.name!r}", partial(_check_convolution, entry))

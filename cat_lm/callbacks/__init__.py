@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from cat_lm.training.engine import Engine
     from cat_lm.training.watchdog import Watchdog
 
-# The events of a run, each a method of `Callback`.
-EVENTS = ("launch", "step", "record", "validation", "checkpoint", "end")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 

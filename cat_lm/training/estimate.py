@@ -89,9 +89,9 @@ def building_bytes(config: RunConfig, parameters: int) -> int:
     return (8 if begins_again_in_fp32(config) else 4) * parameters
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Return the bytes of a checkpoint: the weights in fp32, and AdamW's two moments."""
-    return 12 * parameters
+def checkpoint_bytes(config: RunConfig, parameters: int) -> int:
+    """Return the bytes of a checkpoint: weights in fp32, AdamW's moments, an average if kept."""
+    return (12 if config.train.ema_decay is None else 16) * parameters
 
 
 def saves(config: RunConfig) -> int:
@@ -119,7 +119,7 @@ def check_disk(config: RunConfig, parameters: int, free: int, saved: int) -> tup
 
     Returns what is wrong, or None, and a line about the room.
     """
-    one, problem = checkpoint_bytes(parameters), None
+    one, problem = checkpoint_bytes(config, parameters), None
     needed = checkpoints_to_hold(config, saved) * one
     if free < needed:
         problem = (
@@ -197,6 +197,8 @@ def memory_per_rank(
         weights = compute * (whole if stage == 3 else 1)
         gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), 12.0 * whole
         beside = compute * min(parameters, _LIVE_PARAMETERS) if stage == 3 else 0.0
+    if train.ema_decay is not None:
+        optimizer += 4.0 * whole
     # The bucket's copy of the gradients, and the one in fp32 that is sent.
     buckets = stage >= 2 or (stage == 1 and not bf16)
     bucket_size = compute if buckets else 0.0

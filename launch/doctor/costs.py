@@ -181,7 +181,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     # Nothing is computed meanwhile: a layer goes on with what it gets.
     waited = shared * cluster.exchange_seconds(train.sequence_parallel, gpus)
     step = busy + exposed + waited
-    saving = checkpoint_bytes(run.parameters) / (STORAGE * 1e9)
+    saving = checkpoint_bytes(config, run.parameters) / (STORAGE * 1e9)
     # Forward passes over `validation.max_tokens`; 0 where it is the whole split, unknown here.
     tokens = config.total_steps // config.validation.every_steps
     tokens *= config.validation.max_tokens or 0

@@ -169,7 +169,7 @@ def checkpoints(run: Run) -> Iterator[Finding]:
     """Yield the size of one checkpoint and of all that the run keeps."""
     from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
 
-    one = checkpoint_bytes(run.parameters)
+    one = checkpoint_bytes(run.config, run.parameters)
     most = checkpoints_to_hold(run.config) + kept_for_good(run.config)
     text = (
         f"{one / GIB:.1f} GiB each, every {run.config.checkpoint.every_steps:,} steps; up to "

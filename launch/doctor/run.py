@@ -88,7 +88,7 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
     saved = saved_checkpoints(folder, config.checkpoint.keep_last)
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     problem, text = check_disk(config, parameters, shutil.disk_usage(parent).free, saved)
-    value = checkpoint_bytes(parameters)
+    value = checkpoint_bytes(config, parameters)
     yield Finding("run output", text, "checkpoint", value, problem, problem is not None)
 
 

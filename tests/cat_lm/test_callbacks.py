@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from cat_lm.callbacks import CallbackKind
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.training.callbacks import wandb
+from cat_lm.training.callbacks.profile import StepProfile
 from cat_lm.training.checkpoint.callback_state import opened_state, storable, write_callback_states
 from tests.runs import run_values, write_config
 
@@ -90,6 +93,32 @@ def test_state_is_what_was_stored_and_other_things_are_refused(tmp_path):
     for wrong in ([1], {1: 2}, {"a": {1, 2}}, {"a": float("nan")}):
         with pytest.raises(UserError, match="state"):
             storable(wrong)
+
+
+def test_memory_of_a_gpu_is_traced_too(monkeypatch, tmp_path):
+    """With torch's calls in the place of a GPU: recording stops, and what it found is written."""
+    calls = mock.Mock()
+    calls.dump.side_effect = lambda path: Path(path).write_text("snapshot")
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", calls.record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.dump)
+    config = load_config(
+        write_config(tmp_path, run_values("data", tmp_path)), ["train.profile_steps=[2, 2]"]
+    )
+    ranks, said = SimpleNamespace(device=torch.device("cuda")), []
+    for _ in range(2):  # The second launch traces the same step again.
+        callback = StepProfile(
+            SimpleNamespace(config=config, ranks=ranks, folder=tmp_path, log=said.append)
+        )
+        callback.launch(0)
+        assert not calls.record.called or len(said) == 2
+        for step in (1, 2, 3):
+            callback.step(step)
+        callback.end(3, 0)
+    assert calls.record.mock_calls == [mock.call(), mock.call(enabled=None)] * 2
+    names = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    endings = ("memory.pickle", "trace.json.gz")
+    assert names == sorted(f"steps-2-2{n}.{ending}" for n in ("", "-2") for ending in endings)
 
 
 def test_keys_of_weights_and_biases_reach_it(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cat_lm import architectures, mixers, ops
+from cat_lm import architectures, callbacks, mixers, ops
 from cat_lm.core import plugins
 from cat_lm.counts import count_parameters, meta_model, state_bytes
 from cat_lm.model import attention
@@ -30,6 +30,7 @@ GUIDE = REPOSITORY / "docs/your_own_idea.md"
 @pytest.fixture
 def registries(monkeypatch):
     """Takes away again what a test registers."""
+    monkeypatch.setattr(callbacks.CALLBACKS, "_entries", dict(callbacks.CALLBACKS._entries))
     monkeypatch.setattr(kinds.KINDS, "_entries", dict(kinds.KINDS._entries))
     monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
     families = architectures.ARCHITECTURES
@@ -42,7 +43,7 @@ def registries(monkeypatch):
 def ideas(registries):
     """Registers all of them for a test; what their files define, by file."""
     folder = REPOSITORY / "tests/own_ideas"
-    names = ("convolution", "scores", "pattern", "mixer", "family")
+    names = ("convolution", "scores", "pattern", "mixer", "family", "callback")
     return SimpleNamespace(
         **{name: SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py"))) for name in names}
     )
@@ -117,6 +118,7 @@ def test_the_examples_pass_their_authors_check(ideas):
     check_entry(attention.REGISTRIES[attention.Pattern].get("forgetting"))
     check_entry(kinds.get("neighbour"))
     check_entry(architectures.get("ngram"), {"expansion": 2})
+    check_entry(callbacks.get("slow_steps"), {"factor": 3})
 
 
 @torch.no_grad()
@@ -149,8 +151,9 @@ def test_the_family_reads_as_many_tokens_as_it_says(ideas):
         (attention.REGISTRIES[attention.ScoreTransform], "scores", "log_distance"),
         (attention.PATTERNS, "pattern", "forgetting"),
         (architectures.ARCHITECTURES, "family", "ngram"),
+        (callbacks.CALLBACKS, "callback", "slow_steps"),
     ],
-    ids=["mixer", "scores", "pattern", "family"],
+    ids=["mixer", "scores", "pattern", "family", "callback"],
 )
 def test_file_of_a_plugin_moves_into_the_project(
     registries, monkeypatch, tmp_path, registry, example, name

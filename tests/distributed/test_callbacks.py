@@ -165,6 +165,7 @@ def test_average_of_weights_is_exact_and_changes_nothing(stage, precision, tiny_
     run_on_ranks(averaged, 2, str(tiny_corpus), str(tmp_path), stage, precision)
     assert losses(tmp_path / "straight") == losses(tmp_path / "plain")
     found, again = averages(tmp_path / "straight"), averages(tmp_path / "killed")
+    assert found.keys() == weights(complete_checkpoints(tmp_path / "plain/checkpoints")[0]).keys()
     steps = complete_checkpoints(tmp_path / "straight/checkpoints")
     before = load_file(steps[0] / "callbacks/ema.safetensors")
     assert [step.name[-1] for step in steps] == list("123456")
@@ -174,6 +175,23 @@ def test_average_of_weights_is_exact_and_changes_nothing(stage, precision, tiny_
         for step in steps[1:]:
             wanted = 0.8 * wanted + 0.2 * weights(step)[name].double()
         torch.testing.assert_close(average.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def elastic(ranks, data: str, folder: str, last: int, stage: int) -> None:
+    values = run_values(data, folder, resume="auto", max_steps=last, zero_stage=stage)
+    values["train"]["ema_decay"] = 0.8
+    values["checkpoint"] |= {"every_steps": 1, "keep_last": 9}
+    train(ranks, values)
+
+
+def test_average_goes_on_with_other_ranks_and_another_stage(tiny_corpus, tmp_path):
+    for world_size, last, stage in ((2, 2, 1), (1, 3, 0)):
+        run_on_ranks(elastic, world_size, str(tiny_corpus), str(tmp_path), last, stage)
+    before, after = complete_checkpoints(tmp_path / "checkpoints")[-2:]
+    averages_before, now = load_file(before / "callbacks/ema.safetensors"), weights(after)
+    for name, average in averages(tmp_path).items():
+        wanted = 0.8 * averages_before[name].double() + 0.2 * now[name].double()
+        torch.testing.assert_close(average.double(), wanted, rtol=1e-6, atol=1e-8)
 
 
 def scored(ranks, data: str, folder: str) -> None:

@@ -161,7 +161,7 @@ def test_folder_of_a_run_has_usual_modes_and_one_writer(tiny_corpus, tmp_path):
     (folder,) = complete_checkpoints(tmp_path / "kept")
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     config = RunConfig.model_validate(run_values(data, tmp_path))
-    assert size == pytest.approx(checkpoint_bytes(num_parameters(config, 257)), rel=0.1)
+    assert size == pytest.approx(checkpoint_bytes(config, num_parameters(config, 257)), rel=0.1)
     found = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
     assert {path.suffix for path in found} >= {".safetensors", ".pt", ".json", ".yaml", ""}
     wrong = {str(p): oct(m) for p, m in found.items() if m != (0o750 if p.is_dir() else 0o640)}

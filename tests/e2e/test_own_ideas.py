@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.commands import python
 from tests.conftest import REPOSITORY
-from tests.runs import losses, run_values, write_config
+from tests.runs import losses, records, run_values, write_config
 
 IDEAS = REPOSITORY / "tests/own_ideas"
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2}
@@ -156,6 +156,24 @@ def test_trains_is_killed_goes_on_and_is_used(idea: Idea, tiny_corpus):
     if idea.name == "family":  # whose words no other family has
         idea.run("-m", "eval.report", run, "--out", idea.folder / "page")
         assert "expansion=2" in (idea.folder / "page/index.html").read_text()
+
+
+def test_callback_of_a_package_is_chosen_by_the_configuration(tiny_corpus, tmp_path):
+    """Its state is saved; a checkpoint is exported where the package is not installed, too."""
+    code = (IDEAS / "callback.py").read_text(encoding="utf-8")
+    environment, run = install(tmp_path / "site", code), tmp_path / "run"
+    values = run_values(tiny_corpus, run, max_steps=3, callbacks={"slow_steps": {"factor": 1.5}})
+    config = write_config(tmp_path, values)
+    done = python("train.py", config, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records(run)[-1]["steps/slow"] >= 0
+    (state,) = run.glob("checkpoints/*/callbacks/*.safetensors")
+    assert state.name == "slow_steps.safetensors"
+    done = python("train.py", config, "train.callbacks={slow_steps: {factor: 1}}", **environment)
+    assert "train.callbacks: slow_steps: factor=1.0: must be above 1" in refused(done)
+    said = refused(python("train.py", config))
+    assert "train.callbacks='slow_steps': must be one of ema, profile, " in said
+    assert python("-m", "cat_lm.export", run).returncode == 0
 
 
 # A name that is known nowhere

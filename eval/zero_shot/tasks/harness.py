@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -29,8 +30,13 @@ def require_harness() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the harness's notes and prints out of a command's output."""
+    """Keep the harness's notes, prints and bars out of a command's output."""
     import datasets
+    import lm_eval.api.task
+    from tqdm import tqdm
+
+    # This bar cannot be silenced otherwise where tqdm was imported before.
+    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True)
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()

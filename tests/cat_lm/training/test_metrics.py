@@ -133,6 +133,9 @@ def test_memory_shrinks_with_stages_and_ranks():
 
     for stage, ranks, bytes_ in ((1, 1, 18), (1, 8, 7.5), (2, 8, 4), (3, 8, 18 / 8)):
         assert memory(stage, ranks).states / 10**9 == pytest.approx(bytes_, abs=0.1)
+    plain = memory(2, 4).states
+    values["train"]["ema_decay"] = 0.9
+    assert memory(2, 4).states - plain == pytest.approx(1e9)
     # The engine gives every rank all weights (2 bytes each) before DeepSpeed partitions them.
     many, few = (memory(3, ranks, 10**11) for ranks in (512, 4))
     assert many.total == pytest.approx(2e11) and "micro" not in many.advice

@@ -118,7 +118,7 @@ def test_disk_holds_all_checkpoints_that_are_there_at_once(keep_last, steps, sav
     parameters = num_parameters(config(), 257)
     rule = {"checkpoint": {"every_steps": 2, "keep_last": keep_last}}
     run = RunConfig.model_validate(run_values("data", "run", max_steps=steps) | rule)
-    room = needed * checkpoint_bytes(parameters)
+    room = needed * checkpoint_bytes(run, parameters)
     assert check_disk(run, parameters, room, saved)[0] is None
     assert "are free, but checkpoints" in check_disk(run, parameters, room - 1, saved)[0]
     first, other = sound(2, 2)
