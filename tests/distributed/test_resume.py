@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -24,10 +25,10 @@ LAS = {
 }
 # Ranks, and stages with precisions. Two ranks train with every stage and precision in CI.
 SETTINGS = [
-    (2, [(2, "bf16"), (3, "fp32")]),
-    pytest.param(2, [(0, "bf16"), (1, "fp32")], marks=pytest.mark.long),
+    (2, [(1, "bf16"), (3, "fp32")]),
+    pytest.param(2, [(0, "bf16"), (1, "fp32"), (2, "bf16")], marks=pytest.mark.long),
     pytest.param(1, [(0, "fp32"), (1, "bf16"), (3, "bf16")], marks=pytest.mark.nightly),
-    pytest.param(2, [(0, "fp32"), (1, "bf16"), (3, "bf16")], marks=pytest.mark.nightly),
+    pytest.param(2, [(0, "fp32"), (3, "bf16")], marks=pytest.mark.nightly),
 ]
 
 
@@ -137,7 +138,8 @@ def refused(ranks, data: str, folder: str) -> list[str]:
 
             def spoil():
                 state = find_checkpoint(run) / "state.json"
-                state.write_text(state.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+                other = re.sub('(?<="fingerprint": ").', "x", state.read_text())
+                state.write_text(other)
                 seal(state.parent)
 
             ranks.on_rank_zero(spoil)
