@@ -48,8 +48,8 @@ class NamedSets(Callback):
                 f"{theirs['spec']}, the data of the run with {ours['spec']}"
             )
         if reads:
-            corpus.fetch()
-            verify([corpus], data.cache_dir)
+            corpus.fetch(run.watchdog.progress)
+            verify([corpus], data.cache_dir, progress=run.watchdog.progress)
         if reads and data.mask_documents:
             check_ends(corpus)
         return Validation(corpus, run.engine, run.ranks, run.watchdog)
