@@ -1,4 +1,5 @@
-"""Make transformers' Auto classes and peft know our models, at no cost for the import.
+"""Register this project's classes with transformers' Auto classes and with peft, without importing
+either.
 
 Registering needs the models' classes, hence torch and transformers, whose modules import each other
 in circles. So the Auto classes' entry points are wrapped: their first call registers the models and
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _families() -> Sequence[Architecture]:
-    """List all families; those of a broken plugin are missed with a warning.
+    """List all registered families, and warn about plugins that fail to load.
 
     A program that opens other models must go on.
     """
@@ -40,7 +41,9 @@ def _families() -> Sequence[Architecture]:
 
 
 def _register(models: bool) -> None:
-    """Enter the classes of configurations into transformers' registries, or those of models too."""
+    """Register the configuration classes with transformers' Auto registries, or the model classes
+    too if `models` is set.
+    """
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     for family in _families():
@@ -53,7 +56,7 @@ def _register(models: bool) -> None:
 
 
 def _name_adapter_modules(constants: ModuleType) -> None:
-    """Enter what adapters go to, where nobody says, into peft's tables by type of model.
+    """Add the default target modules of every model type to peft's tables of adapters.
 
     A type of ours has what peft knows of its library's. Other families name linear layers, for
     methods that adapt any: those that know every library's type that peft knows at all.
@@ -71,8 +74,8 @@ def _name_adapter_modules(constants: ModuleType) -> None:
                 table.setdefault(family.model_type, list(modules))
 
 
-# What is done once a module is there. Tokenizers need no entry: the tokenizer_config.json of an
-# exported folder names their class.
+# Each module is patched as soon as it is imported. Tokenizers need no entry: the
+# tokenizer_config.json of an exported folder names their class.
 _AWAITED: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": lambda auto: _on_first_call(
         [auto.AutoConfig], ("from_pretrained", "for_model"), partial(_register, models=False)
@@ -108,7 +111,7 @@ def _on_first_call(owners: list[type], names: Sequence[str], register: Callable[
 
 
 class _Finder:
-    """Finds the awaited modules, and looks at them once they are loaded."""
+    """An import hook that waits for the awaited modules and patches each one after it is loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None):
@@ -125,7 +128,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Wrap the loaded Auto modules and wait for the others; safe to repeat."""
+    """Patch the awaited modules that are loaded and wait for the others; safe to repeat."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
     for name, look in _AWAITED.items():

@@ -76,7 +76,8 @@ def export_checkpoint(
         facts |= {"context_method": method, "context_factor": factor}
     model = loading.load_model(step_folder / "model", device="cpu", config=config)
     if ema:
-        facts = {k: v for k, v in facts.items() if not k.startswith("val_")}  # of others
+        # Drop the metrics of the validation set, which are of the unaveraged weights.
+        facts = {k: v for k, v in facts.items() if not k.startswith("val_")}
         facts["average"] = _load_average(model, step_folder)
     if library:
         model = library_model(model)
@@ -86,7 +87,7 @@ def export_checkpoint(
 
 
 def _load_average(model: PreTrainedModel, step_folder: Path) -> str:
-    """Copy the averaged weights of a checkpoint into its model; describe the average."""
+    """Copy a checkpoint's averaged weights into the model; return a description."""
     from cat_lm.training.checkpoint.callback_state import opened_state, stored_states
 
     path = stored_states(step_folder).get("ema")
@@ -101,7 +102,7 @@ def _load_average(model: PreTrainedModel, step_folder: Path) -> str:
 
 
 def push(folder: Path, repository: str, private: bool = False) -> str:
-    """Upload an export to a model repository of the Hub, which is made if there is none.
+    """Upload an export to a model repository of the Hub, and create the repository if needed.
 
     Returns the address of the repository. Raises UserError where the Hub refuses or cannot be
     reached.
@@ -130,7 +131,7 @@ def export_model(
     license_id: str | None = None,
     language: str | None = None,
 ) -> Path:
-    """Write `model` and `tokenizer` as the transformers folder `out`, verified and all at once.
+    """Write `model` and `tokenizer` atomically as the transformers folder `out`, and verify it.
 
     Args:
         model: its parameters are cast to `dtype` in place.
@@ -147,10 +148,11 @@ def export_model(
 
     out = _check_replaceable(out)
     loading.check_vocabulary(tokenizer, model.config)
-    # Parameters only: buffers such as RoPE's frequencies stay in the precision they are made in.
+    # Cast parameters only: buffers such as RoPE's frequencies stay in the precision they are built
+    # in.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
-    # A narrow dtype may have no room for a large weight.
+    # A large weight may overflow in a narrow dtype.
     loading.refuse_non_finite(f"weights in {dtype}", dict(model.state_dict()))
     loading.begin_as_trained(tokenizer)
     # Generation ends at the end of a document, whatever the configuration's default.
@@ -190,7 +192,8 @@ def export_model(
 
 
 def _own_file(config: PreTrainedConfig) -> tuple[str | None, str | None]:
-    """Assemble the file by which a model needs no cat_lm, and enter it into the configuration.
+    """Assemble the single file with which a model runs without cat_lm, and name it in the
+    configuration.
 
     Returns the file's text, or None and why there is none; neither for a class of transformers.
     """
@@ -205,7 +208,9 @@ def _own_file(config: PreTrainedConfig) -> tuple[str | None, str | None]:
 
 
 def training_facts(step_folder: Path) -> dict[str, Any]:
-    """Gather what checkpoint and run know of the training. Raises UserError for damaged files."""
+    """Collect the facts about the training from a checkpoint and its run. Raises UserError for
+    damaged files.
+    """
     state, config = read_run_state(step_folder), read_run_config(step_folder)
     facts = {
         "step": state.step,
@@ -213,7 +218,8 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
         "data_fingerprint": state.data.fingerprint,
         "code": state.code.model_dump(),
         "context_length": config.data.context_length,
-        "precision": config.train.precision,  # a run's own file holds what auto came to
+        # The run's own configuration file holds the resolved value of `auto`.
+        "precision": config.train.precision,
         "optimizer": _recipe(config),
         "data": ", ".join(sorted(Path(folder).name for folder in config.data.folders)),
     }
@@ -225,7 +231,7 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
 
 
 def _recipe(config: RunConfig) -> str:
-    """Describe in one line how a run's weights were optimized."""
+    """Describe in one line how a run's weights were trained."""
     how, batch = config.optimizer, config.train.global_batch_size * config.data.context_length
     return (
         f"AdamW, learning rate {how.lr:g} ({how.schedule}), betas {how.betas[0]:g} and "
@@ -234,7 +240,7 @@ def _recipe(config: RunConfig) -> str:
 
 
 def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
-    """Read the folder as a user would, as a rule from the page cache, and compare every tensor."""
+    """Load the folder as a user would and compare every tensor with the model's."""
     import torch
 
     # load_model raises for missing and unexpected keys.
@@ -246,7 +252,7 @@ def _verify(folder: Path, model: PreTrainedModel, dtype: str) -> None:
 
 
 def check_new(out: Path | str) -> Path:
-    """Check, before any work, that `out` can be a folder and holds nothing. Raises UserError."""
+    """Check early that `out` is, or can become, an empty folder. Raises UserError."""
     check_output(out, "OUT")
     out = Path(out)
     if out.exists() and any(out.iterdir()):
@@ -255,9 +261,9 @@ def check_new(out: Path | str) -> Path:
 
 
 def _check_replaceable(out: Path | str) -> Path:
-    """Check, before any work, that `out` is free, or an earlier export as it was written."""
+    """Check early that `out` is free, or is an earlier export whose files are unchanged."""
     out = Path(out)
-    # Of a link, the folder that it points to is made.
+    # If `out` is a link, the folder that it points to is written.
     check_output(os.path.realpath(out) if out.is_symlink() else out, "OUT")
     if out.is_dir() and any(out.iterdir()) and record.read_record(out) is None:
         raise UserError(f"OUT {out}: is not empty and no earlier export (by its {record.RECORD})")

@@ -49,12 +49,13 @@ def sampling_options(temperature: float, top_p: float, greedy: bool) -> dict[str
     """Return the arguments of `generate` for sampling, or for greedy decoding."""
     if greedy:
         return {"do_sample": False}
-    # transformers would cut to the 50 likeliest tokens by default; only what was asked for here.
+    # transformers would keep the 50 likeliest tokens by default, so that is switched off.
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
 def refuse_nonsense(input_ids: Tensor, scores: Tensor) -> Tensor:
-    """Pass scores [B, V] on; greedy decoding would take NaN for the likeliest token.
+    """Return scores [B, V] unchanged if they are numbers; greedy decoding would choose NaN as the
+    maximum.
 
     Raises UserError where they are not numbers, whatever the weights are.
     """
@@ -84,12 +85,13 @@ def continue_text(
     try:
         ids = model.generate(**inputs, **options)[0]
     except (ArithmeticError, AssertionError, ImportError, TypeError, ValueError) as error:
-        # Whatever else the folder's generation_config.json asks for, transformers looks at it here.
+        # transformers reads the other settings of the folder's generation_config.json only here.
         raise UserError(
             f"model {model.name_or_path}: cannot generate with its generation_config.json: "
             f"{loading.reason(error)}"
         ) from error
-    # Decoding the new tokens alone would lose a leading space in sentencepiece vocabularies.
+    # Decoding the new tokens by themselves would lose a leading space in sentencepiece
+    # vocabularies.
     start = len(tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True))
     return tokenizer.decode(ids, skip_special_tokens=True)[start:]
 
@@ -97,7 +99,7 @@ def continue_text(
 def _read_prompt(text: str) -> str:
     if text == "-":
         given = sys.stdin.buffer.read() if sys.stdin is not None else b""
-        # With the ends of lines that text has on every system.
+        # Normalise the line ends, as text files of every system do.
         text = io.StringIO(decode(given, "prompt -"), newline=None).read()
     text = decode(text.encode("utf-8", "surrogateescape"), "prompt")
     if not text.strip():
@@ -141,13 +143,14 @@ def main() -> None:
     from transformers import TextStreamer
 
     with comparing_files(skip=given.skip_checksums):
-        # All that is cheap before the weights.
+        # Do the cheap checks before loading the weights.
         config = loading.model_config(given.model)
         tokenizer = loading.load_tokenizer(given.model)
         loading.check_vocabulary(tokenizer, config)
         tokens = encode_prompt(tokenizer, prompt)["input_ids"].shape[1]
         what = f"prompt: its {tokens:,} tokens and --max-new-tokens {new:,}"
-        loading.refuse_beyond_positions(config, tokens + new - 1, what)  # the last one is not read
+        # The last token is never fed back into the model.
+        loading.refuse_beyond_positions(config, tokens + new - 1, what)
         model = loading.load_model(given.model, device=given.device)
     _check_memory(model, tokens, new)
     trained = getattr(config, "max_position_embeddings", None)

@@ -23,11 +23,13 @@ __all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection"
 __all__ += ["classes_of", "find", "get", "has_stock", "library_config"]
 __all__ += ["model_types", "names", "of_config", "register", "section_of"]
 
-DEFAULT = "gpt_neox"  # where no architecture is named
+DEFAULT = "gpt_neox"  # The family of a configuration that names none.
 
 
 def model_types(family: Architecture) -> tuple[str, ...]:
-    """List the types that a config.json of a family can have: its own, and the library's."""
+    """List the `model_type` values that a config.json of a family may have: this project's and the
+    library's.
+    """
     return (family.model_type, *([family.library_type] if family.library_type else []))
 
 
@@ -37,13 +39,13 @@ def has_stock(family: Architecture) -> bool:
 
 
 def _check(family: Architecture) -> None:
-    """Check what a family says of itself. Raises ValueError."""
+    """Check the declared attributes of a family. Raises ValueError."""
     named = f"architecture {family.name!r}"
     if not issubclass(getattr(family, "Section", object), ModelSection):
         raise ValueError(f"{named}: Section must be a ModelSection")
     if not family.class_prefix and type(family).classes is Architecture.classes:
         raise ValueError(f"{named}: its class {type(family).__name__} must define classes")
-    # Those of this project are imported one by one, and its tests compare them.
+    # This project's own families are imported one by one, and its tests compare their model types.
     others = () if is_own(family) else map(get, names())
     taken = {kind for other in others for kind in model_types(other)}
     for kind in model_types(family):
@@ -68,7 +70,8 @@ get, names, register = ARCHITECTURES.get, ARCHITECTURES.names, ARCHITECTURES.reg
 
 
 def find(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture | None:
-    """Look up the family of a model's configuration, or of what its config.json holds.
+    """Return the family of a configuration, or of the dictionary of its config.json; None if
+    unknown.
 
     A family's own type and that of the library's models which it reads both belong to it; None for
     a model that no family knows, which may be evaluated all the same.
@@ -78,7 +81,7 @@ def find(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture | None:
 
 
 def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
-    """Look up the family as `find`.
+    """Return the family of a configuration as `find` does, and raise if there is none.
 
     Raises:
         UserError: no family has this model type, with those that there are.
@@ -96,24 +99,24 @@ def built_in() -> tuple[Architecture, ...]:
     return tuple(map(get, ARCHITECTURES.own_names()))
 
 
-# Of a model that is there: its family is that of its configuration.
+# The functions below take a loaded configuration, whose family is always known.
 
 
 def classes_of(config: PreTrainedConfig) -> Classes:
-    """Import the classes that a configuration belongs to."""
+    """Import the classes (configuration, model, language model) of a configuration's family."""
     family = of_config(config)
     is_own = config.model_type == family.model_type
     return family.classes() if is_own else family.library_classes()
 
 
 def section_of(config: PreTrainedConfig) -> Any:
-    """Make the section of a model that is there, whatever its values."""
+    """Build the `model:` section of an existing configuration without validating its values."""
     family = of_config(config)
     return family.Section.model_construct(**family.section_values(config))
 
 
 def library_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
-    """Make the library's configuration of a model in which `library_problems` finds nothing."""
+    """Convert to the library's configuration; valid only if `library_problems` is empty."""
     kind = of_config(config).library_classes().config
     known = kind().to_dict().keys() - NOT_FIELDS
     fields = {key: value for key, value in config.to_dict().items() if key in known}

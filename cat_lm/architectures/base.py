@@ -1,4 +1,4 @@
-"""What a family of models says of itself, and what families have in common."""
+"""The base class of model families: what each declares, and what all have in common."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a configuration's dictionary holds beside the arguments of its class.
+# Keys of a configuration's dictionary that are not arguments of its class.
 NOT_FIELDS = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype"}
 
 
 class Classes(NamedTuple):
-    """The classes of a model. `base_model` is what `AutoModel` makes; None where nothing does."""
+    """The classes of a model. `base_model` is the class that `AutoModel` builds, or None."""
 
     config: type[PreTrainedConfig]
     causal_lm: type[PreTrainedModel]
@@ -28,7 +28,7 @@ class Classes(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A model in words and numbers.
+    """A description and the size of a model, for logs and the model card.
 
     Attributes:
         title: what people call a model of its kind.
@@ -46,7 +46,7 @@ class Summary(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Return what the model is, for its card."""
+        """Return one sentence that describes the model, for its card."""
         return f"{self.title} language model ({self.words})"
 
 
@@ -109,7 +109,7 @@ class Architecture:
         )
 
     def config_class(self) -> type[PreTrainedConfig]:
-        """Import the configuration's class only."""
+        """Import the configuration class without importing the model classes."""
         if not self.class_prefix:
             return self.classes().config
         from cat_lm import model
@@ -126,7 +126,8 @@ class Architecture:
     def own_config(
         self, config: PreTrainedConfig | Mapping[str, Any], **changes: Any
     ) -> PreTrainedConfig:
-        """Make this project's configuration of one of it or of the library's, with changes.
+        """Convert a configuration of this project or of the library to this project's, with
+        changes.
 
         Args:
             config: the configuration, or what its config.json holds.
@@ -138,17 +139,18 @@ class Architecture:
         kind = self.config_class()
         fields = {key: value for key, value in values.items() if key not in NOT_FIELDS}
         if values.get("model_type") == self.library_type and hasattr(kind, "unknown_keys"):
-            # The library's class knows what it leaves out of its files, such as Mamba's d_model.
+            # The library's class knows which of its keys are never written, such as Mamba's
+            # d_model.
             for key in kind.unknown_keys(fields):
                 del fields[key]
         return kind.from_dict(fields | changes)
 
     def library_problems(self, config: PreTrainedConfig) -> list[str]:
-        """Return what of a model, its convolutions aside, the library's class does not have."""
+        """Return the features of a model, besides convolutions, that the library's class lacks."""
         return []
 
     def own_name(self, config: PreTrainedConfig, name: str) -> str | None:
-        """Translate the name of a file's tensor into that in the model of a configuration.
+        """Translate the name of a tensor in a file to its name in this project's model.
 
         None for a constant that old files hold and no model does.
         """
@@ -162,13 +164,13 @@ class Architecture:
     # Sections
 
     def fields(self, section: ModelSection, vocab_size: int, context_length: int) -> dict[str, Any]:
-        """Return the arguments of the configuration's class.
+        """Return the arguments of the configuration class for a section.
 
         Args:
             vocab_size: the tokenizer's; the section's comes before it.
             context_length: of a training sequence, in tokens.
         """
-        # The keys of both are the same, so that a new one cannot be forgotten here.
+        # Section and configuration share their keys, so that a new key cannot be forgotten here.
         return section.model_dump(exclude={"architecture"}) | {
             "vocab_size": section.vocab_size or vocab_size,
             "max_position_embeddings": context_length,
@@ -176,7 +178,8 @@ class Architecture:
         }
 
     def section_values(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return the section's keys but `architecture` for a configuration, ours or the library's.
+        """Return the section's keys except `architecture` of a configuration, ours or the
+        library's.
 
         Keys that it does not know have their defaults.
         """
@@ -187,7 +190,9 @@ class Architecture:
         return values
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-        """Return what makes one model's weights unfit for another, by their `section_values`."""
+        """Return the keys, by comparing `section_values`, that make one model's weights unusable in
+        the other.
+        """
         return [
             f"model.{key} is {value!r} there and {ours[key]!r} here"
             for key, value in theirs.items()
@@ -195,30 +200,30 @@ class Architecture:
         ]
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Return what does not go together in a section, in lines that begin with the key."""
+        """Return contradictions between a section's keys, lines that begin with the key."""
         return [*section.shape_problems(), *tap_problems(section.windows, context_length)]
 
     def objective(self, section: Any, train: Any) -> Objective:
-        """Return what a step minimises, by the section `train` of a run's configuration."""
+        """Return the training objective for the section `train` of a run's configuration."""
         return Objective()
 
-    # Words
+    # Descriptions
 
     def summary(self, section: Any) -> Summary:
-        """Describe a model, by default by the keys that other families have not."""
+        """Describe a model; by default by the keys that are particular to its family."""
         own = section.model_dump(exclude=set(ModelSection.model_fields))
         words = ", ".join(f"{key}={value}" for key, value in own.items()) or self.title
         return Summary(self.title, words, {}, sizes_of(section))
 
     def variants(self) -> dict[str, str]:
-        """Return what sets models of one size apart, by name, in a few words.
+        """Return the variants of one model size, name -> short description.
 
         "" in a family of one; with a `library_type` the variant of the library comes first.
         """
         return {"": self.title}
 
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
-        """Return the section's keys that make a model one of a variant.
+        """Return the section's keys that turn a model into one of its variants.
 
         Args:
             heads: for what has heads and no other key for them.
@@ -234,7 +239,8 @@ class Architecture:
         dtype: torch.dtype,
         backend: str,
     ) -> str:
-        """Describe in one line what computes convolutions or recurrences of a model, and why.
+        """Return one line that names the backend of a model's convolutions or recurrences, and the
+        reason.
 
         Args:
             key: of the section `train`: conv_backend or mixer_backend.
@@ -253,6 +259,6 @@ class Architecture:
 
 
 def sizes_of(section: ModelSection, **others: int) -> dict[str, int]:
-    """Return the numbers of every model's size, by name, and others."""
+    """Return the numbers of a model's size (layers, width, heads, …) by name."""
     sizes = {"layers": section.num_hidden_layers, "hidden size": section.hidden_size}
     return sizes | others

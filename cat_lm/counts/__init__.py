@@ -1,4 +1,4 @@
-"""What a model needs: its parameters, operations, memory of training, and decoding state.
+"""Counts of a model's parameters, FLOPs, training memory and decoding state.
 
 Nothing is counted by hand. A model of fake tensors, which have shapes and no memory, computes one
 row or micro-batch, with one or two layers of each kind; the numbers of the others are multiples.
@@ -28,18 +28,19 @@ from cat_lm.ops.runtime.flops import FlopCounter
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# A decoding state is linear in its tokens: of more than these it follows from two lengths.
+# The decoding state is linear in the tokens: beyond this length it is extrapolated from two
+# lengths.
 _MEASURED = 4096
 _SDPA = F.scaled_dot_product_attention
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count each parameter once, whole even where ZeRO-3 has partitioned it."""
+    """Count each parameter once, at its full size even where ZeRO-3 has partitioned it."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a configuration's model on the meta device, without memory, in milliseconds.
+    """Build a configuration's model on the meta device, without memory, in milliseconds.
 
     It need not be installed what the configuration asks to compute attention by.
     """
@@ -65,14 +66,16 @@ class FakeModel:
     times: list[int]
 
     def whole(self, rest: float, layers: list[float]) -> float:
-        """Sum a number of the whole model: that outside of layers, and of the layers here."""
+        """Sum a quantity over the whole model: the part outside of layers, plus the distinct
+        layers.
+        """
         return rest + sum(n * each for n, each in zip(self.times, layers, strict=True))
 
 
 class FakeGroup(SequenceGroup):
-    """Ranks that share sequences, none of whom is there; counts what this one sends."""
+    """A sequence group without other ranks, which counts the bytes that this rank would send."""
 
-    sent = 0.0  # bytes
+    sent = 0.0  # The bytes sent so far.
 
     def _swap(self, x: Tensor) -> Tensor:
         self._count(x.numel() * (self.size - 1) / self.size * x.itemsize)
@@ -83,12 +86,13 @@ class FakeGroup(SequenceGroup):
         return last.clone()
 
     def _count(self, sent: float) -> None:
-        object.__setattr__(self, "sent", self.sent + sent)  # the base is frozen
+        object.__setattr__(self, "sent", self.sent + sent)  # The base class is a frozen dataclass.
 
 
 @contextmanager
 def fake_model(meta: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Iterator[FakeModel]:
-    """Enter a mode of fake tensors, as on a CPU, with a model that was made on the meta device.
+    """Enter torch's fake tensor mode, on a pretended CPU, with a model that was built on the meta
+    device.
 
     Layers are of one kind if their modules have the same classes and their parameters the same
     shapes. The model is used up.
@@ -123,10 +127,10 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend by torch's fused kernel, which it does not choose for fake tensors."""
+    """Call torch's fused attention kernel, which torch itself does not choose for fake tensors."""
     drops = dropout_p > 0 and computing_device(query).type == "cpu"
     is_learned = attn_mask is not None and attn_mask.requires_grad
-    # What no kernel of this device takes.
+    # No fused kernel takes dropout, a learned mask or values of another width.
     if drops or is_learned or query.shape[-1] != value.shape[-1]:
         how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return _SDPA(query, key, value, attn_mask, dropout_p, **how)
@@ -139,8 +143,8 @@ def _attend(
 
 
 def _give_fakes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters and buffers on the meta device; floating ones get a dtype."""
-    made: dict[Tensor, Tensor] = {}  # tied ones stay one
+    """Replace parameters and buffers on the meta device by fake ones; floats get `dtype`."""
+    made: dict[Tensor, Tensor] = {}  # Tied parameters stay tied.
 
     def fake(x: Tensor) -> Tensor:
         if x not in made:
@@ -155,13 +159,13 @@ def _give_fakes(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what layers of one kind have in common."""
+    """Return a key that is equal for layers of the same type and shapes."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple((name, p.shape) for name, p in layer.named_parameters())
 
 
 def flops_per_token(meta: PreTrainedModel, length: int) -> float:
-    """Count a token's FLOPs, forward and backward, in training with rows of `length` tokens.
+    """Return a token's FLOPs, forward and backward, in training with rows of `length` tokens.
 
     The model FLOPs utilisation (MFU) is a share of them. They are three times those of the forward
     pass, in which a product and a sum are two: the backward pass takes twice as many, and what is
@@ -172,7 +176,8 @@ def flops_per_token(meta: PreTrainedModel, length: int) -> float:
     Args:
         meta: the model on the meta device, which is used up.
     """
-    # Chosen blocks count by their number, and a GPU's kernel has no loop over them.
+    # Selected blocks count by their number, and unlike the CPU's, a GPU's kernel has no loop over
+    # them.
     with fake_model(meta) as fake, standing_for_gpu(), FlopCounter() as counter, torch.no_grad():
         found: list[float] = []
         for layer in fake.layers:
@@ -185,7 +190,8 @@ def flops_per_token(meta: PreTrainedModel, length: int) -> float:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that the backward pass of a micro-batch finds kept, and that its forward pass sends.
+    """The bytes that the backward pass of a micro-batch needs, and those that its forward pass
+    sends.
 
     Attributes:
         rest: outside of the layers: embedding, head, loss, and what layers share.
@@ -203,13 +209,14 @@ class Saved:
 
 
 class _Kept:
-    """Counts what autograd saves, by the layer that runs; every storage once."""
+    """Counts the bytes that autograd saves in each layer; every storage counts once."""
 
     def __init__(self, fake: FakeModel) -> None:
         self.running: int | None = None
         self.bytes: dict[int | None, float] = defaultdict(float)
         self.streams = [0.0] * len(fake.layers)
-        self._alive: list[Tensor] = []  # or another storage could take its number
+        # Keep the storages alive, since otherwise a later storage could reuse an address.
+        self._alive: list[Tensor] = []
         self._seen = {x.untyped_storage()._cdata for x in fake.model.parameters()}
         for number, layer in enumerate(fake.layers):
             layer.register_forward_pre_hook(partial(self._enter, number))
@@ -242,7 +249,7 @@ def saved_bytes(
     parts: int = 1,
     on_gpu: bool = False,
 ) -> Saved:
-    """Measure what autograd keeps of a forward pass in training, with the loss.
+    """Return the bytes that autograd saves in one training forward pass, including the loss.
 
     Recurrences keep what this project's own operators do, and multi-token attention's documents are
     counted as one a row.
@@ -281,7 +288,7 @@ def saved_bytes(
 
 
 def state_bytes(meta: PreTrainedModel, length: int, dtype: torch.dtype = torch.float32) -> float:
-    """Measure the decoding state of one sequence after `length` tokens.
+    """Return the bytes of the decoding state of one sequence after `length` tokens.
 
     Of a model without state, of which the whole sequence is computed anew for each token, it is
     what its layers hand over.
@@ -306,7 +313,7 @@ def _state(fake: FakeModel, length: int) -> float:
     cache = fake.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
     found = []
     for layer in cache.layers:
-        # Without buffers that have room for more.
+        # Leave out buffers, which have room for later tokens.
         held = tree_leaves({n: value for n, value in vars(layer).items() if not n.startswith("_")})
         are_numbers = [x for x in held if isinstance(x, Tensor) and x.is_floating_point()]
         found.append(sum(map(_size, are_numbers)))

@@ -23,10 +23,10 @@ __all__ += ["get", "make", "make_mixer", "mixer_of", "mixer_problems", "names", 
 
 
 class MixerRegistry(Registry[MixerKind]):
-    """The mixers, among them the patterns of attention that have no other name here."""
+    """The registry of mixers, including attention patterns not registered as mixers."""
 
     def own_names(self) -> tuple[str, ...]:
-        """List this project's mixers, but for patterns of attention by their own names."""
+        """List this project's mixers, without patterns that have a name of their own."""
         return tuple(sorted(super().own_names()))
 
     def names(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class MixerRegistry(Registry[MixerKind]):
 
 
 def _check(kind: MixerKind) -> None:
-    """Check what a mixer says of itself. Raises ValueError."""
+    """Check the declared attributes of a mixer. Raises ValueError."""
     if unknown := set(kind.supports) - set(CAPABILITIES):
         said, known = ", ".join(sorted(unknown)), ", ".join(CAPABILITIES)
         raise ValueError(f"mixer {kind.name!r}: supports {said}; known: {known}")
@@ -59,7 +59,7 @@ get, names, register = MIXERS.get, MIXERS.names, MIXERS.register
 
 
 def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
-    """Make a mixer with options, as values or as text.
+    """Build a mixer from its name and options, given as values or as text.
 
     Raises:
         UserError: an unknown name or option, or values that do not fit.
@@ -69,7 +69,7 @@ def make(name: str, options: Mapping[str, Any], what: str = "mixer") -> Mixer:
 
 
 def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
-    """Make a mixer of text such as `cat` or `cat:streams=k,init=identity`.
+    """Parse a mixer specification such as `cat` or `cat:streams=k,init=identity`.
 
     Args:
         what: names the option in messages.
@@ -81,19 +81,21 @@ def make_mixer(specification: str, what: str = "--mixer") -> Mixer:
 
 
 def mixer_of(model: Any) -> Mixer:
-    """Make the mixer of a language model's section or configuration. Raises UserError."""
+    """Return the mixer of a language model's section or configuration. Raises UserError."""
     return make(model.mixer, model.mixer_options or {})
 
 
 def mixer_problems(model: Any) -> list[str]:
-    """Return what of a model's mixer, its options and the sizes does not go together, by key."""
+    """Return contradictions between a mixer, its options and the model's sizes, one line each by
+    key.
+    """
     try:
         mixer = mixer_of(model)
     except UserError as error:
         return [f"mixer_options: {error}"]
     layers, width = model.num_hidden_layers, model.hidden_size
     try:
-        for layer in range(min(layers, 2)):  # The others are like the second.
+        for layer in range(min(layers, 2)):  # All later layers are like the second.
             mixer.check(Setting(width, layer, layers))
     except UserError as error:
         return [f"mixer_options: {error} (hidden_size={width})"]

@@ -25,7 +25,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # Reading a configuration needs no torch, so the classes are imported when asked for.
+    # Reading a configuration needs no torch, so the classes are imported lazily.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

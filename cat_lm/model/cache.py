@@ -1,4 +1,4 @@
-"""Decoding state: keys and values as in transformers, and named states of the layers beside them.
+"""Decoding state: transformers' keys and values, and named states of the layers.
 
 A layer's cache holds two kinds of state beside keys and values, each under a name of its own:
 `inputs`, the newest inputs of something that reads W tokens (a convolution), and `recurrent`, a
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LayerStateMixin:
-    """Adds named states to a cache layer of transformers.
+    """A mixin that adds named states to a cache layer of transformers.
 
     Attributes:
         inputs: by name, the newest inputs [B, n, ...] of what reads W tokens; none before the first
@@ -33,7 +33,8 @@ class LayerStateMixin:
             all are. A model keeps it in its first layer.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "real")  # with rows first, or None
+    # The first dimension is the batch; a tensor may be None.
+    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "real")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -61,11 +62,11 @@ class LayerStateMixin:
         return None if inputs is None or inputs.shape[1] >= window else inputs
 
     def replace_inputs(self, name: str, inputs: Tensor) -> None:
-        """Store the newest inputs [B, n, ...] in place of those of `newest_inputs`."""
+        """Replace the inputs of `newest_inputs` by `inputs` [B, n, ...]."""
         self.inputs[name] = inputs
 
     def replace_recurrent(self, name: str, state: Tensor) -> None:
-        """Store the state [B, ...] that follows the newest token in place of the one before."""
+        """Replace the recurrent state [B, ...] by the one after the newest token."""
         self.recurrent[name] = state.detach()
 
     def reset(self) -> None:
@@ -99,7 +100,8 @@ class LayerStateMixin:
 
 
 def _skip_trailing_padding(history: Tensor, padding_mask: Tensor) -> Tensor:
-    trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)  # [B]
+    # The trailing padding of each row, [B].
+    trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)
     source = torch.arange(history.shape[1], device=history.device) - trailing[:, None]
     rows = torch.arange(history.shape[0], device=history.device)[:, None]
     shifted = history[rows, source.clamp(min=0)]
@@ -135,7 +137,8 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
                 raise RuntimeError("a cache that records its past cannot take right-padded input")
             history = _skip_trailing_padding(history, padding_mask)
         if not self.record_past:
-            history = history[:, -(window - 1) :].clone()  # a slice would keep the prompt's memory
+            # A slice would keep the prompt's memory alive.
+            history = history[:, -(window - 1) :].clone()
         self.inputs[name], self.windows[name] = history, window
         return before
 
@@ -147,12 +150,12 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        # Older versions of transformers fill keys and values with zeros and keep their length.
+        # Older transformers versions fill keys and values with zeros and keep their length.
         self.keys = self.values = None
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """Keep all inputs from now on until the next crop."""
+        """Keep all inputs from now on, until the next crop."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -181,7 +184,7 @@ class StateDynamicLayer(LayerStateMixin, DynamicLayer):
 
 
 class RecurrentLayer(StateDynamicLayer):
-    """A cache layer of a mixer that keeps named states alone, and no keys and values.
+    """A cache layer of a mixer that keeps only named states, no keys and values.
 
     Attributes:
         length: the tokens so far; the model counts them.
@@ -192,11 +195,11 @@ class RecurrentLayer(StateDynamicLayer):
         self.length = 0
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values, which `get_seq_length` would not count."""
+        """Raise an error: `get_seq_length` would not count keys and values."""
         raise RuntimeError("this cache holds the states of mixers, not keys and values")
 
     def _may_end_in_padding(self, padding_mask: Tensor) -> bool:
-        return True  # To look would make the host wait for a GPU.
+        return True  # A check would synchronise with the GPU.
 
     def get_seq_length(self) -> int:
         return self.length
@@ -246,7 +249,7 @@ class StateStaticLayer(LayerStateMixin, StaticLayer):
 
 
 def _at_fixed_address(state: Tensor) -> Tensor:
-    """Mark a tensor as transformers marks keys and values: CUDA graphs rely on the address."""
+    """Mark a tensor's address as static for CUDA graphs, as transformers does for keys."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(state)
     return state
@@ -259,7 +262,7 @@ class CatCache(DynamicCache):
     """
 
     def __init__(self, config: AttentionSettings):
-        # Of recurrent models transformers would make cache layers of its own.
+        # For recurrent models transformers would create its own cache layers.
         super().__init__(config=config if config.attends else None)
         attach_layer_state(self, config)
 
@@ -270,7 +273,7 @@ _CANNOT_HOLD = (
 
 
 def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
-    """Make the layers of `cache`, in place, able to hold named states, if the model has any.
+    """Enable the layers of `cache`, in place, to hold named states if the model has any.
 
     Raises:
         ValueError: it holds tokens, the states after which are unknown, or other kinds of layers.
@@ -283,7 +286,8 @@ def attach_layer_state(cache: Cache, config: PreTrainedConfig) -> None:
         return
     if not hasattr(cache, "layers"):
         raise ValueError(_CANNOT_HOLD.format(type(cache).__name__))
-    own = getattr(config, "cache_layers", None)  # of the pattern of attention, if it has any
+    # The cache layers of the attention pattern, if it has its own.
+    own = getattr(config, "cache_layers", None)
     dynamic, static = own or (StateDynamicLayer, StateStaticLayer)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = dynamic
@@ -312,7 +316,7 @@ def _with_states(
 
 
 def without_plans(cache: Cache | None, x: Tensor) -> AbstractContextManager[None]:
-    """Keep cuDNN's attention out of a pass over x with a cache on a GPU.
+    """Exclude cuDNN's attention from a pass over x with a cache on a GPU.
 
     It plans for each number of keys anew, which takes longer than a token does.
     """
@@ -332,14 +336,14 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def count_tokens(cache: Cache | None, time: int) -> None:
-    """Count tokens that layers without keys and values have read."""
+    """Count the tokens read by layers without keys and values."""
     for part in () if cache is None else cache.layers:
         if isinstance(part, RecurrentLayer):
             part.length += time
 
 
 def follows_cache(cache: Cache | None, index: int) -> bool:
-    """Return True if a layer's attention reads keys that are not among the new ones.
+    """Return True if a layer's attention reads cached keys in addition to the new ones.
 
     A static layer's keys always are more than the new ones: those that are still to come.
     """

@@ -1,4 +1,4 @@
-"""The context of the tokens that a layer mixes, beside their hidden states x [B, T, C]."""
+"""The context of a batch: what a layer needs in addition to its hidden states x [B, T, C]."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Context:
 
     def to(self, device: torch.device | str | int, **how: Any) -> Context:
         """Return the context with its tensors on a device; caches and lists are shared."""
-        # accelerate calls this where the layers of a model are on several devices.
+        # accelerate calls this if a model's layers are on several devices.
 
         def moved(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -80,7 +80,9 @@ class Context:
         return replace(self, **{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
     def part(self, before: int) -> Context:
-        """Return the context of this rank's part of a sequence and `before` tokens before it."""
+        """Return the context of this rank's part of a sequence, with `before` tokens in front of
+        it.
+        """
         rotary = self.rotary
         if rotary is not None:
             rotary = tuple(self.group.part(angles, before) for angles in rotary)
@@ -91,14 +93,16 @@ class Context:
         )
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """Return x [B, T, …] with zeros where there is padding."""
+        """Return x [B, T, …] with zeros at padding."""
         if self.padding is None:
             return x
         real = self.padding.view(*self.padding.shape, *[1] * (x.dim() - 2))
         return x.masked_fill(~real, 0.0)
 
     def inputs_before(self, name: str, x: Tensor, window: int) -> Tensor | None:
-        """Exchange x [B, T, …] for the W−1 inputs [B, W−1, …] before it; None where all are 0."""
+        """Store x [B, T, …] and return the W−1 inputs before it, [B, W−1, …]; None if they are all
+        0.
+        """
         if self.state is None:
             return None
         is_first = name not in self.state.inputs
@@ -106,7 +110,7 @@ class Context:
         return None if is_first else before
 
     def recur(self, operator: Callable[..., Any], *streams: Tensor) -> Tensor:
-        """Return a recurrence's output from the state's memory, if there is one, and update it.
+        """Run a recurrence from the stored state, if there is one, and store its new state.
 
         Args:
             operator: takes `streams`, `document_ids`, and with a state `initial_state` and
@@ -126,11 +130,11 @@ class Context:
 
 
 def layer_context(context: Context, index: int) -> Context:
-    """Return the context of a layer, with its part of the cache."""
+    """Return the context of one layer, with its part of the cache."""
     from cat_lm.model.cache import LayerStateMixin, follows_cache  # imports transformers
 
     cache, state = context.cache, None
-    # A layer may have no part yet: transformers can make it when it is first filled.
+    # A layer may have no cache yet: transformers can create it when it is first filled.
     if cache is not None and index < len(cache.layers):
         part = cache.layers[index]
         state = part if isinstance(part, LayerStateMixin) else None
@@ -139,5 +143,5 @@ def layer_context(context: Context, index: int) -> Context:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Cast half precision to fp32: rates are exponentials, and a rounded one is another rate."""
+    """Cast half precision to fp32: rates enter exponentials, which amplify rounding."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

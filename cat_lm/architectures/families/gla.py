@@ -9,7 +9,8 @@ from cat_lm.model.hf.sections.recurrent import GlaSection, LinearSection, exact
 
 
 class LinearArchitecture(Architecture):
-    """A family of flash-linear-attention's: its short convolutions, a recurrence and a gated MLP.
+    """The base of flash-linear-attention's families: short convolutions, a recurrence and a gated
+    MLP.
 
     Args:
         name: as of the package.
@@ -21,7 +22,8 @@ class LinearArchitecture(Architecture):
     library_import = "fla"
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
     recurrent = True
-    free_keys = frozenset({"initializer_range", "conv_init"})  # of the start alone
+    # These keys only affect the initialization.
+    free_keys = frozenset({"initializer_range", "conv_init"})
     adapter_modules = ("q_proj", "v_proj")
 
     def __init__(
@@ -38,14 +40,18 @@ class LinearArchitecture(Architecture):
         self.short_names = {"": name}
 
     def library_classes(self) -> Classes:
-        """Import what writes flash-linear-attention's models: their types and fields, our code."""
+        """Import the classes that write flash-linear-attention's format: its types and fields, our
+        code.
+        """
         from cat_lm.model.hf import modeling_recurrent as models
 
         causal_lm = getattr(models, f"{self.library_prefix}ForCausalLM")
         return Classes(causal_lm.config_class, causal_lm)
 
     def library_problems(self, config: Any) -> list[str]:
-        """Return where the package, which truncates products, would make fewer channels."""
+        """Return the widths for which the package, which truncates products, would have fewer
+        channels.
+        """
         width = getattr(config, "head_dim", config.hidden_size)
         return [
             f"has {key}={factor!r}, of which flash-linear-attention makes "

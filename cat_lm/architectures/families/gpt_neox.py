@@ -13,7 +13,7 @@ from cat_lm.ops.long_filter import filters
 
 
 class Transformer(Architecture):
-    """A family whose section is a `TransformerSection`.
+    """The base of the families whose section is a `TransformerSection`.
 
     Attributes:
         is_packed: whether one projection makes queries, keys and values.
@@ -24,12 +24,12 @@ class Transformer(Architecture):
     scales_positions = True
     takes_convolutions = True
     free_keys = frozenset(
-        # These change no weight's meaning,
+        # These keys do not change the meaning of any weight.
         {"attn_implementation", "hidden_dropout", "attention_dropout", "conv_init", "canon_init"}
-        # and these are what a run wants to train with: longer contexts than before.
+        # Training may change these keys, to use a longer context than the checkpoint's.
         | {"rope_parameters", "attention_temperature", "temperature_scope"}
     )
-    # Of a model without convolutions, what the library's class has one value of.
+    # The values that the library's class implies for a model without convolutions.
     _PLAIN: ClassVar[dict[str, Any]] = {
         "position_embedding": "rope",
         "qk_norm": "none",
@@ -50,7 +50,8 @@ class Transformer(Architecture):
     # Sections
 
     def section_values(self, config: Any) -> dict[str, Any]:
-        """Return it as the base does; bases and parts of the rotation are in `rope_parameters`.
+        """Return the section's values; RoPE's base and rotated fraction are moved into
+        `rope_parameters`.
 
         What computes attention is the usual choice for it: a configuration does not say.
         """
@@ -60,11 +61,13 @@ class Transformer(Architecture):
         rope = config.rope_parameters
         values["rope_theta"] = rope["rope_theta"]
         if rope.get("rope_type", "default") == "default":
-            values["rope_parameters"] = None  # the section's other keys say it all
+            values["rope_parameters"] = None  # The section's other keys carry the same information.
         return values
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-        """Compare as the base; without convolutions their other keys say nothing."""
+        """Compare two models; options of convolutions are ignored if neither model has
+        convolutions.
+        """
         theirs, ours = attention.compared(theirs, ours)
         said, added = theirs, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
@@ -87,7 +90,7 @@ class Transformer(Architecture):
     def objective(self, section: Any, train: Any) -> Objective:
         return attention.pattern(section).objective(train)
 
-    # Words
+    # Descriptions
 
     def summary(self, section: Any) -> Summary:
         kind, streams = section.conv_type, _streams(section)
@@ -112,7 +115,9 @@ class Transformer(Architecture):
         return Summary(title, _words(section), facts, sizes, variant)
 
     def variants(self) -> dict[str, str]:
-        """Return every kind of convolution, after none, and of filters as long as the text."""
+        """Return a variant without convolutions, one for each kind of convolution, and those of
+        long filters.
+        """
         every = {kind: kinds.get(kind).meaning for kind in kinds.names()}
         long = {
             kind.name: f"one filter for each head, {kind.meaning}, N={kind.usual_state}"
@@ -123,7 +128,7 @@ class Transformer(Architecture):
     def variant_keys(self, variant: str, heads: int, context_length: int) -> dict[str, Any]:
         if variant not in filters.names():
             return {"conv_type": variant}
-        window = {"conv_window": rules.DEFAULT_WINDOW}  # which says nothing
+        window = {"conv_window": rules.DEFAULT_WINDOW}  # The default window need not be shown.
         state = filters.get(variant).usual_state
         return window | {"conv_type": "head", "conv_filter": variant, "conv_state": state}
 
@@ -168,7 +173,7 @@ def _streams(section: Any) -> str:
 
 
 def _words(section: Any) -> str:
-    """Name the filters, what else a layer has, and the positions."""
+    """Describe the filters, the other extras of a layer, and the positions."""
     parts = [_filter_words(section)]
     parts += [e.words for e in attention.chosen_entries(section).values() if e.words]
     if section.qk_norm != "none":

@@ -9,13 +9,15 @@ from cat_lm.model.hf.sections.recurrent import MambaSection, usual_rank
 
 
 class StateSpace(Architecture):
-    """A family whose section is a `StateSpaceSection`; RMSNorm and a mixer in every layer."""
+    """The base of the families whose section is a `StateSpaceSection`; layers are RMSNorm and a
+    mixer.
+    """
 
     layer_weight = "backbone.layers.{layer}.mixer.in_proj.weight"
     recurrent = True
     unoffered_keys = ("hidden_act",)
     adapter_modules = ("in_proj", "out_proj")
-    # These change what a model starts from, or how it rounds.
+    # These keys only change the initialization or the rounding.
     free_keys = frozenset(
         {"initializer_range", "rescale_prenorm_residual", "residual_in_fp32"}
         | {"time_step_min", "time_step_max", "time_step_floor"}
@@ -39,7 +41,7 @@ class StateSpace(Architecture):
 
 
 class Mamba(StateSpace):
-    """Every channel has a state of its own, and decays at rates of its own."""
+    """Every channel has its own state, and its own decay rates."""
 
     name = "mamba"
     title = "Mamba"

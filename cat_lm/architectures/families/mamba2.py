@@ -10,7 +10,7 @@ from cat_lm.model.hf.sections.recurrent import NO_LIMIT, Mamba2Section
 
 
 class Mamba2(StateSpace):
-    """A head's channels share their rate, and a group's heads what is written and read."""
+    """The channels of a head share their decay rate, and the heads of a group share B and C."""
 
     name = "mamba2"
     title = "Mamba-2"

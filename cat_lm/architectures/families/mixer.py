@@ -11,7 +11,7 @@ from cat_lm.mixers import mixer_of
 from cat_lm.model.attention import Objective
 from cat_lm.model.hf.sections.recurrent import MixerSection
 
-# Options that change no weight's meaning, or only what it starts from.
+# These options change no weight's meaning, or only its initialization.
 _FREE_OPTIONS = frozenset({"dropout", "init"})
 
 
@@ -24,10 +24,12 @@ class MixerArchitecture(Architecture):
     class_prefix = "CatMixer"
     Section = MixerSection
     layer_weight = "model.layers.{layer}.mlp.down_proj.weight"
-    adapter_modules = ("gate_proj", "up_proj", "down_proj")  # the MLP's, whatever the mixer
+    adapter_modules = ("gate_proj", "up_proj", "down_proj")  # All mixers have the same MLP.
 
     def differences(self, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-        """Compare as the base; of the mixer's options those that give the weights their meaning."""
+        """Compare two models; of the mixer's options only those that give the weights their meaning
+        count.
+        """
         kept = [
             values | {"mixer_options": {k: v for k, v in options.items() if k not in _FREE_OPTIONS}}
             for values in (theirs, ours)

@@ -75,7 +75,7 @@ class TaylorAttention(nn.Module):
 
 
 class Based(MixerKind):
-    """Convolutions and linear attention in turn."""
+    """Short convolutions and linear attention in alternating layers."""
 
     name = "based"
     Options = Options

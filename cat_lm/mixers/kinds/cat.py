@@ -57,7 +57,7 @@ class Options(base.ConvolutionOptions):
 
 
 def plain(options: Any) -> Options:
-    """Return the options of a layer's streams and softmax; those without streams have no filters.
+    """Return the options of a layer's streams and softmax; without `streams` there are no filters.
 
     Raises:
         ValueError: they do not fit together.
@@ -121,7 +121,8 @@ class AttentionMixer(base.MixerKind):
     def __init__(self, name: str, pattern: Pattern, options: type, layers: int = 1) -> None:
         self.name, self.pattern, self.Options, self.layers = name, pattern, options, layers
         self.longest, self.computes_on_cpu = pattern.longest, pattern.computes_on_cpu
-        self.__module__ = type(pattern).__module__  # It is a plugin's where the pattern is one.
+        # The class belongs to the plugin if the pattern does.
+        self.__module__ = type(pattern).__module__
 
     def learned_positions(self, options: Any) -> bool:
         return plain(options).position == "learned"
@@ -158,7 +159,7 @@ class AttentionMixer(base.MixerKind):
 
     def layout_settings(self, options: Any, width: int) -> base.StreamSettings:
         settings = self.settings(options, width)
-        # A language model lays its rows out itself.
+        # A language model builds the layout of its rows itself.
         settings.takes_gaps, settings.keeps_padding = False, True
         return settings
 
@@ -225,7 +226,7 @@ class LandmarkOptions(Options):
 
     @property
     def of_landmarks(self) -> dict[str, Any]:
-        """The options that the pattern of attention has too, by its names."""
+        """Return the options that the attention pattern has too, under its names."""
         names = ("block", "top_k", "local", "sink", "share")
         return {name: getattr(self, name) for name in names} | {"filter": self.landmark_filter}
 
@@ -249,7 +250,7 @@ class LandmarkAttention(AttentionMixer):
 
 @dataclass(frozen=True)
 class MultiTokenOptions(HeadOptions):
-    """Options of multi-token attention, whose layer has neither filters nor positions.
+    """Options of multi-token attention; the layer has neither filters nor positions.
 
     Exactly, for rows of at most 512 tokens (Golovneva et al., 2025), by the equations of
     `cat_lm.ops.convolution.multi_token`.
@@ -284,11 +285,11 @@ OTHERS = (
 
 
 def pattern_mixers(known: Collection[str]) -> list[base.MixerKind]:
-    """Make the mixers that patterns of attention are, but for `known` ones.
+    """Return a mixer for each attention pattern that is not in `known`.
 
     A pattern whose options have names of CAT's, or defaults that no text can give, is none.
     """
-    # Softmax is the mixer `attention`, and mixed maps are an option of `cat`.
+    # Softmax is already the mixer `attention`, and map mixing is an option of `cat`.
     known, found = {*known, "softmax", "map-mixing"}, []
     for pattern in map(PATTERNS.get, PATTERNS.names()):
         name, values = pattern.name.replace("_", "-"), pattern.options

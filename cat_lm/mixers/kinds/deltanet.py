@@ -49,7 +49,7 @@ class DeltaRule(LinearMixer):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q, k, v = to_heads(context.group, *self.streams(x, context))
-        # Without β and a decay a step leaves the state as it was.
+        # At padding, β and the decay are zero, so that the step leaves the state unchanged.
         rates = [context.without_padding(rate) for rate in self.rates(x)]
         rates = [own for rate in rates for own in to_heads(context.group, rate)]
         q, k = self._unit(q), self._unit(k)
@@ -59,7 +59,7 @@ class DeltaRule(LinearMixer):
         return self.o_proj(self.o_norm(y, *gate).flatten(2))
 
     def rates(self, x: Tensor) -> list[Tensor]:
-        """Compute β, and the logarithm of the decay where there is one, [B, T, H]."""
+        """Return β and, if there is one, the logarithm of the decay, both [B, T, H]."""
         return [self.b_proj(x).sigmoid()]
 
     def computed_by(self, backend: str) -> Operator:
@@ -88,7 +88,7 @@ class Options(FilterOptions):
 
 
 class DeltaNet(MixerKind):
-    """The delta rule, with the streams that its options say, as in Zoology."""
+    """The delta rule with optional convolved streams, as in Zoology."""
 
     name = "deltanet"
     Options = Options
@@ -107,7 +107,7 @@ class DeltaNet(MixerKind):
     def build(self, options: Any, setting: Setting) -> nn.Module:
         width, values = setting.d_model, self.values(options, setting.d_model)
         layer = self.rule(width, options.heads, width, values, norm_eps=1e-5)
-        layer.unit_epsilon = 1e-24  # of the square of a length, as `F.normalize` has it
+        layer.unit_epsilon = 1e-24  # The epsilon of the squared norm, as in `F.normalize`.
         layer.filter_streams(options)
         return layer
 

@@ -34,7 +34,9 @@ class GatedDeltaRule(deltanet.DeltaRule):
             self.register_parameter(name, nn.Parameter(values))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Draw the rates as they are published, to 16, and steps from 0.001 to 0.1, by name."""
+        """Return the published initial values by name: decay rates up to 16, step sizes from 0.001
+        to 0.1.
+        """
         rates = torch.empty(self.heads).uniform_(1e-3, 16)
         steps = 1e-3 * (torch.rand(self.heads) * math.log(100)).exp()
         return {"A_log": rates.log(), "dt_bias": steps + torch.log(-torch.expm1(-steps))}
@@ -43,7 +45,7 @@ class GatedDeltaRule(deltanet.DeltaRule):
         """Compute β and log α = −e^{A_log} softplus(a + dt_bias), [B, T, H], in fp32 at least."""
         found = super().rates(x)
         steps = at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias)
-        # Softplus; of F.softplus, torch.compile takes the gradient to lie otherwise than it does.
+        # This is softplus; torch.compile assumes another memory layout of F.softplus' gradient.
         steps = torch.logaddexp(steps, torch.zeros_like(steps))
         return [*found, -at_least_fp32(self.A_log).exp() * steps]
 

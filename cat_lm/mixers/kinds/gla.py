@@ -43,7 +43,7 @@ class GatedLinearAttention(LinearMixer):
         gates = self.of_heads(self.gk_proj(x))
         q, k, v, gates = to_heads(context.group, *self.streams(x, context), gates)
         decay = F.logsigmoid(at_least_fp32(gates)) / TEMPERATURE
-        # Without a key and a decay a step leaves the state as it was.
+        # At padding, key and decay are zero, so that the step leaves the state unchanged.
         k, decay = context.without_padding(k), context.without_padding(decay)
         y = context.recur(self.operator(v, context.mixer_backend), q, k, v, decay)
         y = to_tokens(context.group, y)
@@ -91,7 +91,7 @@ class Options:
 
 
 class Gla(base.MixerKind):
-    """Linear attention whose keys decay."""
+    """Linear attention whose state decays."""
 
     name = "gla"
     Options = Options

@@ -32,7 +32,7 @@ from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 
 @dataclass(frozen=True)
 class Starts:
-    """The initialization of the parameters of a Mamba or Mamba-2 layer.
+    """The initialization of a Mamba or Mamba-2 layer's parameters.
 
     Attributes:
         fastest, slowest: the bounds of Δ, which is spread evenly in its logarithm.
@@ -50,13 +50,13 @@ class Starts:
     by: str = "family"
 
     def steps(self, count: int) -> Tensor:
-        """Draw softplus⁻¹(Δ) [count]."""
+        """Draw softplus⁻¹(Δ), [count]."""
         low, high = math.log(self.slowest), math.log(self.fastest)
         steps = (low + (high - low) * torch.rand(count)).exp().clamp(min=self.floor)
         return steps + torch.log(-torch.expm1(-steps))
 
     def output(self, weight: Tensor) -> Tensor:
-        """Draw a projection that writes to the residual stream, as torch draws a linear layer."""
+        """Draw a projection to the residual stream with torch's default for linear layers."""
         bound = 1 / math.sqrt(weight.shape[1])
         if self.layers is not None:
             bound /= math.sqrt(self.layers)
@@ -64,7 +64,7 @@ class Starts:
 
 
 class StepProjection(nn.Linear):
-    """The projection to Δ before its softplus, whose bias is added in fp32.
+    """The projection to Δ before its softplus; the bias is added in fp32.
 
     The bias sets time scales over two orders of magnitude, which bf16 would round.
     """
@@ -137,14 +137,15 @@ class MambaMixer(nn.Module):
         x, gate = self.in_proj(x).chunk(2, dim=-1)
         x = self.conv1d(x, context)
         low_rank, b, c = self.x_proj(x).split(self.sizes, dim=-1)
-        # A step of no length leaves the state as it was.
+        # At padding the step size is zero, so that the state stays unchanged.
         delta = context.without_padding(F.softplus(self.dt_proj(low_rank)))
         a = -at_least_fp32(self.A_log).exp()
         scan, group = partial(decaying_scan, backend=context.mixer_backend), context.group
-        (own,), (delta,) = to_heads(group, x), to_heads(group, delta)  # channels are heads here
+        # Each channel counts as a head here.
+        (own,), (delta,) = to_heads(group, x), to_heads(group, delta)
         b, c = to_sequence(group, b), to_sequence(group, c)
         a = own_heads(group, a)
-        # Keys and queries of all channels are the same: one head, with decays of each channel.
+        # Keys and queries are shared by all channels: one head with a decay for each channel.
         q, k, v = c[:, :, None], b[:, :, None], (delta * own)[:, :, None]
         y = context.recur(scan, q, k, v, delta[:, :, None, None], a.T[None])
         y = to_tokens(group, y.squeeze(2).to(x.dtype)) + self.D * x
@@ -152,14 +153,14 @@ class MambaMixer(nn.Module):
 
 
 class GatedRMSNorm(nn.RMSNorm):
-    """RMSNorm of x ⊙ SiLU(gate), each group of channels by its own size."""
+    """RMSNorm of x ⊙ SiLU(gate), where each group of channels is normalised separately."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__(width, eps)
         self.groups = groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Compute [B, T, I] in the dtype of `gate`, from fp32."""
+        """Return [B, T, I] in the dtype of `gate`, computed in fp32."""
         gated = at_least_fp32(x) * F.silu(at_least_fp32(gate))
         parts = gated.unflatten(-1, (self.groups, -1))
         normed = F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
@@ -220,7 +221,7 @@ class Mamba2Mixer(nn.Module):
         gate, x, steps = self.in_proj(x).split(sizes, dim=-1)
         x, b, c = self.conv1d(x, context).split(self.parts, dim=-1)
         delta = F.softplus(at_least_fp32(steps) + at_least_fp32(self.dt_bias))
-        # A step of no length leaves the state as it was.
+        # At padding the step size is zero, so that the state stays unchanged.
         delta = context.without_padding(delta.clamp(*self.step_limit))
         x = x.unflatten(-1, (-1, self.head_width))  # [B, T, H, P]
         group = context.group
@@ -238,8 +239,8 @@ class Mamba2Mixer(nn.Module):
         count, heads = self.groups, self.heads
         each = heads // count
         own = slice(0, heads) if group is None else group.span(heads)
-        # The groups that own heads belong to, before they are copied for each head. Of one group
-        # these are views, so that the cast to fp32 comes first.
+        # Select the groups of this rank's heads before they are copied for each head. A single
+        # group gives views, so the cast to fp32 comes first.
         first, end = own.start // each, -(-own.stop // each)
         read = at_least_fp32(x.unflatten(-1, (count, 1, -1))[:, :, first:end])
         read = read.expand(-1, -1, -1, each, -1).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""No mixing of positions: the negative control, which can only guess."""
+"""A mixer that does not mix positions: the negative control, which can only guess."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cat_lm.model.context import Context
 
 
 class LinearLayer(nn.Linear):
-    """y = W x + b; positions, documents and padding are nothing to it."""
+    """y = W x + b; positions, documents and padding have no influence."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return super().forward(x)
@@ -19,11 +19,11 @@ class LinearLayer(nn.Linear):
 
 @dataclass(frozen=True)
 class Options:
-    """It has none."""
+    """An empty set of options."""
 
 
 class NoMixing(MixerKind):
-    """A linear layer, for each token by itself."""
+    """A linear layer that maps each token separately."""
 
     name = "none"
     Options = Options

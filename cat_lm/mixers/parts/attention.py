@@ -27,7 +27,9 @@ ROPE_BASE = 10_000.0
 
 
 def make_convolution(settings: StreamSettings, activates: bool = False) -> StreamPipeline | None:
-    """Make the filters of the streams that have some, as they start; None without any."""
+    """Build the initialized filters of the convolved streams, or return None if no stream is
+    convolved.
+    """
     if not settings.convolved_streams:
         return None
     convolution = StreamPipeline(settings, {}, activates)
@@ -43,16 +45,17 @@ class Streams(nn.Module):
     def __init__(self, options: ConvolutionOptions, settings: StreamSettings) -> None:
         super().__init__()
         self.heads, self.comes_first = options.heads, options.place == "before"
-        self.projected = "qkk" if options.shared_kv else STREAMS  # what each stream is made of
+        # The letter of the projection that each stream is read from.
+        self.projected = "qkk" if options.shared_kv else STREAMS
         width, different = settings.hidden_size, len(set(self.projected))
         self.projection = nn.Linear(width, different * width, bias=options.bias)
         activates = options.activation == "silu"
         self.convolution = make_convolution(settings, activates and not self.comes_first)
-        # Filters after the projection activate by themselves.
+        # Filters after the projection include the activation.
         self.activates = activates and (self.convolution is None or self.comes_first)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return the streams; if maps are mixed, also what `StreamPipeline` adds."""
+        """Return q, k and v; with map mixing also the tensors that `StreamPipeline` adds."""
         of = [STREAMS.index(name) for name in self.projected]
         if self.convolution is not None and self.comes_first:
             streams = self._project_each(self.convolution(context, x, x, x), of)
@@ -66,7 +69,7 @@ class Streams(nn.Module):
         return tuple(map(F.silu, streams)) if self.activates else tuple(streams)
 
     def _project_each(self, inputs: tuple[Tensor, ...], of: list[int]) -> list[Tensor]:
-        """Project inputs [B, T, 1, C] that are filtered; `of` names each stream's projection."""
+        """Project filtered inputs [B, T, 1, C]; `of` names each stream's projection."""
         parts = len(set(of))
         weights, bias = self.projection.weight.chunk(parts), self.projection.bias
         biases = [None] * parts if bias is None else bias.chunk(parts)
@@ -74,7 +77,7 @@ class Streams(nn.Module):
 
 
 class Attention(AttentionMixin, nn.Module):
-    """One layer of attention over streams as `options` say, with the settings that follow."""
+    """One attention layer over streams, configured by `options`."""
 
     eager_attention = staticmethod(eager_attention_forward)
     rotate = staticmethod(apply_rotary_pos_emb)
@@ -95,15 +98,16 @@ class Attention(AttentionMixin, nn.Module):
 
     @property
     def adds_losses(self) -> bool:
-        """Return True if training has a loss of the layer's own."""
+        """Return True if the layer adds its own loss in training."""
         return getattr(self.core, "adds_losses", False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Mix x [B, T, C]; a context without positions is one of documents and padding alone."""
+        """Mix x [B, T, C]; `context` may describe documents and padding without positions."""
         if context.positions is None:
             context = self._with_layout(x, context)
         query, key, *others = self.streams(x, context)
-        # Not in the convolution's kernel, which would rotate a stack of models one by one.
+        # The convolution's kernel cannot fuse this rotation: it would treat a stack of models one
+        # by one.
         if self.config.position_embedding == "rope":
             cos, sin = rotary_angles(context.positions, query)
             query, key = self.rotate(query, key, cos, sin, unsqueeze_dim=2)
@@ -111,7 +115,7 @@ class Attention(AttentionMixin, nn.Module):
         return self.out_proj(output.flatten(2))
 
     def _with_layout(self, x: Tensor, context: Context) -> Context:
-        """Return the context with what attention reads, as a model's body makes it."""
+        """Return the context with the masks and positions that attention reads."""
         state, padding, documents = context.state, context.padding, context.documents
         cache = None if state is None else Cache(layers=[state])
         if padding is not None and self.refuses_gaps:
@@ -123,7 +127,7 @@ class Attention(AttentionMixin, nn.Module):
 
 
 def _real_tokens(x: Tensor, context: Context) -> Tensor | None:
-    """Return which keys are real, [B, S] bool with those of the state; None where all are."""
+    """Return which keys are real, [B, S] bool including cached keys; None if all are."""
     state, real = context.state, context.padding
     if state is None:
         return real
@@ -140,7 +144,7 @@ def _real_tokens(x: Tensor, context: Context) -> Tensor | None:
 
 
 def rotary_angles(positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines [B or 1, T, D] for heads like x [B, T, H, D], halves together."""
+    """Return cosines and sines [B or 1, T, D] for heads like x [B, T, H, D], pairs in halves."""
     half = x.shape[-1] // 2
     frequencies = ROPE_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = (positions[..., None] * frequencies).repeat(1, 1, 2)

@@ -1,4 +1,4 @@
-"""What a sequence mixer says of itself, long before there is a module of it, and its options.
+"""The base class of sequence mixers, which imports no torch, and their options.
 
 The module that a mixer builds is causal and takes
 
@@ -46,7 +46,7 @@ ALL = frozenset(CAPABILITIES)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a mixer stands: C, its layer's index from 0, and the number of layers."""
+    """The position of a mixer in a model: width C, layer index (from 0), and number of layers."""
 
     d_model: int
     layer: int = 0
@@ -54,7 +54,7 @@ class Setting:
 
 
 class MixerKind:
-    """A kind of mixer; one instance of a subclass is registered.
+    """A type of mixer; an instance of each subclass is registered.
 
     Attributes:
         name: as in `model.mixer` and before the colon of a specification.
@@ -82,18 +82,18 @@ class MixerKind:
         return False
 
     def check(self, options: Any, setting: Setting) -> None:
-        """Check that the options fit the width. Raises ValueError where they do not."""
+        """Check the options against the width. Raises ValueError."""
 
     def build(self, options: Any, setting: Setting) -> nn.Module:
-        """Make the module of one layer; imports torch."""
+        """Build the module of one layer; imports torch."""
         raise NotImplementedError
 
     def layout_settings(self, options: Any, width: int) -> Any | None:
-        """Return the settings by which a model's body makes what attention reads; None for none."""
+        """Return the settings by which a model's body prepares masks and positions, or None."""
         return None
 
     def cache_layer(self, options: Any) -> type:
-        """Import the class of a layer's cache, one that grows; see `cat_lm.model.cache`."""
+        """Import the class of a layer's growing cache; see `cat_lm.model.cache`."""
         from cat_lm.model.cache import RecurrentLayer
 
         return RecurrentLayer
@@ -120,7 +120,7 @@ class Mixer:
 
     @property
     def label(self) -> str:
-        """`name` or `name:key=value,…`, with the options that differ from the defaults."""
+        """Return `name` or `name:key=value,…`, with the options that differ from the defaults."""
         changed = ",".join(f"{k}={v}" for k, v in changed_options(self.options).items())
         return f"{self.name}:{changed}" if changed else self.name
 
@@ -129,14 +129,14 @@ class Mixer:
         return {"label": self.label, "options": asdict(self.options)}
 
     def check(self, setting: Setting) -> None:
-        """Check that the options fit the width. Raises UserError."""
+        """Check the options against the width. Raises UserError."""
         try:
             self.kind.check(self.options, setting)
         except ValueError as error:
             raise UserError(f"mixer {self.label}: {error}") from None
 
     def build(self, setting: Setting) -> nn.Module:
-        """Make one layer's module.
+        """Build one layer's module.
 
         Raises:
             UserError: options that do not fit the width, or a module that does not say what it must
@@ -159,7 +159,8 @@ class Mixer:
         from cat_lm.core.parameters import start
         from cat_lm.model.context import Context
 
-        setting = replace(setting, layer=min(setting.layer, 1))  # The others are like the second.
+        # All later layers are like the second.
+        setting = replace(setting, layer=min(setting.layer, 1))
 
         def make() -> tuple[nn.Module, Any, int]:
             module = self.kind.build(self.options, setting).eval()
@@ -171,38 +172,38 @@ class Mixer:
         causality.check_causal(f"mixer {self.label}", key, make)
 
 
-# Options, and the settings of streams and attention that they stand for
+# Options, and the attention settings that they stand for
 
 
 def check_counts(options: object, *names: str) -> None:
-    """Check options that count something. Raises ValueError."""
+    """Check that counting options are at least 1. Raises ValueError."""
     for name in names:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)}: must be at least 1")
 
 
 def check_positive(options: object, *names: str) -> None:
-    """Check options that multiply a width. Raises ValueError."""
+    """Check that width factors are positive. Raises ValueError."""
     for name in names:
         if not 0 < getattr(options, name) < math.inf:
             raise ValueError(f"{name}={getattr(options, name)}: must be a number above 0")
 
 
 def check_choice(options: object, name: str, choices: tuple[str | int, ...]) -> None:
-    """Check an option that is one of few values. Raises ValueError."""
+    """Check that an option has one of its few values. Raises ValueError."""
     if (value := getattr(options, name)) not in choices:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
 def check_heads(heads: int, words: str, *channels: int) -> None:
-    """Check that heads divide some numbers of channels, named by `words`. Raises ValueError."""
+    """Check that `heads` divides the channels that `words` describes. Raises ValueError."""
     if any(count % heads or count < 1 for count in channels):
         raise ValueError(f"heads={heads} do not divide {words}")
 
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """Which streams are convolved by how many taps.
+    """Options that name the convolved streams and the taps of their filters.
 
     Attributes:
         streams: any of q, k, v, such as qkv or k; none for no convolution.
@@ -269,7 +270,7 @@ class ConvolutionOptions(FilterOptions):
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class StreamSettings(AttentionSettings):
-    """The settings of a mixer's streams and attention, as a configuration has them.
+    """The attention settings of a mixer, in the form that a configuration has them.
 
     Attributes:
         value_width: channels of a head of values; None for those of queries and keys.
@@ -282,7 +283,7 @@ class StreamSettings(AttentionSettings):
     position_embedding: str = "none"
     rope_parameters: dict[str, Any] | None = None
     _attn_implementation: str = "sdpa"
-    # The text above says what padding in a mixer's row means.
+    # The comment above defines what padding in a mixer's row means.
     reads_padding: ClassVar[bool] = True
     takes_gaps: ClassVar[bool] = True
     keeps_padding: ClassVar[bool] = False
@@ -293,7 +294,7 @@ class StreamSettings(AttentionSettings):
 
 
 def stream_settings(options: FilterOptions, width: int, **others: Any) -> StreamSettings:
-    """Make the settings that options stand for, and others, in a layer of `width` channels."""
+    """Build the settings for options and overrides, in a layer of `width` channels."""
     convolved = {"conv_type": "none"}
     if options.streams:
         convolved = {"conv_type": options.conv_type, "conv_streams": options.streams}

@@ -20,7 +20,8 @@ from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime.documents import document_runs
 from cat_lm.ops.runtime.precision import without_autocast
 
-Operator = Callable[..., Any]  # a recurrence, as those of `cat_lm.ops.recurrence`
+# A recurrence with the signature of those in `cat_lm.ops.recurrence`.
+Operator = Callable[..., Any]
 
 
 def linear_attention(
@@ -35,7 +36,7 @@ def linear_attention(
     widest = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(widest), k.to(widest)
     if context.state is not None:
-        # One more value of 1 makes the lower sum.
+        # A constant extra value of 1 gives the normaliser.
         values, never = F.pad(v.to(widest), (0, 1), value=1.0), q.new_zeros(*q.shape[:3], 1, 1)
         sums = context.recur(decaying_scan, q, k, values, never, q.new_ones(1, 1, 1))
         return (sums[..., :-1] / (sums[..., -1:] + eps)).to(dtype)
@@ -111,7 +112,9 @@ class LinearMixer(nn.Module):
         self.o_proj = nn.Linear(values, width, bias=False)
 
     def filter_streams(self, options: FilterOptions) -> None:
-        """Convolve and activate the streams as a mixer's options say; for one without a window."""
+        """Return the filter and activation of the streams for a mixer's options, or None without a
+        window.
+        """
         if options.shared_kv:
             self.v_proj = None
         width, values = self.k_proj.in_features, self.o_proj.in_features
@@ -120,7 +123,7 @@ class LinearMixer(nn.Module):
         self.convolution = make_convolution(settings)
 
     def streams(self, x: Tensor, context: Context) -> list[Tensor]:
-        """Make queries, keys and values [B, T, H, D] of x [B, T, C]."""
+        """Return queries, keys and values [B, T, H, D] for x [B, T, C]."""
         made = []
         for stream in STREAMS:
             project = getattr(self, f"{stream}_proj")
@@ -139,17 +142,18 @@ class LinearMixer(nn.Module):
         return x.unflatten(-1, (self.heads, -1))
 
     def operator(self, v: Tensor, backend: str) -> Operator:
-        """Choose what computes the recurrence of such values. Raises ValueError: it cannot.
+        """Choose the operator that computes the recurrence of such values. Raises ValueError if
+        none can.
 
         Args:
             backend: `context.mixer_backend`.
         """
         if self.is_by_name:
             backend = "auto"
-        elif backend != "auto" or v.is_cuda:  # on a CPU the operators choose by themselves
+        elif backend != "auto" or v.is_cuda:  # On a CPU the operators choose a backend themselves.
             backend = backends.choose_backend(self.recurrence, v.device, v.dtype, backend).name
         return self.computed_by(backend)
 
     def computed_by(self, backend: str) -> Operator:
-        """Return a backend's operator; that of auto chooses by its tensors."""
+        """Return a backend's operator; `auto` chooses by the tensors."""
         raise NotImplementedError

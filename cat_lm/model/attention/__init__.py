@@ -1,4 +1,4 @@
-"""How attention attends: the one registry of patterns, and of transforms of scores and values.
+"""Attention: the registry of patterns, score transforms and value transforms.
 
 A *pattern* is how queries meet keys (`model.attention`). A *score transform* changes the logits
 before the softmax (`model.score_transform`), a *value transform* the values before they are cached
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# In the names of the parameters of patterns of attention, and of no others.
+# Only the parameters of attention patterns have this in their names.
 PATTERNS_OWN = ".core."
-OWN_WEIGHT = 0.3  # of layers' own losses, where nothing else is said
+OWN_WEIGHT = 0.3  # The default weight of the layers' own losses.
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a step, token_weight · the tokens' loss + own_weight · the layers' own.
+    """The training objective: token_weight · token loss + own_weight · the layers' own losses.
 
     Attributes:
         name: of the layers' own loss, in metrics and in the log.
@@ -52,7 +52,7 @@ class Objective:
 
 
 class Entry:
-    """An entry of the registry.
+    """The base class of registered attention parts.
 
     A module that `build` returns, if it has parameters, names those without weight decay in its
     class's `no_decay` and gives all their starts in `initial_values()`; see
@@ -87,28 +87,28 @@ class Entry:
     free_options: ClassVar[frozenset[str]] = frozenset()
 
     def build(self, config: Any, options: dict[str, Any]) -> nn.Module:
-        """Build a layer's module; a pattern's takes no `options`."""
+        """Build a layer's module; a pattern takes no `options`."""
         raise NotImplementedError
 
     def resolved(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return all options: those given, and the others' defaults."""
+        """Return all options: the given ones, and defaults for the others."""
         return dict(self.options) | dict(given or {})
 
     def keeps_parameters(
         self, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
     ) -> bool:
-        """Return True if parameters learned with options of theirs mean the same with ours.
+        """Return True if parameters trained with `theirs` keep their meaning under `ours`.
 
         The options differ in `free_options` alone. Other parameters are initialized.
         """
         return True
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return what is wrong with the options or the model, in lines that begin with a key."""
+        """Return problems of the options or the model, lines that begin with a key."""
         return []
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Return why rows of `length` tokens cannot be read, in lines that begin with a key."""
+        """Return why rows of `length` tokens cannot be read, lines that begin with a key."""
         return []
 
     def holds_state(self, model: Any) -> bool:
@@ -116,12 +116,14 @@ class Entry:
         return False
 
     def division_problems(self, model: Any) -> list[str]:
-        """Return why its module cannot compute some of the heads as it computes them among all."""
+        """Return why a rank cannot compute its share of the heads separately (sequence
+        parallelism).
+        """
         return [] if self.divides else [f"{self.title} cannot be divided by heads"]
 
 
 class Pattern(Entry):
-    """How queries meet keys. `build` takes the configuration and returns a module like
+    """How queries attend to keys. `build` takes the configuration and returns a module like
     `cat_lm.model.attention.modules.call.SoftmaxCore`.
 
     Attributes:
@@ -147,46 +149,51 @@ class Pattern(Entry):
         return [f"attention={self.name}: reads rows of {most}"]
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
-        """Return what will compute it; "" where `attn_implementation` says it all."""
+        """Return a description of the backend; "" if `attn_implementation` describes it already."""
         return ""
 
     def cache_layers(self) -> tuple[type, type] | None:
-        """Import subclasses of `StateDynamicLayer` and `StateStaticLayer`; None for these two.
+        """Import the subclasses of `StateDynamicLayer` and `StateStaticLayer`; None for the base
+        classes.
 
         Only a pattern that `holds_state` has its own.
         """
         return None
 
     def reads_neighbours(self, model: Any) -> bool:
-        """Return True if keys side by side are read together, so that no padding may part them."""
+        """Return True if adjacent keys are read together, so that no padding may stand between
+        them.
+        """
         return False
 
     def objective(self, train: Any) -> Objective:
-        """Return what a step minimises, by the section `train` of a run's configuration."""
+        """Return the training objective for the section `train` of a run's configuration."""
         return Objective()
 
     def objective_problems(self, config: Any) -> list[str]:
-        """Return what of a run's `train` contradicts its model, whichever pattern that has."""
+        """Return contradictions between a run's `train` section and its model."""
         return []
 
     def prepare(self, model: Any, train: Any) -> None:
-        """Set the modules of a model that will be trained by `objective`."""
+        """Prepare the modules of a model for training with `objective`."""
 
     def mask(self, config: Any, **inputs: Any) -> Any:
-        """Return `call.mask` for the inputs of `create_causal_mask` of transformers."""
+        """Return the mask of the configuration's attention, from the inputs of transformers'
+        `create_causal_mask`.
+        """
         from transformers.masking_utils import create_causal_mask
 
         said = ("attention_mask", "past_key_values", "and_mask_function")
         is_plain = all(inputs.get(name) is None for name in said)
         if is_plain and config._attn_implementation == "sdpa":
-            # `is_causal` says it all. transformers says so too, but 5.17 builds the mask where a
-            # graph is captured, with which SDPA computes without flash attention.
+            # `is_causal` is enough. In a captured graph transformers 5.17 builds a mask anyway, and
+            # then SDPA cannot use flash attention.
             return None
         return create_causal_mask(config=config, **inputs)
 
 
 class ScoreTransform(Entry):
-    """What is done to the logits q·k / sqrt(D) of query i, key j and head h before the softmax.
+    """A transform of the logits q·k / sqrt(D) of query i, key j and head h before the softmax.
 
     `build` returns a `ScoreModule` (`cat_lm.model.attention.modules.scores`). Its form decides what
     computes it:
@@ -205,19 +212,19 @@ class ScoreTransform(Entry):
     }
     key, options_key = "score_transform", "score_options"
     form: ClassVar[str]
-    divides = True  # the function gets the number of a head among all
+    divides = True  # The function gets the global index of each head.
 
     @property
     def implementations(self) -> tuple[str, ...] | None:
         return self.FORMS[self.form]
 
     def masks_documents(self, model: Any) -> bool:
-        """Return True if sdpa computes logits for some queries at a time, and takes no mask."""
+        """Return True if SDPA computes logits for some queries at a time, without a mask."""
         return False
 
 
 class ValueTransform(Entry):
-    """What is done to the values, biases included, before they are cached and attended to.
+    """A transform of the values, biases included, before they are cached and attended to.
 
     `build` returns a module whose forward takes values [B, T, H, D] and a
     `cat_lm.model.context.Context`, and returns values. What it reads of earlier tokens it keeps in
@@ -227,12 +234,12 @@ class ValueTransform(Entry):
     key, options_key = "value_transform", "value_options"
 
     def taps(self, model: Any) -> int:
-        """Count the taps of the filters, one for each head, that it convolves values with, or 0."""
+        """Return the number of taps of the filters that convolve values, or 0."""
         return 0
 
 
 def whole_problems(key: str, value: Any, known: Range) -> list[str]:
-    """Return whether the option of a key is no whole number of a range."""
+    """Return a problem if the option of a key is no whole number in the known range."""
     if isinstance(value, bool) or not isinstance(value, int):
         return [f"{key}={short(value)}: must be a whole number"]
     problem = known.problem(value)
@@ -262,13 +269,13 @@ PATTERNS: Registry[Pattern] = REGISTRIES[Pattern]
 
 
 def register(entry: Entry) -> None:
-    """Add a pattern, or a transform of scores or values. Raises ValueError for a wrong one."""
+    """Register a pattern or a transform of scores or values. Raises ValueError if it is invalid."""
     kinds = (kind for kind in REGISTRIES if isinstance(entry, kind))
     REGISTRIES[next(kinds, Pattern)].register(entry)
 
 
 def names(kind: type[Entry]) -> tuple[str, ...]:
-    """List what a key may say; transforms have `none` first."""
+    """List the values that a key may have; transforms have `none` first."""
     return (*REGISTRIES[kind].others, *REGISTRIES[kind].names())
 
 
@@ -280,34 +287,34 @@ def _chosen(kind: type[Entry], model: Any) -> Any:
 
 
 def pattern(model: Any) -> Pattern:
-    """Return the pattern of a model."""
+    """Return the attention pattern of a model."""
     return _chosen(Pattern, model)
 
 
 def score_transform(model: Any) -> ScoreTransform | None:
-    """Return what a model does to its logits; None for nothing."""
+    """Return the transform of a model's logits, or None."""
     return _chosen(ScoreTransform, model)
 
 
 def value_transform(model: Any) -> ValueTransform | None:
-    """Return what a model does to its values; None for nothing."""
+    """Return the transform of a model's values, or None."""
     return _chosen(ValueTransform, model)
 
 
 def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
-    """Return the pattern of a model and its transforms, by their classes."""
+    """Return the pattern and the transforms of a model by their base classes."""
     chosen = {kind: _chosen(kind, model) for kind in REGISTRIES}
     return {kind: entry for kind, entry in chosen.items() if entry is not None}
 
 
 def described(kind: type[Entry], model: Any) -> str:
-    """Name an entry of a model, and the options that are given."""
+    """Return the name of a model's entry with the options that are given."""
     named, options = f"{kind.key} {_chosen(kind, model).name!r}", getattr(model, kind.options_key)
     return f"{named}, {kind.options_key}={short(options)}" if options else named
 
 
 def build(kind: type[Entry], config: Any) -> Any:
-    """Build a layer's module of the pattern or a transform of a configuration; None without one.
+    """Build a layer's module of a configuration's pattern or transform; None without one.
 
     Raises:
         UserError: it builds no module, or one that does not say of its parameters how they start
@@ -329,11 +336,12 @@ def build(kind: type[Entry], config: Any) -> Any:
     return module
 
 
-# What does not go together
+# Contradictions between keys
 
 
 def problems(model: Any, implementation: str | None = None) -> list[str]:
-    """Return what does not go together in a model's attention, in lines that begin with the key.
+    """Return contradictions between a model's attention keys, one line each that begins with the
+    key.
 
     `implementation` is `attn_implementation`, None where it is not decided.
     """
@@ -381,26 +389,27 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
 
 
 def usual_implementation(model: Any) -> str | None:
-    """Return what computes a model's attention by default; None for the usual one."""
+    """Return the default `attn_implementation` of a model; None for transformers' usual one."""
     able = [entry.implementations for entry in chosen_entries(model).values()]
     served = [set(names) for names in able if names is not None]
     common = set.intersection(*served) if served else {"sdpa"}
-    return None if "sdpa" in common else min(common, default=None)  # eager is first by its name
+    # "eager" comes first in the alphabet.
+    return None if "sdpa" in common else min(common, default=None)
 
 
 def length_problems(model: Any, length: int) -> list[str]:
-    """Return which parts of a model's attention are not for rows of `length` tokens."""
+    """Return the parts of a model's attention that do not support rows of `length` tokens."""
     entries = chosen_entries(model).values()
     return [problem for entry in entries for problem in entry.length_problems(model, length)]
 
 
-# What a model whose weights are taken must have in common with ours, by the keys of both
+# Keys that a model must share with another one to reuse its weights
 
 
 def compared(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of both models that must be the same, options with their defaults."""
+    """Return the keys that must be equal in both models, with default options filled in."""
     theirs, ours = dict(theirs), dict(ours)
     for kind, registry in REGISTRIES.items():
         name, plain = ours[kind.key], "softmax" if kind is Pattern else "none"
@@ -416,7 +425,7 @@ def compared(
 
 
 def keeps_parameters(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Return True if what their pattern of attention learned means the same in our model."""
+    """Return True if the other model's attention parameters keep their meaning in ours."""
     options = (values[Pattern.options_key] for values in (theirs, ours))
     name = ours[Pattern.key]
     return theirs[Pattern.key] == name and PATTERNS.get(name).keeps_parameters(*options)

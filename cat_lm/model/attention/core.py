@@ -1,4 +1,4 @@
-"""What attention of every family does between its projections."""
+"""The part of attention between its projections, shared by all families."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
 from cat_lm.model.streams.operations import QueryKeyNorm
 
-# Whose fast kernels want values as wide as keys, which a kernel of scores of rank R makes R·D wide.
+# The fast kernels of these functions require values as wide as keys; R ranks make keys R·D wide.
 _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
 
 
 class _Ungrouped:
-    """An attention module whose keys and values were repeated for every head of queries."""
+    """Stands for an attention module whose keys and values were already repeated for every query
+    head.
+    """
 
     num_key_value_groups = 1
 
@@ -53,11 +55,11 @@ _ENTRIES = ("core", "score_transform", "value_transform")
 
 
 class AttentionMixin:
-    """Attends as the configuration says; before a family's attention of transformers."""
+    """Attends as the configuration asks; precedes a family's transformers class."""
 
-    eager_attention: Callable  # the family's own, of transformers, as is `rotate`
+    eager_attention: Callable  # The family's own function from transformers, as is `rotate`.
     rotate: Callable
-    output_name: str  # of the family's last projection
+    output_name: str  # The name of the family's output projection.
 
     def _add_parts(self, config: AttentionSettings) -> None:
         self.scaling /= logit_temperature(config)
@@ -69,7 +71,9 @@ class AttentionMixin:
         self.value_transform = attention.build(ValueTransform, config)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, T, C] for x [B, T, C], and maps if the function returns them."""
+        """Return the output [B, T, C] for x [B, T, C], and the attention maps if the function
+        returns them.
+        """
         streams = self._divided(self._streams, self._project(x), context)
         output, maps = self._meet(streams, context)
         return getattr(self, self.output_name)(output.flatten(2).contiguous()), maps
@@ -80,7 +84,7 @@ class AttentionMixin:
         projected: tuple[Tensor, ...],
         context: Context,
     ) -> tuple[Tensor, ...]:
-        """Compute queries, keys and values; where ranks share sequences, of this rank's heads.
+        """Compute queries, keys and values; under sequence parallelism only of this rank's heads.
 
         Args:
             compute: takes projections and the context of the same tokens; returns streams
@@ -93,7 +97,7 @@ class AttentionMixin:
             return compute(*projected, context)
         if self.convolution is None or not self.convolution.mixes_heads:
             return compute(*group.to_heads(*projected), context)
-        # Filters between heads read all of them, and only the tokens just before.
+        # Filters that mix heads need all heads, but only the few tokens before each part.
         before = self.convolution.window - 1
         read = group.with_halo(before, *projected)
         part = context.part(before)
@@ -112,7 +116,8 @@ class AttentionMixin:
         return query.transpose(1, 2), key.transpose(1, 2), value
 
     def _meet(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
-        """Attend with queries, keys and values [B, T, heads, D], and what a convolution added.
+        """Attend with queries, keys and values [B, T, heads, D] and the extra outputs of a
+        convolution.
 
         Returns:
             [B, T, H, D], of this rank's tokens, and maybe the maps.
@@ -130,7 +135,7 @@ class AttentionMixin:
             known = context.key_positions
             if known is None:
                 known = torch.arange(key.shape[2], device=key.device)[None]
-            # A static cache has room for keys that are still to come.
+            # A static cache has slots for keys that are still to come.
             how.key_positions = F.pad(known, (0, key.shape[2] - known.shape[1]))
 
         def attend(
@@ -148,7 +153,9 @@ class AttentionMixin:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend by the configuration's function: [B, T, H, values' width], and maybe maps."""
+        """Call the configuration's attention function: [B, T, H, value width], and perhaps the
+        maps.
+        """
         implementation, transform = self.config._attn_implementation, self.score_transform
         if transform is not None:
             kind = query.shape[2], computing_dtype(query), implementation
@@ -167,7 +174,7 @@ class AttentionMixin:
             how = call.document_borders, call.scaling, call.dropout
             return attend_within_borders(query, key, value, *how)[..., :width], None
         function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
-        # Keys that were repeated for every head of queries are not repeated again.
+        # Avoid repeating keys that were already repeated for every query head.
         is_repeated = getattr(self, "num_key_value_groups", 1) > query.shape[1] // key.shape[1]
         module = _Ungrouped(self) if is_repeated else self
         how = {"scaling": call.scaling, "dropout": call.dropout} | call.arguments
@@ -176,7 +183,7 @@ class AttentionMixin:
 
 
 def entry_weights(model: nn.Module) -> set[str]:
-    """Return the names of the parameters and buffers of a model's entries."""
+    """Return the names of the parameters and buffers of a model's attention entries."""
     return {
         f"{name}.{part}.{key}"
         for name, module in model.named_modules()
@@ -194,15 +201,15 @@ def rename_library_parameters(
         state_dict[renamed(name, renamings)] = state_dict.pop(name)
 
 
-# The check that the attention of a plugin reads no later tokens
+# The check that a plugin's attention does not read later tokens
 
-# The parts of a configuration of which one layer needs little beside its attention.
+# Keys of a configuration that may be small, since one layer needs little beside its attention.
 _SMALL = {"num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 8}
 _SMALL |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
 def check_attention(body: nn.Module) -> None:
-    """Check the plugins' pattern and transforms of a transformer's body; raise UserError."""
+    """Check a transformer's plugged-in pattern and transforms for causality. Raises UserError."""
     config = body.config
     entries = attention.chosen_entries(config)
     foreign = {kind: entry for kind, entry in entries.items() if not is_own(entry)}
@@ -219,9 +226,9 @@ def check_attention(body: nn.Module) -> None:
 
 
 def layer_of(family: type[nn.Module], config: Any) -> tuple[nn.Module, Callable[..., Tensor], int]:
-    """Return a transformer of one layer, what its attention's core returns for inputs, and C."""
+    """Return a one-layer transformer, a function from inputs to its attention output, and C."""
     body = family(config).eval()
-    body.initialize_weights()  # which is left out inside of `no_init_weights`
+    body.initialize_weights()  # `no_init_weights` skips the initialization.
     seen: list[Any] = []
     core = next(module.core for module in body.modules() if hasattr(module, "core"))
     core.register_forward_hook(lambda module, given, output: seen.append(output[0]))

@@ -1,4 +1,4 @@
-"""What padding, packed documents and the cache mean for positions, attention and convolution.
+"""Positions, masks and convolution borders from padding, packed documents and the cache.
 
 A mask that keeps documents apart is [B, 1, T, T], which every layer reads and keeps for its
 backward pass. Flash attention for rows of many lengths takes the borders of the documents instead
@@ -26,13 +26,13 @@ from cat_lm.model.rules import query_width
 from cat_lm.ops.landmark.layout import interior_padding
 from cat_lm.ops.runtime.documents import document_borders, document_positions, document_runs
 
-# What a body's forward takes beside its named arguments and plain values.
+# Keyword arguments of a body's forward beside the named ones.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _FURTHER = (
-    *(*_LENGTHS, "seq_idx"),  # documents
-    "key_positions",  # [B, S] beside a prepared mask, see `counted`
+    *(*_LENGTHS, "seq_idx"),  # These describe packed documents.
+    "key_positions",  # [B, S] positions of keys beside a prepared mask, see `counted`.
     *("auxiliary_losses", "cache_position"),
-    # outputs of tokenizers
+    # These are outputs of tokenizers.
     *("token_type_ids", "special_tokens_mask", "length", "offset_mapping"),
     "overflow_to_sample_mapping",
 )
@@ -45,7 +45,7 @@ _OTHER_MASK = (
     "tokens (generate reads what follows the end of a row); begin with an empty cache"
 )
 
-# What is made of documents for the implementations that take a mask.
+# The form in which each implementation takes document boundaries.
 _MASKS = {"eager": "a mask", "flex_attention": "a mask of blocks"}
 
 
@@ -60,7 +60,7 @@ def context_of(
     borders: Tensor | None = None,
     further: Mapping[str, Any] | None = None,
 ) -> Context:
-    """Return the context of all layers, without a layer's state and the rotation.
+    """Build the context that all layers share, without layer state and rotation.
 
     Args:
         inputs_embeds: [B, T, C].
@@ -102,7 +102,7 @@ def context_of(
 
 
 def _add_mask(context: Context, rows: _Rows, inputs_embeds: Tensor, borders: Tensor | None) -> None:
-    """Add what attention reads: a mask or borders, and positions of keys."""
+    """Add what attention reads: a mask or document boundaries, and key positions."""
     config, attention_mask = rows.config, rows.attention_mask
     if config.masks_keys:
         if attention_mask is not None and not _is_plain_mask(attention_mask):
@@ -124,7 +124,7 @@ def _add_mask(context: Context, rows: _Rows, inputs_embeds: Tensor, borders: Ten
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         past_key_values=context.cache,
-        # transformers reads documents off the positions; here they are known.
+        # transformers would infer documents from the positions; here they are known.
         position_ids=None,
         and_mask_function=same_document,
     )
@@ -136,7 +136,7 @@ def check_attention(config: AttentionSettings) -> None:
 
 
 def check_call(config: Any, further: Mapping[str, Any], *layout: Any) -> None:
-    """Check that a call says nothing about a token's neighbours that only attention would read.
+    """Check that a call has no argument about neighbouring tokens that only attention would read.
 
     Engines with a cache of their own (vLLM, continuous batching) call a model so.
 
@@ -168,7 +168,7 @@ def _check_function(config: Any) -> None:
 
 @dataclass
 class _Rows:
-    """What a call says of its rows, see `context_of`. `shape`: B and T."""
+    """The rows of a call, see `context_of`. `shape` is (B, T)."""
 
     config: AttentionSettings
     shape: tuple[int, int]
@@ -179,7 +179,7 @@ class _Rows:
     further: Mapping[str, Any]
 
     def documents(self, document_ids: Tensor | None) -> Tensor | None:
-        """Number the documents, [B, T]; None where rows are not packed."""
+        """Return document numbers [B, T]; None if rows are not packed."""
         name, positions = "document_ids", self.position_ids
         if document_ids is None:
             name, document_ids = "seq_idx", self.further.get("seq_idx")
@@ -191,7 +191,7 @@ class _Rows:
             found = _runs_of_positions(positions.expand(self.shape[0], -1), self.cache)
         if found is not None and self.cache is not None:
             if not torch.compiler.is_compiling() and not found.any():
-                return None  # one document
+                return None  # A single document needs no numbers.
             raise ValueError(f"{name} cannot be used with a cache; pass use_cache=False")
         for name in _LENGTHS:
             lengths = self.further.get(name)
@@ -203,18 +203,18 @@ class _Rows:
         return found
 
     def _are_lengths(self, lengths: Tensor, documents: Tensor | None) -> bool:
-        """Return True if documents in flash attention's form are the rows' documents."""
+        """Return True if flash attention's `lengths` describe the same documents."""
         batch, time = self.shape
         is_continued = self.cache is not None and self.cache.get_seq_length() > 0
         if torch.compiler.is_compiling() or is_continued:
-            # Values are not known while compiling, and cached keys are counted, too.
+            # Values are unknown while compiling, and cached keys are counted too.
             return documents is not None or len(lengths) - 1 == batch
         if documents is None:
             return lengths.tolist() == [row * time for row in range(batch + 1)]
         return torch.equal(lengths.to(documents.device).int(), document_borders(documents))
 
     def padding(self, documents: Tensor | None) -> Tensor | None:
-        """Return which of the new tokens are real, [B, T] bool; None where all are.
+        """Return which new tokens are real, [B, T] bool; None if all are.
 
         The cache's first layer keeps which of its tokens are padding. Masks cost one wait for a
         GPU. Where a graph is compiled, faults raise RuntimeError.
@@ -250,7 +250,7 @@ class _Rows:
             for said, is_found in faults.items():
                 torch._assert_async(~is_found, said)
             if time > 1 and hasattr(record, "real") and self.padding_mask is None:
-                record.real = real  # of all tokens so far, for later calls
+                record.real = real  # Later calls need it for all tokens so far.
             return new
         *found, is_whole = torch.stack([*faults.values(), new.all()]).tolist()
         for said, is_found in zip(faults, found, strict=True):
@@ -268,7 +268,7 @@ class _Rows:
     def _padding_faults(
         self, real: Tensor, kept: Tensor | None, documents: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return by its message whether there is what padding must not be, each a single bool.
+        """Return error message -> single bool that is True if the padding has that fault.
 
         Args:
             real: [B, S] or [B, T] bool, what the call says.
@@ -284,7 +284,7 @@ class _Rows:
                 faults[_OTHER_MASK] = differs | ~said[:, count:].all()
                 read = said
             if documents is None and self.cache is not None:
-                # Tokens after those that are recorded are real.
+                # Tokens after the recorded ones are real.
                 has_real = read.any(dim=1) | (self.cache.get_seq_length() > read.shape[1])
                 row = torch.cat([has_real[:, None], row], dim=1)
         if not self.config.takes_gaps and not (self.config.keeps_padding and time == 1):
@@ -292,14 +292,14 @@ class _Rows:
         return faults
 
     def positions(self, documents: Tensor | None, device: torch.device) -> Tensor:
-        """Count real tokens, from 0 in every document; [B or 1, T]."""
+        """Return the positions [B or 1, T] of real tokens, from 0 in every document."""
         time, is_plain = self.shape[1], _is_plain_mask(self.attention_mask)
         if documents is not None:
             positions = document_positions(documents)
             if not is_plain:
                 return positions
             real = self.attention_mask.long()
-            before = real.cumsum(dim=1) - real  # each token, in its row
+            before = real.cumsum(dim=1) - real  # The index of each real token in its row.
             starts = torch.arange(time, device=device) - positions
             return before - before.gather(1, starts)
         if is_plain:
@@ -308,7 +308,7 @@ class _Rows:
         return (torch.arange(time, device=device) + past)[None]
 
     def key_positions(self, positions: Tensor) -> Tensor | None:
-        """Return positions of cached and new keys, [B or 1, S]; None where every slot counts."""
+        """Return the positions of cached and new keys, [B or 1, S]; None if every slot counts."""
         if self.cache is None:
             return positions
         mask = self.attention_mask
@@ -324,43 +324,47 @@ class _Rows:
 
 
 def _is_plain_mask(mask: Any) -> bool:
-    """Return True for [B, S] with 1 at real tokens, and not what was prepared for a function."""
+    """Return True for a mask [B, S] with 1 at real tokens, not one prepared for a function."""
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
 def _check_width(name: str, mask: Any, past: Any, time: int) -> None:
-    # How many tokens a static cache has is not known to the host.
+    # The host does not know how many tokens a static cache holds.
     if isinstance(past, int) and _is_plain_mask(mask) and mask.shape[1] != past + time:
         said = f"says what {mask.shape[1]} tokens are, of {past + time} with those in the cache"
         raise ValueError(f"{name}: {said}; give [B, S] with all of them")
 
 
 def check_gaps(real: Tensor, documents: Tensor | None) -> None:
-    """Raise ValueError for padding between a row's tokens, `real` [B, T] bool; waits for a GPU."""
+    """Raise ValueError for padding between a row's tokens, `real` [B, T] bool; synchronises with
+    the GPU.
+    """
     if interior_padding(real, documents).any():
         raise ValueError(_GAP)
 
 
 def counted(attention_mask: Tensor, length: int = 0) -> Tensor:
-    """Compute the positions of real tokens [B, S], and zeros up to `length` slots."""
+    """Return the positions of real tokens [B, S], padded with zeros up to `length` slots."""
     positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return F.pad(positions, (0, max(0, length - positions.shape[1])))
 
 
 def positions_restart(position_ids: Tensor | None, attention_mask: Any) -> bool:
-    """Return whether positions alone say documents; False while compiling, where none are known."""
+    """Return True if only the positions separate documents; False while compiling, where they are
+    unknown.
+    """
     if position_ids is None or attention_mask is not None or torch.compiler.is_compiling():
         return False
     return bool((position_ids.diff(dim=1) != 1).any())
 
 
 def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | None:
-    """Return numbers of the runs of positions that count up by one, [B, T]; None for whole rows."""
+    """Return the numbers [B, T] of runs of consecutive positions; None if each row is one run."""
     starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
     runs = starts.cumsum(dim=1)
     if torch.compiler.is_compiling():
-        # Whether positions restart is not known while compiling; one document is never wrong to
-        # number, only slower.
+        # While compiling it is unknown whether positions restart; numbering a single document is
+        # only slower.
         if cache is None:
             return runs
         torch._assert_async(~runs[:, -1].any(), "position_ids that start anew, beside a cache")
@@ -377,7 +381,7 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
 
 
 class DocumentAttention(NamedTuple):
-    """What keeps documents apart, and why it does.
+    """How documents are kept separate, and the reason.
 
     Attributes:
         name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's
@@ -391,7 +395,9 @@ class DocumentAttention(NamedTuple):
 def document_attention(
     config: AttentionSettings, device: torch.device, dtype: torch.dtype
 ) -> DocumentAttention:
-    """Choose by `attn_implementation` and, for sdpa, by what the kernel can do."""
+    """Choose how documents are kept separate, by `attn_implementation` and for sdpa by the kernel's
+    limits.
+    """
     implementation = config._attn_implementation
     if "flash" in implementation:
         return DocumentAttention("flash", f"attn_implementation={implementation}")
@@ -403,7 +409,7 @@ def document_attention(
         return DocumentAttention("rows", f"{score.title}, computed for some queries at a time")
     if obstacle := why_no_kernel(device, dtype, query_width(config)):
         return DocumentAttention("mask", obstacle)
-    # What goes with the package of that name goes with the kernel.
+    # The kernel serves whatever the package of that name serves.
     if problems := attention.implementation_problems(config, "flash_attention_2"):
         return DocumentAttention("mask", problems[0].partition(": ")[2])
     return DocumentAttention("varlen", "torch's flash attention for rows of many lengths")
@@ -416,11 +422,11 @@ def _separate_documents(
     attention_mask: Any,
     borders: Tensor | None,
 ) -> Any:
-    """Set what keeps documents apart; return the mask's function where a mask does."""
+    """Set what keeps documents separate; return the mask's function if a mask is used."""
     documents, padding = context.documents, context.padding
     context.document_positions = document_positions(documents).int()
     by = document_attention(config, documents.device, computing_dtype(inputs_embeds)).name
-    # Borders that a graph would have to find are of a length that it cannot know.
+    # The boundaries' number depends on data, so that a graph cannot compute them.
     is_known = borders is not None or not torch.compiler.is_compiling()
     is_plain = attention_mask is None and padding is None
     if by == "flash" or (by == "varlen" and is_plain and is_known):
@@ -430,7 +436,8 @@ def _separate_documents(
         if by == "varlen":
             context.document_borders = borders
         else:
-            # No document is longer than a row, and the host need not wait for the longest.
+            # The row length bounds every document, so that the host need not wait for the longest
+            # one.
             lengths = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
             most = dict.fromkeys(("max_length_q", "max_length_k"), documents.shape[1])
             context.arguments |= lengths | most

@@ -1,4 +1,4 @@
-"""Settings of attention and its convolutions, which configurations of every family share.
+"""Settings of attention and its convolutions that configurations of every family share.
 
 The modules of `cat_lm.model` read them here and know no family's configuration by type. This
 module imports neither torch nor transformers.
@@ -17,7 +17,7 @@ from cat_lm.model.rules import DEFAULT_WINDOW, STREAMS, canon_places, key_heads
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class AttentionSettings:
-    """Hold what convolution-augmented attention adds to a configuration of transformers.
+    """The fields that convolution-augmented attention adds to a transformers configuration.
 
     A family's configuration extends this and its own of the library.
 
@@ -65,7 +65,7 @@ class AttentionSettings:
 
     @classmethod
     def renamings(cls, convolved: bool) -> dict[str, str]:
-        """Return the patterns for the files of models with or without convolutions."""
+        """Return the renaming patterns for files of models with or without convolutions."""
         return cls.library_names | (cls.convolved_names if convolved else cls.plain_names)
 
     head_width = property(rules.head_width)
@@ -77,20 +77,22 @@ class AttentionSettings:
         return self.head_width
 
     def stream_heads(self, stream: str) -> int:
-        """Return the heads of a stream's filters; for keys and values, unless maps, maybe fewer."""
+        """Return the heads of a stream's filters; keys and values may have fewer, except with map
+        mixing.
+        """
         of_maps = stream == "v" and self.mixes_maps
         return self.num_attention_heads if stream == "q" or of_maps else key_heads(self)
 
     @property
     def convolved_streams(self) -> str:
-        """The streams that have filters, in the order q, k, v; empty without convolutions."""
+        """Return the streams with filters, in the order q, k, v; empty without convolutions."""
         if self.conv_type == "none":
             return ""
         return "".join(stream for stream in STREAMS if stream in self.conv_streams)
 
     @property
     def embedding_streams(self) -> str:
-        """The streams that are convolved before attention, and need their past when decoding."""
+        """Return the streams convolved before attention, which need earlier inputs in decoding."""
         streams = self.convolved_streams
         return streams.replace("v", "") if self.mixes_maps else streams
 
@@ -105,48 +107,50 @@ class AttentionSettings:
 
     @property
     def reads_positions(self) -> bool:
-        """Return True if attention reads positions of queries and keys, not their order alone."""
+        """Return True if attention reads positions of queries and keys, not only their order."""
         return self.score_transform != "none" or attention.pattern(self).reads_positions
 
     @property
     def cache_layers(self) -> tuple[type, type] | None:
-        """The classes of cache layers of the pattern of attention, see `Pattern.cache_layers`."""
+        """Return the cache layer classes of the attention pattern, see `Pattern.cache_layers`."""
         return attention.pattern(self).cache_layers()
 
     @property
     def masks_keys(self) -> bool:
-        """Return True if the pattern of attention takes padding and documents, and no mask."""
+        """Return True if the attention pattern takes padding and documents instead of a mask."""
         return attention.pattern(self).masks_keys
 
     @property
     def reads_padding(self) -> bool:
-        """Return True if anything but a mask must know padding."""
+        """Return True if any part beside the mask must know the padding."""
         convolves = self.convolved_streams or canon_places(self) or self.value_transform != "none"
         return bool(convolves) or self.reads_positions or self.masks_keys
 
     @property
     def takes_gaps(self) -> bool:
-        """Return True if padding may stand between a row's tokens: no layer reads neighbours."""
+        """Return True if padding may stand between a row's tokens: no layer reads neighbouring
+        tokens.
+        """
         return not (self.needs_layer_state or attention.pattern(self).reads_neighbours(self))
 
     @property
     def keeps_padding(self) -> bool:
-        """Return True if states hold what was read as padding; else masks say it at each call."""
+        """Return True if states record the padding; otherwise the mask of each call gives it."""
         return self.needs_layer_state
 
     def shape_problems(self) -> list[str]:
-        """Return which combinations of the fields mean nothing."""
+        """Return the meaningless combinations of fields."""
         return [*rules.problems(self), *attention.problems(self)]
 
 
 def refuse(problems: list[str]) -> None:
-    """Raise ValueError with the first of the problems, if there are any."""
+    """Raise ValueError with the first problem, if there is any."""
     if problems:
         raise ValueError(problems[0])
 
 
 def renamed(name: str, renamings: Mapping[str, str]) -> str:
-    """Translate one parameter's name by patterns and what takes their place, in their order."""
+    """Rename one parameter by applying the patterns in order."""
     for pattern, replacement in renamings.items():
         name = re.sub(pattern, replacement, name)
     return name

@@ -1,1 +1,1 @@
-"""Blocks: what stands around a mixer in a layer."""
+"""Blocks: the norms, residuals and MLP around a mixer in a layer."""

@@ -1,4 +1,4 @@
-"""The block of a mixer and a feed-forward network, each with its norm, on the residual stream."""
+"""A block of a mixer and a feed-forward network, each with a norm, on the residual stream."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from cat_lm.ops.convolution.kinds import STREAMS
 
 
 class ConvolvedAttention(AttentionMixin):
-    """Attention of transformers whose streams a `StreamPipeline` makes where it has filters."""
+    """transformers' attention, with a `StreamPipeline` for q, k and v if it has filters."""
 
     def _add_convolution(self, config: AttentionSettings, biased: dict[str, nn.Linear]) -> None:
-        """Add filters, which take over the biases of projections, and the parts of attention.
+        """Add filters, which take over the biases of the projections, and the parts of attention.
 
         Args:
             biased: the projections, by the names of their biases in the pipeline.
@@ -29,7 +29,8 @@ class ConvolvedAttention(AttentionMixin):
         self.convolution = None
         output = self._modules[self.output_name]
         if config.convolved_streams:
-            # In the order of the computation, which is that of the optimizer's flat buffers.
+            # Keep the modules in the order of the computation, which the optimizer's flat buffers
+            # follow.
             del self._modules[self.output_name]
             biases = {name: projection.bias for name, projection in biased.items()}
             self.convolution = StreamPipeline(config, biases)
@@ -41,7 +42,7 @@ class ConvolvedAttention(AttentionMixin):
         self._add_parts(config)
 
     def _streams(self, *projected: Tensor | Context) -> tuple[Tensor, ...]:
-        """Return rotated queries and keys, and values, [B, T, its heads, D].
+        """Return rotated queries and keys, and values, each [B, T, heads, D].
 
         Args:
             projected: [B, T, channels] each; the context comes last.
@@ -67,8 +68,8 @@ class CatAttention(ConvolvedAttention, GPTNeoXAttention):
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
         if config.convolved_streams:
-            # Drawn once more, although it will be initialised, and drawn with its bias: so a seed
-            # gives the weights that it always gave.
+            # Draw it again, with its bias, although it will be initialized: existing seeds then
+            # keep their weights.
             width = config.hidden_size
             self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
         self._add_convolution(config, {"bias": self.query_key_value})
@@ -77,12 +78,13 @@ class CatAttention(ConvolvedAttention, GPTNeoXAttention):
         return (self.query_key_value(x),)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        # Before heads and time change places: the backward pass joins the three as they lie.
+        # Keep this memory order until heads and time are exchanged: the backward pass joins q, k
+        # and v in it.
         return projected.view(*projected.shape[:2], -1, 3, self.config.head_width).unbind(dim=3)
 
 
 class CatLayer(CanonBlock, GPTNeoXLayer):
-    """GPT-NeoX's layer with `CatAttention`, and Canon layers where the configuration says."""
+    """GPT-NeoX's layer with `CatAttention`, and Canon layers if configured."""
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -99,7 +101,7 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         if not self.use_parallel_residual:
             return made + base
         if self.canon is None:
-            return made + attended + hidden_states  # in transformers' order, for the same bits
+            return made + attended + hidden_states  # Sum in transformers' order, for the same bits.
         return attended + hidden_states + made
 
     def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
@@ -111,13 +113,13 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
 
 
 class CatLlamaRMSNorm(LlamaRMSNorm):
-    """Llama's norm, which says that its weight takes no decay."""
+    """Llama's norm, whose weight is exempt from weight decay."""
 
     no_decay = ("weight",)
 
 
 class CatLlamaAttention(ConvolvedAttention, LlamaAttention):
-    """As `CatAttention`, with projections of Llama's; filters and biases are `convolution`'s."""
+    """`CatAttention` with Llama's projections; filters and biases belong to `convolution`."""
 
     eager_attention = staticmethod(modeling_llama.eager_attention_forward)
     rotate = staticmethod(modeling_llama.apply_rotary_pos_emb)
@@ -135,7 +137,7 @@ class CatLlamaAttention(ConvolvedAttention, LlamaAttention):
 
 
 class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
-    """Llama's layer with `CatLlamaAttention`, and Canon layers where the configuration says."""
+    """Llama's layer with `CatLlamaAttention`, and Canon layers if configured."""
 
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -152,7 +154,7 @@ class CatLlamaLayer(CanonBlock, LlamaDecoderLayer):
         return stream + self._feed_forward(read, context)
 
     def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        """Compute the MLP, whose gate and values pass the Canon layer side by side."""
+        """Compute the MLP; gate and values pass the Canon layer side by side."""
         mlp = self.mlp
         if self.canon is None or "D" not in self.canon:
             return mlp(hidden_states)

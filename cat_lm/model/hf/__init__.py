@@ -1,1 +1,1 @@
-"""Configurations and models as classes of transformers, and what only those need."""
+"""Configurations and models as classes of transformers, and their helpers."""

@@ -1,4 +1,4 @@
-"""What language models of every family share: the body's loop over layers, and the head with loss.
+"""The code shared by all language models: the loop over layers, and the head with the loss.
 
 `CausalLanguageModel` is the contract with the training engine, generation and evaluation: loss,
 labels, `skip_logits`, `document_ids`, backends. All classes are mixins before a family's own of
@@ -39,14 +39,14 @@ logger = logging.get_logger(__name__)
 
 
 class AsksForStarts:
-    """Asks a module for its `initial_values` after its parts; before a `PreTrainedModel`."""
+    """A mixin, before `PreTrainedModel`, that initialises a module by its own `initial_values`."""
 
-    _supports_context_parallel = False  # but for `cat_lm.model.sequence`
-    # accelerate would pass copies of these arguments, but layers write into them.
+    _supports_context_parallel = False  # `cat_lm.model.sequence` does it instead.
+    # accelerate would pass copies of these arguments, which layers write to.
     _skip_keys_device_placement = ("past_key_values", "auxiliary_losses", "norm")
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Initialise a module's own parameters, and then those that it names.
+        """Initialise a module's own parameters, then those in its `initial_values`.
 
         Here and not in `_init_weights`: transformers passes over a module without parameters of its
         own, or whose own were loaded, where it calls that. What was loaded is left alone.
@@ -59,7 +59,7 @@ class AsksForStarts:
 
 
 class CausalBody:
-    """The forward of a model without its head; a family gives the modules.
+    """The forward pass of a model without its head; a family supplies the modules.
 
     The model has `layers`, whose forward takes hidden states and a `Context`, and `rotary_emb` if
     positions are rotated.
@@ -69,22 +69,22 @@ class CausalBody:
     conv_backend = mixer_backend = "auto"
 
     def post_init(self) -> None:
-        """Do what transformers does when a model is made; check what is not ours before."""
+        """Check the model's and plugins' parts, then run transformers' post-initialization."""
         if self.config.attends:
             check_attention(self)
         super().post_init()
 
     @property
     def layout_settings(self) -> Any:
-        """Return the settings by which rows are read, here the configuration."""
+        """Return the settings by which rows are laid out, here the configuration."""
         return self.config
 
     def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
-        """Do what comes between the embeddings [B, T, C] and the first layer."""
+        """Process the embeddings [B, T, C] before the first layer."""
         return inputs_embeds
 
     def _leave(self, hidden_states: Tensor) -> Tensor:
-        """Do what comes after the last layer: the final norm. [B, T, C]"""
+        """Process the output of the last layer, [B, T, C]: the final norm."""
         raise NotImplementedError
 
     @merge_with_config_defaults
@@ -152,7 +152,7 @@ class CausalBody:
         computes_again = self.training and any(x.gradient_checkpointing for x in self.layers)
         if cache is None or not computes_again:
             return cache
-        # A layer that is computed again would add its tokens twice.
+        # A recomputed layer would add its tokens to the cache twice.
         if cache.get_seq_length() > 0:
             raise ValueError(
                 "past_key_values: gradient checkpointing cannot train after cached tokens; "
@@ -164,7 +164,7 @@ class CausalBody:
 
 @dataclass
 class CausalOutput(CausalLMOutputWithPast):
-    """transformers' output, and what layers want to be small beside the loss, a number."""
+    """transformers' output, with the layers' auxiliary loss as a scalar."""
 
     auxiliary_loss: Tensor | None = None
 
@@ -199,27 +199,27 @@ class CausalLanguageModel:
     """
 
     collects_losses = False
-    # The head computes the loss and filters mix heads, so that no split of weights holds.
+    # The head computes the loss and filters mix heads, so that no split of the weights is possible.
     _tp_plan = _pp_plan = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Enter the class where transformers looks up by name what shifts its labels."""
+        """Register the class where transformers looks up the loss by class name."""
         super().__init_subclass__(**kwargs)
         names, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, getattr(cls, "config_class", None)
-        # A wrapper such as FSDP's makes a second class with the same model type.
+        # Wrappers such as FSDP's create a second class with the same model type.
         if kind is not None and names.setdefault(kind.model_type, cls.__name__) != cls.__name__:
             names[cls.__name__] = cls.__name__
 
     def post_init(self) -> None:
-        """Do what transformers does when a model is made; see what the body takes."""
+        """Run transformers' post-initialization, then set the loss type."""
         super().post_init()
-        self.loss_type = "ForCausalLM"  # whatever the class is called
+        self.loss_type = "ForCausalLM"  # Independent of the class's name.
         taken = inspect.signature(type(self.base_model).forward).parameters
         self.keeps_state = "past_key_values" in taken
         self.takes_borders = "document_borders" in taken and getattr(self.config, "attends", True)
 
     def set_conv_backend(self, name: str) -> None:
-        """Set the backend that all convolutions ask for: auto, or a name of `cat_lm.ops.BACKENDS`.
+        """Set the convolution backend of all layers: `auto`, or a name of `cat_lm.ops.BACKENDS`.
 
         Raises ValueError for an unknown name at once, and for one that cannot serve when the model
         runs; `Architecture.describe_backend` tells before.
@@ -227,7 +227,7 @@ class CausalLanguageModel:
         self._set_backend("conv_backend", name, BACKENDS.problem(name))
 
     def set_mixer_backend(self, name: str) -> None:
-        """Set the backend that all recurrences ask for: auto, or one of `recurrence.backends`."""
+        """Set the recurrence backend of all layers: `auto`, or a name of `recurrence.backends`."""
         known = ("auto", *MIXER_BACKENDS)
         self._set_backend("mixer_backend", name, None if name in known else one_of(name, known))
 
@@ -239,7 +239,7 @@ class CausalLanguageModel:
                 setattr(module, key, name)
 
     def set_sequence_group(self, group: SequenceGroup | None) -> None:
-        """Have every sequence computed by a group of ranks, each a part of it; None for one alone.
+        """Set the group of ranks that share every sequence; None for a single rank.
 
         `input_ids`, labels and what comes out are then this rank's part, [B, T/P], and
         `document_ids`, `position_ids` those of whole sequences, [B, T]. What can be divided is
@@ -250,7 +250,9 @@ class CausalLanguageModel:
                 module.sequence_group = group
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Set the head; a plain linear layer, as resizing makes one, gets the loss."""
+        """Set the head; a plain linear layer, as resizing makes one, is wrapped to compute the
+        loss.
+        """
         if type(new_embeddings) is nn.Linear:
             new_embeddings.__class__ = LanguageModelHead
         self.lm_head = new_embeddings
@@ -258,7 +260,7 @@ class CausalLanguageModel:
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Prepare inputs as transformers does, the attention mask too if the cache is static.
+        """Prepare inputs as transformers does, including the attention mask if the cache is static.
 
         The convolution then gets the padding beside it; a pattern of attention that masks keys
         itself gets no prepared mask. Raises ValueError for flex attention with a static cache,
@@ -270,7 +272,7 @@ class CausalLanguageModel:
                 "attn_implementation=flex_attention: does not generate with a static cache; use "
                 "cache_implementation='dynamic'"
             )
-        # By name, off which transformers reads that a text may start with embeddings.
+        # transformers reads from these argument names that generation may start with embeddings.
         inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -283,7 +285,7 @@ class CausalLanguageModel:
             if given is None:
                 given = prepared.new_ones(batch, int(cache.get_seq_length()) + time)
             is_first = time > 1 or kwargs.get("is_first_iteration")
-            # Of one shape and strides, or every token would be compiled anew.
+            # Keep shape and strides constant, because otherwise each token would recompile.
             new = given if is_first else given[:, -time:]
             inputs["padding_mask"] = new.clone(memory_format=torch.contiguous_format)
             if getattr(self.config, "reads_positions", False):
@@ -291,7 +293,7 @@ class CausalLanguageModel:
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching: raise ValueError."""
+        """Raise ValueError: continuous batching is not supported."""
         raise ValueError(
             f"{type(self).__name__} does not serve by continuous batching, whose cache holds keys "
             "and values alone; use generate with a batch"
@@ -300,7 +302,9 @@ class CausalLanguageModel:
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Add the layers' states to the cache, from which drafted tokens can be taken back."""
+        """Add the layers' states to the cache, with recording so that drafted tokens can be
+        removed.
+        """
         if generation_config.is_assistant and self._is_stateful:
             raise ValueError(
                 f"{type(self).__name__} cannot draft tokens for another model: its recurrent "
@@ -319,12 +323,12 @@ class CausalLanguageModel:
         if cache is not None:
             attach_layer_state(cache, self.config)
             if generation_config.is_assistant:
-                # transformers asked the layers that were there before for it.
+                # transformers activated only the layers that existed before.
                 cache.activate_past_recording()
         return result
 
     def _prepare_states(self, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-        """Set the cache of states of recurrent layers; those without a state have none."""
+        """Set the cache of recurrent states; stateless models have none."""
         kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: the states of mixers have none")
@@ -358,10 +362,10 @@ class CausalLanguageModel:
         shift_labels = kwargs.pop("shift_labels", None)
         has_loss = labels is not None or shift_labels is not None
         if use_cache is None and past_key_values is None:
-            # A cache nobody asked for would cost memory, and packed rows cannot be continued.
+            # An unrequested cache would cost memory, and packed rows cannot be continued.
             is_unasked = has_loss or self.training or document_ids is not None
             is_unasked = is_unasked or kwargs.get("seq_idx") is not None
-            # Positions are looked at last, as that waits for a GPU.
+            # Positions are checked last, because that synchronises with the GPU.
             if is_unasked or positions_restart(position_ids, attention_mask):
                 use_cache = False
         losses: list[Tensor] = []
@@ -387,7 +391,7 @@ class CausalLanguageModel:
             kept = slice(-kept, None) if isinstance(kept, int) else kept
             logits = self.lm_head(hidden_states[:, kept])
         return CausalOutput(
-            # Now, as layers that are computed again add theirs again.
+            # Sum now, because recomputed layers add theirs again later.
             auxiliary_loss=torch.stack(losses).mean() if losses else None,
             loss=loss,
             logits=logits,
@@ -404,7 +408,8 @@ class CausalLanguageModel:
         num_items: Tensor | int | None,
     ) -> Tensor:
         if hasattr(self, "_loss_function"):
-            # Set from outside, as by DeepSpeed's tensor parallelism: called as transformers does.
+            # A function set from outside, as by DeepSpeed's tensor parallelism, is called as
+            # transformers does.
             how = {"num_items_in_batch": num_items, "shift_labels": shift_labels}
             return self.loss_function(
                 logits=self.lm_head(hidden_states),
@@ -423,7 +428,7 @@ class CausalLanguageModel:
             num_items = num_items.to(hidden_states.device)
         if isinstance(self.lm_head, LanguageModelHead):
             return self.lm_head(hidden_states, labels) / num_items
-        # A head that someone wrapped or replaced (an adapter, a quantised layer): its own logits.
+        # A wrapped or replaced head (an adapter, a quantised layer) computes its own logits.
         logits = self.lm_head(hidden_states).float().flatten(0, 1)
         total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
         return total / num_items

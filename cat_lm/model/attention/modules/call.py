@@ -1,4 +1,4 @@
-"""What a pattern's module is given, the keys a query sees, softmax, and attention by borders."""
+"""The arguments of a pattern's module, visible keys, softmax, and variable-length attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cat_lm.model.rules import WIDEST_FLASH_HEAD
 
 @dataclass
 class AttentionCall(Context):
-    """The context of a layer, and what else its attention is given.
+    """The context of a layer with the further arguments of its attention.
 
     `mask` is what `Pattern.mask` made. `key_positions` are those of all keys, [B or 1, S]; None
     unless a pattern or a transform reads positions.
@@ -36,7 +36,7 @@ class AttentionCall(Context):
 
     @property
     def query_positions(self) -> Tensor:
-        """The positions of the queries, [B or 1, T]."""
+        """Return the positions of the queries, [B or 1, T]."""
         return self.positions
 
 
@@ -63,7 +63,7 @@ def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | No
     batch, _, time, _ = query.shape
     keys = key.shape[2]
     if attention_mask is None:
-        # transformers leaves the mask out for one query, and for queries that start with the keys.
+        # transformers passes no mask for one query, and for queries that start with the keys.
         if time == 1:
             return None
         visible = torch.ones(time, keys, dtype=torch.bool, device=query.device).tril()
@@ -76,20 +76,22 @@ def visible_keys(attention_mask: Any, query: Tensor, key: Tensor) -> Tensor | No
     elif attention_mask.dtype == torch.bool:
         visible = attention_mask
     else:
-        visible = attention_mask >= 0  # `eager` adds it to the scores
+        visible = attention_mask >= 0  # `eager` adds its mask to the scores.
     return visible.expand(batch, 1, time, keys)
 
 
 def only_visible(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Return scores [B, H, T, S] that are lowest where `visible` [B, 1, T, S] is False."""
+    """Return scores [B, H, T, S] with the lowest finite value where `visible` [B, 1, T, S] is
+    False.
+    """
     if visible is None:
         return scores
-    # Not -inf: a query of a padding token may see nothing, and must not become NaN.
+    # -inf would make NaN of a padding query that sees no key.
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
 
 
 def softmax(scores: Tensor, visible: Tensor | None, dropout: float, dtype: torch.dtype) -> Tensor:
-    """Return the maps of scores [B, H, T, S], computed in fp32 or fp64."""
+    """Return the attention maps of scores [B, H, T, S], computed in fp32 or fp64."""
     computed = torch.promote_types(scores.dtype, torch.float32)
     maps = only_visible(scores, visible).softmax(dim=-1, dtype=computed).to(dtype)
     return F.dropout(maps, dropout, training=dropout > 0)
@@ -113,7 +115,7 @@ def why_no_kernel(device: torch.device, dtype: torch.dtype, width: int) -> str |
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:
-    """Return what linear layers make of x: its dtype, or autocast's."""
+    """Return the dtype that linear layers output: x's own, or autocast's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -121,7 +123,7 @@ def computing_dtype(x: Tensor) -> torch.dtype:
 def attend_within_borders(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scaling: float, dropout: float
 ) -> Tensor:
-    """Attend causally within documents by torch's kernel.
+    """Attend causally within documents by torch's variable-length kernel.
 
     Args:
         query: [B, H, T, D], in half precision on a GPU.
@@ -135,7 +137,8 @@ def attend_within_borders(
     dtype = computing_dtype(query)
     # [B, H, T, D] to [B·T, H, D]
     joined = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    # T bounds the documents' lengths, of which the host knows nothing. No debug mask.
+    # T bounds the documents' lengths, which the host does not know. The last argument turns off
+    # debug masks.
     output, *_ = torch.ops.aten._flash_attention_forward(
         *joined, borders, borders, time, time, dropout, True, False, scale=scaling
     )

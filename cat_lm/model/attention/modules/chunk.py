@@ -1,4 +1,4 @@
-"""The module of `attention: chunk`: rows cut into blocks of a chunk's size, and decoding."""
+"""The module of `attention: chunk`: rows split into blocks of the chunk size, and decoding."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class ChunkCore(nn.Module):
     def _masked(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend by a mask of [T, S]: after a cache, and where maps are asked for."""
+        """Attend with a mask [T, S]: after a cache, and if maps are requested."""
         own, keys = call.query_positions, call.key_positions
         if query.shape[2] == 1 and call.mask is None:
-            # No slot is padding, so that older keys are of other chunks.
+            # Padding occupies no slot here, so that older keys belong to other chunks.
             key, value = (x[:, :, -self.size :] for x in (key, value))
             keys = keys[:, -self.size :]
         visible = own[:, None, :, None] // self.size == keys[:, None, None] // self.size
         known = visible_keys(call.mask, query, key)
         visible = visible if known is None else visible & known
         mask = visible
-        if self.config._attn_implementation == "eager":  # which adds it
+        if self.config._attn_implementation == "eager":  # `eager` adds its mask to the scores.
             least = torch.finfo(query.dtype).min
             mask = query.new_zeros(visible.shape).masked_fill(~visible, least)
         return call.attend(query, key, value, mask, own % self.size, keys % self.size)
@@ -61,7 +61,9 @@ class ChunkCore(nn.Module):
         return _joined(output, batch, time)
 
     def _in_pairs(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Attend in rows whose chunks begin anywhere, so that each lies in at most two blocks."""
+        """Attend where chunks begin anywhere in a row; each chunk lies in at most two neighbouring
+        blocks.
+        """
         batch, time, size = query.shape[0], query.shape[2], min(self.size, query.shape[2])
         where = (call.query_positions % self.size).expand(batch, time)
         runs = chunk_numbers(where, call.documents)
@@ -79,15 +81,15 @@ class ChunkCore(nn.Module):
 
 
 def chunk_numbers(where: Tensor, documents: Tensor | None) -> Tensor:
-    """Return the numbers [B, T] of chunks in their rows, of tokens' places in them [B, T]."""
-    starts = where == 0  # Padding that rows begin with has one chunk a token.
+    """Return the chunk numbers [B, T] in rows, for tokens' positions [B, T]."""
+    starts = where == 0  # Each token of leading padding is a chunk of its own.
     if documents is not None:
         starts[:, 1:] |= documents.diff(dim=1) != 0
     return starts.cumsum(dim=1)
 
 
 def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:
-    """Return n blocks [B, n, heads, b, D] of [B, heads, T, D], the last one filled up."""
+    """Split [B, heads, T, D] into n padded blocks, [B, n, heads, b, D]."""
     missing = -x.shape[2] % size
     return F.pad(x, (0, 0, 0, missing), value=fill).unflatten(2, (-1, size)).transpose(1, 2)
 
@@ -97,7 +99,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _pairs(x: Tensor, size: int, fill: int = 0) -> Tensor:
-    """Return each block after the one before it as a row, [B n, heads, 2 b, D]."""
+    """Return each block joined to the one before it, [B n, heads, 2 b, D]."""
     own = _cut(x, size, fill)
     earlier = F.pad(own, (0, 0, 0, 0, 0, 0, 1, 0), value=fill)[:, :-1]
     return torch.cat([earlier, own], dim=3).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Landmark attention: landmarks of the keys, the choice of blocks, attention to them, the cache.
+"""Landmark attention: landmarks of the keys, block selection, attention to blocks, and the cache.
 
 Of query t of a document, with blocks of b tokens, c(t) its own block and K̄_j the landmark of block
 j (`cat_lm.ops.landmark.keys`):
@@ -48,15 +48,15 @@ from cat_lm.ops.long_filter.filters import Modes
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
 
-# Takes blocks of keys [B, H, m, b, D] and the state before them, None at the beginning; returns
-# landmarks [B, H, m, D] and the state after them, None where each block stands for itself.
+# Maps blocks of keys [B, H, m, b, D] and the state before them (None at the beginning) to landmarks
+# [B, H, m, D] and the state after them (None if blocks are independent).
 Summary = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-# Tokens that a new buffer has room for beside those it is made for.
+# The slots that a new buffer has beyond the tokens it is made for.
 _SPARE_TOKENS = 64
 
 
 class LandmarkCore(NothingDecays):
-    """Attends to the blocks that landmarks find.
+    """Attends to the blocks that landmarks select.
 
     Parameters: `filter` [heads of keys, b], lag 0 first, if it is learned, or [heads of keys, P],
     the numbers of filters as long as the text; with either `sharpness` θ [H], else ln(D) / 2.
@@ -82,7 +82,9 @@ class LandmarkCore(NothingDecays):
         return self.training_by in TAUGHT
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return starts: θ = ln(D) / 2, filters the box, or as long as the text the exponential."""
+        """Return the initial θ = ln(D) / 2, and filters: the box, or for long filters the
+        exponential.
+        """
         config, heads = self.config, self.config.stream_heads("k")
         sharp = is_sharp(self.filter_name, self.filter_state)
         shape = heads, config.num_attention_heads, config.head_width
@@ -94,12 +96,12 @@ class LandmarkCore(NothingDecays):
     def _weights(self, device: torch.device, group: SequenceGroup | None = None) -> Tensor | Modes:
         if self.long_filter is None and self.filter_name != "learned":
             return block_weights(self.filter_name, self.block).to(device)
-        # A copy, because an engine may take the parameter away after this forward.
+        # Clone, because an engine may release the parameter after this forward.
         own = own_heads(group, self.filter).clone()
         return self.long_filter.modes_of(own, self.filter_state) if self.long_filter else own
 
     def summarise(self, blocks: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Make landmarks of blocks of keys and the state after them, see `Summary`."""
+        """Return the landmarks of blocks of keys and the state after them, see `Summary`."""
         weights = self._weights(blocks.device)
         return next_landmarks(blocks, weights, self.filter_name == "exponential", before)
 
@@ -161,7 +163,7 @@ class LandmarkCore(NothingDecays):
         time = query.shape[2]
         past, padding = call.state.add_landmarks(time, call.padding, self.block, self.summarise)
         landmarks = call.state.landmarks
-        if landmarks is None:  # no block is complete
+        if landmarks is None:  # No block is complete yet.
             landmarks = key[:, :, :0]
         by = self.config._attn_implementation
         is_gathered = choose_backend(by, time, key.shape[2], call.dropout) == "gather"
@@ -169,14 +171,14 @@ class LandmarkCore(NothingDecays):
             how = torch.tensor(padding), self.block, self.choice, call.scaling
             return decode(query, key, value, landmarks, past, *how), None
         slots = torch.tensor(padding, device=key.device)
-        # The cache has no landmarks of blocks that no row has.
+        # The cache stores no landmarks of blocks that no row has.
         layout = cached_blocks(past, time, self.block, slots, min(padding))
         landmarks = landmarks[:, :, : layout.numbers.shape[1]]
         return self._attend(query, key, value, landmarks, layout, call)
 
 
 def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
-    """Set how a model with landmark attention computes while it is trained.
+    """Set the training mode of every landmark attention layer.
 
     Args:
         way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the
@@ -195,7 +197,7 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
 
 
 class LandmarkMixin(LayerStateMixin):
-    """Adds landmarks to a cache layer, each made once, when its block is complete.
+    """A cache layer that also stores landmarks, each computed once when its block is complete.
 
     Attributes:
         landmarks: [B, H, at least n, D]; those of incomplete blocks are none's.
@@ -222,7 +224,7 @@ class LandmarkMixin(LayerStateMixin):
     def add_landmarks(
         self, time: int, padding_mask: Tensor | None, block: int, summary: Summary
     ) -> tuple[int, list[int]]:
-        """Make the landmarks of the blocks that the newest tokens, already stored, complete.
+        """Compute the landmarks of the blocks that the newest, already stored tokens complete.
 
         Args:
             padding_mask: [B, T] bool, of the new ones; None where all are real.
@@ -252,7 +254,7 @@ class LandmarkMixin(LayerStateMixin):
             return
         real = torch.ones(batch, time) if padding_mask is None else padding_mask.cpu()
         real, padding = real.bool(), torch.tensor(self.padding)
-        begins = padding == past  # rows of padding alone
+        begins = padding == past  # These rows contain only padding so far.
         follows = (~begins & ~real[:, 0] & real.any(dim=1)).any()
         if follows or (self.ends_in_padding and real.any()):
             raise ValueError(
@@ -268,7 +270,7 @@ class LandmarkMixin(LayerStateMixin):
     def _summarise(
         self, rows: Sequence[int], pad: int, block: int, first: int, last: int, summary: Summary
     ) -> None:
-        """Make the landmarks of blocks `first` to `last` of rows that begin with `pad` slots."""
+        """Compute the landmarks of blocks `first` to `last` of rows that begin with `pad` slots."""
         batch, heads, _, width = self.keys.shape
         index = slice(None) if len(rows) == batch else rows
 
@@ -279,7 +281,8 @@ class LandmarkMixin(LayerStateMixin):
         before = None
         if self.block_state is not None and first > 0:
             before = self.block_state[index]
-            if self.covered[rows[0]] != first:  # blocks were taken back: of all keys anew
+            # Blocks were dropped by a crop, so all keys are summarised again.
+            if self.covered[rows[0]] != first:
                 before = summary(blocks(0, first), None)[1]
         made, after = summary(blocks(first, last), before)
         old = self.landmarks
@@ -313,7 +316,7 @@ class LandmarkMixin(LayerStateMixin):
 
 
 class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
-    """A cache layer that grows, in buffers that double; `keys` and `values` are views of them.
+    """A growing cache layer whose buffers double; `keys` and `values` are views of them.
 
     Landmarks beyond the last complete block stay after a crop, and are made anew when it fills; so
     does a state after blocks that were taken back.
@@ -359,7 +362,8 @@ class LandmarkDynamicLayer(LandmarkMixin, StateDynamicLayer):
 class LandmarkStaticLayer(LandmarkMixin, StateStaticLayer):
     """A cache layer of fixed length."""
 
-    is_compileable = False  # Blocks are counted on the host: each token would be another graph.
+    # The host counts the blocks, so that each token would compile another graph.
+    is_compileable = False
 
     def _landmark_room(self, count: int, block: int) -> int:
         return self.max_cache_len // block

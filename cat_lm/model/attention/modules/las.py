@@ -16,7 +16,7 @@ from cat_lm.ops.decay_rates import REACH, REACH_HALF, largest_rate
 
 
 class DecayScores(ScoreModule):
-    """Multiplies logits by e^{−α_c (i − j)}, or where both sides are read by e^{−α_c |i − j|}.
+    """Multiplies logits by e^{−α_c (i − j)}, or in two-sided attention by e^{−α_c |i − j|}.
 
     e^{−α (i − j)} = e^{−α (i − p)} · e^{α (j − p)} for every p: queries and keys that are scaled so
     have the decayed logits, in any attention function. Rates are computed where they are used, as a
@@ -33,15 +33,15 @@ class DecayScores(ScoreModule):
         super().__init__()
         self.heads, self.is_two_sided = heads, is_two_sided
         self.largest = largest_rate(spacing, bound)
-        # 1 − e^{−α} of the last head; the others' lie evenly below.
+        # This is 1 − e^{−α} of the last head; the other heads are evenly spaced below it.
         self.gap = -math.expm1(-bound) if spacing == "slow" else 1 - bound
 
     def rates(self, head: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return α of heads by their numbers."""
+        """Return α of heads by their indices."""
         return -torch.log1p(head.to(dtype) * (-self.gap / (self.heads - 1)))
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Return where factors serve: not in eager, nor for one query, whose logits are few."""
+        """Return True if the decay is applied as factors: not in eager, nor for a single query."""
         reach = REACH_HALF if dtype == torch.float16 else REACH
         has_factors = not self.is_two_sided and self.largest * (queries - 1) <= reach
         if "flash" not in implementation:
@@ -59,7 +59,7 @@ class DecayScores(ScoreModule):
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         distance = query_position - key_position
-        # Keys that come later are masked, unless both sides are read, and must stay numbers.
+        # Causal attention masks later keys, but their decay must stay finite.
         distance = (distance.abs() if self.is_two_sided else distance.clamp(min=0)).to(dtype)
         return logits * torch.exp(-self.rates(head, dtype) * distance)
 
@@ -68,9 +68,10 @@ class DecayScores(ScoreModule):
     ) -> tuple[Tensor, Tensor]:
         rates = self.rates(head, dtype)
         first, last = query_positions.aminmax(dim=-1, keepdim=True)
-        # In the middle of the queries: of earlier keys a factor may become 0, as the decay does.
+        # Distances count from the middle of the queries: a factor of earlier keys may underflow to
+        # 0, as the decay does.
         middle = (first + last).to(dtype) / 2
-        # A cache of fixed length counts keys beyond the last query, which all are masked.
+        # A static cache counts keys beyond the last query, which are all masked.
         key_positions = key_positions.minimum(last)
         distances = middle - query_positions, key_positions - middle
         return torch.exp(rates * distances[0]), torch.exp(rates * distances[1])
@@ -95,7 +96,7 @@ class SmoothedValues(nn.Module):
         self.width, self.run, self.is_centred = width, run, is_centred
 
     def forward(self, value: Tensor, context: Context) -> Tensor:
-        """Average values [B, T, H, D]; with chunks the context has the tokens' positions."""
+        """Average values [B, T, H, D]; with chunks the context holds the tokens' positions."""
         value, documents = context.without_padding(value), context.documents
         taps = value.new_full((value.shape[2], self.width), 1 / self.width)
         how = {"backend": context.conv_backend}
@@ -110,7 +111,7 @@ class SmoothedValues(nn.Module):
             documents = (runs - runs[:, :1]).int()
         if self.run is None or before is None:
             return head_conv(value, taps, document_ids=documents, initial_state=before, **how)
-        # Of the values before, those that the first new token's chunk holds.
+        # Keep only those earlier values that are in the first new token's chunk.
         past = before.shape[1]
         ages = torch.arange(past, 0, -1, device=value.device)
         is_same = ages <= context.positions[:, :1] % self.run

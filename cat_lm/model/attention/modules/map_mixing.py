@@ -31,12 +31,12 @@ from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, 
 
 
 class MapMixingCore(nn.Module):
-    """Attends with mixed maps, by mixed values or, after a cache, by the maps themselves."""
+    """Attends with mixed maps: by mixing values or, after a cache, the maps."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, extra: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with values that are zero at padding; the maps returned are the unmixed A.
+        """Attend with values that are zero at padding; the returned maps are the unmixed A.
 
         Args:
             extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
@@ -53,13 +53,13 @@ class MapMixingCore(nn.Module):
 
 
 def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
-    """Return A' of A [B, H, T, S]; `place` [B, S] is `places_of_real_keys`."""
+    """Return A' of A [B, H, T, S]; `place` [B, S] is from `places_of_real_keys`."""
     batch, _, time, _ = maps.shape
     if place is not None:
-        # m+j counts real keys: padding that a prompt ended in does not stand between them.
+        # The index m+j counts real keys: padding after a prompt must not separate them.
         maps = closed_up(maps, place)
     windows = F.pad(maps, (0, filters.shape[0] - 1)).transpose(1, 2).flatten(0, 1)
-    # conv1d correlates: tap j meets the map at m + j.
+    # conv1d correlates: tap j multiplies the map at m + j.
     mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
     mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
     return mixed if place is None else opened(mixed, place)

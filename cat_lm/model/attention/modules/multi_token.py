@@ -1,4 +1,4 @@
-"""The module of `attention: multi_token`: kernels, weights between heads, and the last queries."""
+"""The module of `attention: multi_token`: kernels, head mixing, and the cached last queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cat_lm.ops.runtime.documents import document_positions
 
 
 class MultiTokenCore(NothingDecays):
-    """Attends as `cat_lm.ops.convolution.multi_token` says.
+    """Multi-token attention by `cat_lm.ops.convolution.multi_token`.
 
     Parameters, which start as softmax attention: `kernel` [H, c_q, c_k], and `before` and `after`
     [H, H] where heads are mixed. More keys than the exact form is for raise `UserError`.
@@ -42,7 +42,7 @@ class MultiTokenCore(NothingDecays):
         if visible is None:
             visible = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
         place = places_of_real_keys(visible[:, 0, -1]) if call.continues else None
-        # Position ids may go on over a document's start.
+        # Position ids may continue across a document's start.
         packed = call.documents is not None
         positions = document_positions(call.documents) if packed else call.query_positions
         query, visible = self._with_earlier(query, visible, call)
@@ -57,14 +57,14 @@ class MultiTokenCore(NothingDecays):
     def _with_earlier(
         self, query: Tensor, visible: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """Return the last c_q − 1 queries and the new ones, and the keys that they see."""
+        """Return the last c_q − 1 queries with the new ones, and the keys visible to each."""
         past = self.kernel.shape[1] - 1
         if call.state is None or not past:
             return query, visible
         earlier = call.state.exchange_inputs(
             "multi_token_query", query.transpose(1, 2), past + 1, call.padding
         )
-        # Positions leave padding out: an earlier query saw the keys up to its own.
+        # Positions skip padding: an earlier query saw the keys up to its own position.
         ages = torch.arange(past, 0, -1, device=query.device)
         newest = call.query_positions[:, :1] - ages  # [B or 1, past]
         seen = call.key_positions[:, None, :] <= newest[:, :, None]

@@ -1,4 +1,4 @@
-"""Attention with transformed scores, for each implementation that can compute the form."""
+"""Attention with transformed scores, for every implementation that supports the transform."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from cat_lm.model.attention.modules.call import AttentionCall, only_visible, softmax, visible_keys
 from cat_lm.model.sequence import SequenceGroup
 
-ROWS = 128  # queries whose logits are computed at a time, where no maps of [T, S] are held
+ROWS = 128  # The queries whose logits are computed at a time if no full maps [T, S] are kept.
 
 
 class ScoreModule(nn.Module):
-    """A layer's transform of scores: its parameters, and a function of them.
+    """A layer's score transform: its parameters, and the function that uses them.
 
     A subclass defines `score` or, if its form is separable, `factors`, both static or reading only
     numbers of the module: `flex_attention` calls them inside its kernel. A separable one that is
@@ -28,21 +28,21 @@ class ScoreModule(nn.Module):
     sequence_group: SequenceGroup | None = None
 
     def first_head(self, count: int) -> int:
-        """Return the number of the first of `count` heads here: 0, but where ranks share."""
+        """Return the index of the first of `count` heads here: 0 without sequence parallelism."""
         return 0 if self.sequence_group is None else self.sequence_group.rank * count
 
     def heads_of(self, query: Tensor) -> Tensor:
-        """Return the numbers of the heads of query [B, H, T, D] among all of the layer's, [H]."""
+        """Return the indices [H] of heads of query [B, H, T, D] among all heads of the layer."""
         count = query.shape[1]
         return torch.arange(count, device=query.device) + self.first_head(count)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return what the function reads, by default the module's own parameters in their order."""
+        """Return the tensors that the function reads, by default all parameters in order."""
         return tuple(self.parameters(recurse=False))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Return `tensors`, copied where they are parameters."""
-        # An engine may take parameters away after this forward.
+        """Return `tensors`, with parameters cloned."""
+        # An engine may release parameters after this forward.
         return tuple(
             tensor.clone() if isinstance(tensor, nn.Parameter) else tensor
             for tensor in self.tensors()
@@ -69,7 +69,7 @@ class ScoreModule(nn.Module):
         raise NotImplementedError
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Return True if so many new queries of a row are scaled by factors, not scored.
+        """Return True if so many new queries of a row are scaled by factors instead of scored.
 
         Args:
             dtype: in which q·k is computed.
@@ -109,7 +109,7 @@ def scale_queries_and_keys(
         query_positions[:, None], key_positions[:, None], head, dtype, *module()
     )
     key = repeat_kv(key, query.shape[1] // key.shape[1])
-    # Rounded once, after the product.
+    # The product is computed first and rounded once.
     scaled = ((query, of_query), (key, of_key))
     return tuple((x * factor[..., None]).to(x.dtype) for x, factor in scaled)
 
@@ -154,7 +154,9 @@ def attend_with_scores(
 def _places(
     module: ScoreModule, query: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return positions of queries and keys, and heads, broadcast to logits [B, H, T, S]."""
+    """Return positions of queries and keys, and head indices, that broadcast to logits [B, H, T,
+    S].
+    """
     head = module.heads_of(query)[:, None, None]
     return query_positions[:, None, :, None], key_positions[:, None, None, :], head
 
@@ -196,20 +198,20 @@ def _flex(
 def attend_by_rows(
     module: ScoreModule, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
 ) -> Tensor:
-    """Attend as `attend_with_scores`, for some queries at a time: no maps of [T, S] are held.
+    """Compute `attend_with_scores` for a few queries at a time, so that no maps [T, S] are kept.
 
     A part's maps are computed again in the backward pass. Without a mask, which is causal or of a
     single query, documents are kept apart by their numbers.
     """
     (batch, heads, time, width), shared = query.shape, key.shape[1]
     tensors = module()
-    # Without a mask queries are the keys, of which later ones are not seen.
+    # Without a mask the queries are the keys, and later keys are masked.
     is_causal = call.mask is None and time > 1
 
     def attend(start: int) -> Tensor:
         part = slice(start, min(start + ROWS, time))
         read = slice(0, part.stop if is_causal else key.shape[2])
-        # What is seen is found here: else every layer would keep it, a number a pair.
+        # Visibility is computed here; otherwise every layer would keep one number for each pair.
         visible = None
         if call.mask is not None:
             visible = visible_keys(call.mask[:, :, part], query[:, :, part], key)
@@ -219,7 +221,7 @@ def attend_by_rows(
             if (documents := call.documents) is not None:
                 is_same = documents[:, part, None] == documents[:, None, read]
                 visible = visible & is_same[:, None]
-        # Keys' heads are not repeated: [B, H, n, D] is read as [B, keys' heads, groups n, D].
+        # Keys are not repeated: queries [B, H, n, D] are read as [B, key heads, groups n, D].
         grouped = query[:, :, part].reshape(batch, shared, -1, width)
         logits = (grouped @ key[:, :, read].mT * call.scaling).view(batch, heads, -1, read.stop)
         positions = call.positions[:, part], call.key_positions[:, read]

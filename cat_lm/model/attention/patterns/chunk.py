@@ -1,4 +1,4 @@
-"""Attention inside chunks of so many tokens (`attention: chunk`): linear in the length of a row."""
+"""Attention within chunks of a fixed size (`attention: chunk`): linear in the row's length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cat_lm.model.rules import CHUNK_SIZE, chunk_size
 
 
 class Chunk(Pattern):
-    """Softmax over the keys of a query's own chunk, those up to itself.
+    """Softmax over the keys of a query's own chunk, up to itself.
 
     Chunk n of a document holds its tokens n·size … (n + 1)·size − 1, as LaS-chunk's and that of
     Ma et al. (Mega, 2022).
@@ -21,7 +21,7 @@ class Chunk(Pattern):
     implementations = ("eager", "sdpa")
     reads_positions = True
     takes_any_weights = True
-    divides = True  # no head knows of another
+    divides = True  # Heads are independent.
     options: ClassVar[dict[str, Any]] = {"size": CHUNK_SIZE}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
@@ -37,7 +37,7 @@ class Chunk(Pattern):
         ]
 
     def mask(self, config: Any, **inputs: Any) -> Any:
-        """Return a causal mask for eager, after a cache, and beside padding between tokens.
+        """Return a causal mask for eager, after a cache, and with padding between tokens.
 
         Without one the module reads documents and padding, and holds no mask of [T, T].
         """

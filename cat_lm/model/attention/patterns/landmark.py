@@ -1,4 +1,4 @@
-"""Attention to the blocks of keys that their landmarks find (Landmark CAT)."""
+"""Attention to the blocks of keys that their landmarks select (Landmark CAT)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def filter_names() -> tuple[str, ...]:
-    """List the filters: short ones, and those as long as the text, with `filter_state`."""
+    """List the filters: short ones, and long ones with `filter_state`."""
     return tuple(dict.fromkeys((*FILTERS, *filters.names())))
 
 
@@ -56,7 +56,7 @@ class Landmark(Pattern):
 
     def objective(self, train: Any) -> Objective:
         way = train.landmark_loss
-        # Which SDPA computes, whatever computes chosen blocks.
+        # SDPA computes this, whatever computes the selected blocks.
         dense = {"attention_options": None, "attention": "softmax", "attn_implementation": "sdpa"}
         return Objective(
             "landmark_loss",
@@ -139,7 +139,7 @@ class Landmark(Pattern):
         return found
 
     def holds_state(self, model: Any) -> bool:
-        return True  # the landmarks
+        return True  # The state consists of the landmarks.
 
     def describe_backend(self, config: Any, device: torch.device, dtype: torch.dtype) -> str:
         from cat_lm.ops.landmark.attend import MEANINGS, choose_backend, choose_decoder
@@ -176,7 +176,7 @@ class Landmark(Pattern):
 
 
 def _row_problems(way: str, length: int, block: int, local: int, **others: Any) -> list[str]:
-    least = local + 1  # The loss compares blocks, so a single one has none.
+    least = local + 1  # The loss compares blocks, so that it needs at least two.
     if least * block < length:
         return []
     return [

@@ -8,12 +8,12 @@ from cat_lm.model.attention import Pattern
 
 
 class MapMixing(Pattern):
-    """sum_h sum_j F[j,i,h] A_h[t,m+j] in place of A_i[t,m], see `MapMixingCore`."""
+    """sum_h sum_j F[j,i,h] A_h[t,m+j] instead of A_i[t,m], see `MapMixingCore`."""
 
     name = "map_mixing"
     title = "mixed attention maps"
     words = "mixing attention maps"
-    # Of flash attention, values must be as wide as keys.
+    # Flash attention requires values as wide as keys.
     implementations = ("eager", "sdpa", "flex_attention")
     takes_transforms = False
 

@@ -13,7 +13,7 @@ class Softmax(Pattern):
     name = "softmax"
     title = "softmax attention"
     takes_ranks = True
-    divides = True  # no head knows of another
+    divides = True  # Heads are independent.
 
     def build(self, config: Any) -> Any:
         from cat_lm.model.attention.modules.call import SoftmaxCore

@@ -14,11 +14,11 @@ from cat_lm.model.rules import chunk_size
 from cat_lm.ops.decay_rates import REACH, largest_rate
 
 SPACINGS = ("slow", "steep")
-LEAST = 1e-6  # of B: below it, 1 − B is soon 1 in fp32, and a decay of nothing but 0
+LEAST = 1e-6  # The least B: below it 1 − B rounds to 1 in fp32, and the decays become exactly 0.
 
 
 class ExponentialDecay(ScoreTransform):
-    """l e^{−α_c (i − j)}, with a fixed rate α_c for each of the H heads, 0 for the first.
+    """l e^{−α_c (i − j)}, with a fixed rate α_c for each of the H heads; the first rate is 0.
 
     The paper says that e^{−α_c} is uniform in [0, B] and that α_c lies there, which cannot both be.
     `slow`: e^{−α_c} goes evenly from 1 to e^{−B}, so that α_c ≤ B; `steep`: from 1 to B.
@@ -50,8 +50,8 @@ class ExponentialDecay(ScoreTransform):
         return found
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        # Flash attention has factors alone. Half precision is taken for bf16, whose numbers reach
-        # as far as those of fp32.
+        # Flash attention can only use factors. Half precision is taken to be bf16, whose range is
+        # that of fp32.
         if model.attn_implementation != "flash_attention_2" or not self.is_beyond(model, length):
             return []
         options = self.resolved(model.score_options)
@@ -62,7 +62,7 @@ class ExponentialDecay(ScoreTransform):
         ]
 
     def is_beyond(self, model: Any, length: int) -> bool:
-        """Return True if over `length` tokens a head decays by more than factors can say."""
+        """Return True if over `length` tokens a head decays further than factors can represent."""
         length = min(length, chunk_size(model) or length)
         return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
 

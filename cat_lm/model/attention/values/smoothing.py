@@ -22,7 +22,7 @@ class Smoothing(ValueTransform):
     name = "smoothing"
     title = words = "smoothed values"
     takes_any_weights = True
-    divides = True  # no head knows of another
+    divides = True  # Heads are independent.
     options: ClassVar[dict[str, Any]] = {"width": 5}
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
@@ -39,7 +39,7 @@ class Smoothing(ValueTransform):
         return self.resolved(model.value_options)["width"]
 
     def holds_state(self, model: Any) -> bool:
-        return True  # Decoding reads earlier values as they were.
+        return True  # Decoding reads the unsmoothed earlier values.
 
     def build(self, config: Any, options: dict[str, Any]) -> Any:
         from cat_lm.model.attention.modules.las import SmoothedValues
