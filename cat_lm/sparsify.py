@@ -141,7 +141,7 @@ def _learns(options: dict[str, Any]) -> bool:
 def _with_attention(
     folder: Path, source: PreTrainedConfig, pattern: str, options: dict[str, Any] | None
 ) -> PreTrainedConfig:
-    """Return a model's configuration with another pattern of attention; all else stays.
+    """Return a model's configuration with another attention pattern and all else unchanged.
 
     Raises UserError where its attention cannot be made sparse, or for options that are wrong.
     """

@@ -40,7 +40,7 @@ _SIZES |= {"num_hidden_layers": 1, "conv_type": "none", "position_embedding": "n
 
 
 class _Wrong(AssertionError):
-    """An entry is wrong; the text stands after its name."""
+    """An entry is wrong; the message follows the entry's name."""
 
 
 def check_entry(
@@ -227,7 +227,7 @@ _REFUSALS = (ValueError, NotImplementedError, UserError)
 
 
 def _all_padding(x: Tensor, padding: Tensor | None, state: dict[str, Any] | None) -> Tensor | None:
-    """Return which tokens so far are real, [B, S] bool; None where all are."""
+    """Return which tokens so far are real, [B, S] bool; None if all are."""
     if state is not None:
         padding = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else padding
         padding = state["real"] = torch.cat([state.get("real", padding[:, :0]), padding], dim=1)

@@ -1,4 +1,4 @@
-"""What does not go together in a model that attends, in words that begin with the key.
+"""Contradictions between the keys of a model with attention, as messages that begin with the key.
 
 One table for a run's YAML and for a model's own configuration, whose keys have the same names. It
 holds what is mathematically meaningless, or would be without effect; every other combination is
@@ -33,7 +33,7 @@ Rows = tuple[tuple[Any, str], ...]
 
 
 def problems(model: Any) -> list[str]:
-    """Return which combinations of keys mean nothing, but for those of `cat_lm.model.attention`.
+    """Return meaningless combinations of keys, except those of `cat_lm.model.attention`.
 
     Args:
         model: a section or configuration, each of whose values is allowed by itself.
@@ -148,7 +148,7 @@ def _filter_rows(model: Any) -> Rows:
 
 
 def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]) -> list[str]:
-    """Return which number of `rope_parameters` a key beside it gives too, as another number."""
+    """Return the numbers that `rope_parameters` and a separate key give with different values."""
     return [
         f"rope_parameters.{key}={stored}: give it as {name}, which is {value}"
         for name, key in _ROPE_NUMBERS.items()
@@ -159,7 +159,7 @@ def given_once_problems(rope: Mapping[str, Any] | None, given: Mapping[str, Any]
 
 
 def scope_problems(scope: str, rotates: bool) -> list[str]:
-    """Return whether a model without positions is to have a temperature on them."""
+    """Return a problem if a model without positions has a temperature scope that needs them."""
     if scope == "rotary" and not rotates:
         return [
             "temperature_scope='rotary' with position_embedding='none': nothing is rotated; "
@@ -169,7 +169,7 @@ def scope_problems(scope: str, rotates: bool) -> list[str]:
 
 
 def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
-    """Return which windows of filters, by their keys, are longer than a row."""
+    """Return the filter windows, by key, that are longer than a row."""
     return [
         f"{key}={window}: is beyond data.context_length={context_length}; its last taps would "
         "read nothing"
@@ -178,7 +178,7 @@ def tap_problems(windows: Mapping[str, int], context_length: int) -> list[str]:
     ]
 
 
-# What keys mean together
+# Meaning of combined keys
 
 
 def gated_width(hidden_size: int) -> int:
@@ -197,7 +197,7 @@ def has_long_filters(model: Any) -> bool:
 
 
 def canon_places(model: Any) -> str:
-    """Return the places that have Canon layers, in their order; "" for none."""
+    """Return the places of the Canon layers in order; "" for none."""
     return "" if model.canon == "none" else "".join(p for p in CANON_PLACES if p in model.canon)
 
 
@@ -207,14 +207,14 @@ def mixes_maps(model: Any) -> bool:
 
 
 def chunk_size(model: Any) -> int | None:
-    """Return the tokens of a chunk, out of which no query sees (`attention: chunk`), or None."""
+    """Return the chunk size in tokens (`attention: chunk`), or None."""
     if model.attention != "chunk":
         return None
     return (model.attention_options or {}).get("size", CHUNK_SIZE)
 
 
 def key_heads(model: Any) -> int:
-    """Count the heads of keys, which are fewer where heads of queries share them."""
+    """Return the number of key heads, which query heads may share."""
     return getattr(model, "num_key_value_heads", None) or model.num_attention_heads
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: what ranks exchange that compute one batch, each a part of every sequence.
+"""Sequence parallelism: the exchanges between ranks that each hold a part of every sequence.
 
 P ranks hold parts of T/P tokens, in their order. What mixes tokens is reached in one of two ways:
 
@@ -38,7 +38,8 @@ class SequenceGroup:
     group: Any
 
     def to_heads(self, *streams: Tensor) -> tuple[Tensor, ...]:
-        """Turn parts of all heads, [B, T/P, n, …], to whole sequences of own heads, [B, T, n/P, …].
+        """Exchange parts of all heads, [B, T/P, n, …], for whole sequences of own heads, [B, T,
+        n/P, …].
 
         The third dimension counts heads, or channels head by head. Streams have one dtype.
         """
@@ -53,12 +54,14 @@ class SequenceGroup:
         return tuple(part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True))
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Turn whole sequences of own heads, [B, T, n/P, …], to parts of all, [B, T/P, n, …]."""
+        """Exchange whole sequences of own heads, [B, T, n/P, …], for parts of all heads, [B, T/P,
+        n, …].
+        """
         sent = x.unflatten(1, (self.size, -1)).transpose(0, 1)  # [P, B, T/P, n/P, …]
         return self._swap(sent).movedim(0, 2).flatten(2, 3)
 
     def to_sequence(self, x: Tensor) -> Tensor:
-        """Return the whole of what belongs to no head on every rank: [B, T/P, …] to [B, T, …]."""
+        """Gather a tensor without heads on every rank: [B, T/P, …] to [B, T, …]."""
         received = self._swap(x.expand(self.size, *x.shape))
         return received.transpose(0, 1).flatten(1, 2)
 
@@ -78,7 +81,7 @@ class SequenceGroup:
         )
 
     def part(self, x: Tensor | None, before: int = 0) -> Tensor | None:
-        """Return this rank's part of whole sequences, [B, T, …], with a halo; None of None."""
+        """Return this rank's part of a whole sequence [B, T, …], with a halo; None for None."""
         if x is None:
             return None
         span = self.span(x.shape[1])
@@ -87,7 +90,7 @@ class SequenceGroup:
         return F.pad(cut, (*[0, 0] * (x.ndim - 2), missing, 0)) if missing else cut
 
     def is_real(self, before: int, like: Tensor) -> Tensor | None:
-        """Return which tokens like `like` [B, before + T/P, …] exist, bool; None if all do."""
+        """Return which tokens of `like` [B, before + T/P, …] exist, bool; None if all do."""
         missing = before - self.rank * (like.shape[1] - before)
         if missing <= 0:
             return None
@@ -100,7 +103,7 @@ class SequenceGroup:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def own(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return what belongs to this rank's heads of what all heads have."""
+        """Return the slice of a tensor of all heads that belongs to this rank's heads."""
         return x[(*[slice(None)] * dim, self.span(x.shape[dim]))]
 
     def whole_like(self, x: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class SequenceGroup:
         return x.new_empty(()).expand(x.shape[0], self.size * x.shape[1], *x.shape[2:])
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Send x[r] to rank r; return at r what rank r sent. [P, …]"""
+        """Send x[r] to rank r, and return the tensors received, by sender. [P, …]"""
         share = [1] * self.size
         return _Exchange.apply(x, share, share, self.group)
 
@@ -141,14 +144,16 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Send the next `sent[r]` rows to rank r; return `received[r]` rows from each, in order."""
+    """Send the next `sent[r]` rows to rank r, and return the `received[r]` rows from each, in
+    order.
+    """
     x = x.contiguous()  # a gradient may have any strides
     found = x.new_empty(sum(received), *x.shape[1:])
     torch.distributed.all_to_all_single(found, x, list(received), list(sent), group=group)
     return found
 
 
-# The methods above, which without a group return what they get.
+# Without a group, the functions below return their inputs unchanged.
 
 
 def to_heads(group: SequenceGroup | None, *streams: Tensor) -> tuple[Tensor, ...]:

@@ -10,5 +10,5 @@ REACH, REACH_HALF = 60.0, 4.0
 
 
 def largest_rate(spacing: str, bound: float) -> float:
-    """Return α of the last head, a token, as `ExponentialDecay` defines it."""
+    """Return α of the last head, per token, as `ExponentialDecay` defines it."""
     return bound if spacing == "slow" else -math.log(bound)

@@ -104,7 +104,7 @@ def describe_model(config: PreTrainedConfig) -> str:
 
 
 def _held_out(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of validation, and what the card calls them."""
+    """Return the keys of validation metrics, and their names on the card."""
     return {k: f"held-out {k[4:].replace('_', ' ')}" for k in facts if k.startswith("val_")}
 
 

@@ -177,7 +177,7 @@ def _check_counts(settings: dict[str, Any], path: Path) -> None:
 
 
 def asks_for_code(settings: dict[str, Any]) -> str:
-    """Return, for an error, that settings ask for the model's own code; "" where they do not."""
+    """Return an error text if settings ask for the model's own code; "" otherwise."""
     if "auto_map" not in settings:
         return ""
     # An export has a file of its own beside weights that are read without it.
@@ -194,7 +194,7 @@ def asks_for_code(settings: dict[str, Any]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return what another library says as one line of at most 300 characters."""
+    """Return another library's error as one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = 2 if len(lines) > 1 and lines[0].endswith(":") else 1
     text = " ".join(lines[:count]) or type(error).__name__
@@ -366,7 +366,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 
 def begin_as_trained(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make texts begin as documents did in training, with the token that ends them.
+    """Make texts begin as documents did in training: with the end-of-document token.
 
     What stood before every document in training is what evaluations should put before a text; a
     start token of the tokenizer's own (Mistral's <s>) was never seen.

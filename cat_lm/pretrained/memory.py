@@ -45,7 +45,7 @@ def generation_bytes(model: PreTrainedModel, rows: int, prompt_tokens: int, new_
 
 
 def _channels(model: PreTrainedModel) -> int:
-    """Count a token's numbers in a layer, as a forward pass holds them at once.
+    """Return the numbers of a token in a layer that a forward pass holds at once.
 
     The residual stream and its norm, and three times what the widest product reads and makes; with
     it values mixed for every head, and queries and keys of further ranks.

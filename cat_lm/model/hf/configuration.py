@@ -93,13 +93,14 @@ class CatConfig(_CatSettings, GPTNeoXConfig):
 
     @property
     def rotary_pct(self) -> float:
-        """The part of a head's channels that rotary positions turn."""
+        """Return the fraction of a head's channels that RoPE rotates."""
         return self.rope_parameters["partial_rotary_factor"]
 
 
-# GPT-NeoX's own names of what is stored in `rope_parameters`.
+# GPT-NeoX's names for the values that are stored in `rope_parameters`.
 _NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-# What other families choose, and rules would read: files of others may have it as it follows.
+# Other families let the user choose these values, which rules read here; files may state them if
+# they agree.
 _SHAPE: dict[str, Callable[[Any], int]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "num_key_value_heads": lambda config: config.num_attention_heads,
@@ -128,7 +129,7 @@ class CatLlamaConfig(_CatSettings, LlamaConfig):
 
 
 class RecurrentSettings(KnownKeys):
-    """Say what holds of configurations whose layers keep a state; before a family's own.
+    """A mixin for configurations whose layers keep a recurrent state.
 
     Attributes:
         attends: whether layers have attention, which takes masks.
@@ -143,7 +144,8 @@ class RecurrentSettings(KnownKeys):
     keeps_state: ClassVar[bool] = True
     needs_layer_state: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # a list to Trainer
+    # Trainer requires a list here.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     takes_gaps: ClassVar[bool] = False
     keeps_padding: ClassVar[bool] = True
 
@@ -155,7 +157,7 @@ class RecurrentSettings(KnownKeys):
 
     @property
     def section(self) -> Any:
-        """The section of the model's keys, whatever their values."""
+        """Build the section of the model's keys without validating their values."""
         fields = self.Section.model_fields.items()
         values = {key: getattr(self, key, field.get_default()) for key, field in fields}
         return self.Section.model_construct(**values)
@@ -166,7 +168,7 @@ class RecurrentSettings(KnownKeys):
 
 @strict
 class OwnConfig(RecurrentSettings, PreTrainedConfig):
-    """The fields of configurations that extend no library's."""
+    """The fields of configurations that do not extend one of the library's."""
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -222,7 +224,9 @@ class CatMixerConfig(OwnConfig):
 
 
 def _fixed(value: Any, *keys: str) -> dict[str, tuple[Any, ...]]:
-    """Return keys of flash-linear-attention's classes that have this value in our models."""
+    """Return the keys of flash-linear-attention's classes that always have this value in our
+    models.
+    """
     return dict.fromkeys(keys, (value,))
 
 
@@ -334,7 +338,7 @@ class CatGatedDeltaNetConfig(LinearConfig):
 
 
 class _Packaged:
-    """Write flash-linear-attention's other fields beside ours, whatever its defaults become."""
+    """Writes flash-linear-attention's other fields explicitly, independent of its defaults."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -359,7 +363,7 @@ class GatedDeltaNetConfig(_Packaged, CatGatedDeltaNetConfig):
 
 
 class _StateSpaceSettings(RecurrentSettings):
-    """Refuse an activation that the layers do not have."""
+    """Refuses an activation that the layers do not support."""
 
     def shape_problems(self) -> list[str]:
         other = [] if self.hidden_act == "silu" else [f"hidden_act={self.hidden_act!r}: use silu"]

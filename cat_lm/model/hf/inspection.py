@@ -1,4 +1,4 @@
-"""What a model really computes with: the backends of convolutions, positions and temperature."""
+"""The settings that a loaded model really uses: convolution backends, positions and temperature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe_backend(
     backend: str = "auto",
     is_packed: bool = False,
 ) -> str:
-    """Return what will compute the convolutions of a model, and why, in one line.
+    """Return one line that names the backend of a model's convolutions, and the reason.
 
     Args:
         device, dtype: where and in what the projections are computed.
@@ -63,7 +63,7 @@ def describe_convolutions(
     dtype: torch.dtype,
     backend: str,
 ) -> list[str]:
-    """Return what will compute convolutions, and why, each line once.
+    """Return lines that name the backends of convolutions, and the reasons, without repeats.
 
     Args:
         parts: of each its kind, what it is, W, heads, and channels of a head.
@@ -90,7 +90,7 @@ def _long_filters(
 
 
 def effective_scaling(model: PreTrainedModel) -> dict[str, Any]:
-    """Read what a model in memory really does off its modules, not off what was asked for.
+    """Read the effective position scaling from a loaded model's modules.
 
     Returns:
         rope_type (None without rotary positions), rope_factor, original_length, attention_factor

@@ -62,7 +62,7 @@ _HUB_OPTIONS = (
 
 
 class PreTrainedMixin(AsksForStarts):
-    """Initialises and loads the models of a family; before its `PreTrainedModel`."""
+    """A mixin, before `PreTrainedModel`, that initialises and loads the models of a family."""
 
     # Layers read the inputs of earlier tokens, which engines with a cache of their own do not keep.
     _supports_attention_backend = False
@@ -75,7 +75,7 @@ class PreTrainedMixin(AsksForStarts):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise a module's own parameters by the table above; loaded ones are left alone."""
+        """Initialise a module's own parameters by the table above; loaded ones are kept."""
         if isinstance(module, nn.Linear | nn.Embedding):
             writes_residual = getattr(module, "writes_residual", False)
             std = (wang_init_std if writes_residual else small_init_std)(self.config)
@@ -96,7 +96,9 @@ class PreTrainedMixin(AsksForStarts):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        """Choose as transformers does, where nothing is asked for among what can compute it."""
+        """Choose as transformers does; by default only among implementations that support the
+        model.
+        """
         if attn_implementation is None:
             attn_implementation = attention.usual_implementation(self.config)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
@@ -120,17 +122,17 @@ class PreTrainedMixin(AsksForStarts):
 
 
 def small_init_std(config: AttentionSettings) -> float:
-    """The standard deviation of weights that do not write to the residual stream."""
+    """Return the standard deviation of weights that do not write to the residual stream."""
     return math.sqrt(2 / (5 * config.hidden_size))
 
 
 def wang_init_std(config: AttentionSettings) -> float:
-    """The standard deviation of the two matrices of a layer that write to the residual stream."""
+    """Return the standard deviation of a layer's two matrices that write to the residual stream."""
     return 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
 
 
 class CatPreTrainedModel(PreTrainedMixin, neox.GPTNeoXPreTrainedModel):
-    """Share with the classes below: configuration, initialisation, what transformers may do."""
+    """The configuration class, initialisation and supported features of the classes below."""
 
     config_class = CatConfig
     config: CatConfig
@@ -174,7 +176,7 @@ class CatForCausalLM(CausalLanguageModel, CatPreTrainedModel, neox.GPTNeoXForCau
 
 
 class CatLlamaPreTrainedModel(PreTrainedMixin, llama.LlamaPreTrainedModel):
-    """Share with the classes below: configuration, initialisation, what transformers may do."""
+    """The configuration class, initialisation and supported features of the classes below."""
 
     config_class = CatLlamaConfig
     config: CatLlamaConfig

@@ -35,7 +35,7 @@ from cat_lm.ops.runtime.fake import is_fake
 
 
 class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
-    """Declare what transformers may do, and initialise.
+    """The features that transformers may use, and the initialisation.
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms
     from 1, all else as `initial_values()` say, see `cat_lm.core.parameters`.
@@ -77,7 +77,7 @@ class RecurrentModel(CausalBody, RecurrentPreTrainedModel):
         self.post_init()
 
     def _add_tables(self) -> None:
-        """Add what is looked up beside the tokens."""
+        """Add the lookup tables beside the token embeddings."""
 
     def _make_norm(self) -> nn.RMSNorm:
         return nn.RMSNorm(self.config.hidden_size, getattr(self.config, self.epsilon_name))
@@ -257,13 +257,13 @@ class CatMamba2ForCausalLM(CatMambaForCausalLM):
 
 
 class MixerBlock(Block):
-    """RMSNorm and the mixer, RMSNorm and the MLP, by names of their own."""
+    """RMSNorm and the mixer, RMSNorm and the MLP."""
 
     names = ("mixer_norm", "mlp_norm", "mixer", "mlp")
 
 
 class MixerPreTrainedModel(RecurrentPreTrainedModel):
-    """Share with the classes below how mixers start that keep what they drew."""
+    """Restores the values that mixers drew in their constructors."""
 
     config_class = configuration.CatMixerConfig
     _input_embed_layer = "embed_tokens"
@@ -279,7 +279,7 @@ class MixerPreTrainedModel(RecurrentPreTrainedModel):
             self._draw(module, setting, name)
 
     def _draw(self, module: nn.Module, setting: Setting, name: str) -> None:
-        """Set what a checkpoint lacks of a part of a mixer to the values that a new one has."""
+        """Initialise the parameters of a mixer's part that a checkpoint lacks."""
         fresh = mixer_of(self.config).build(setting).get_submodule(name)
         for key, value in fresh.named_parameters(recurse=False):
             init.copy_(module.get_parameter(key), value)
@@ -305,7 +305,7 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
         return MixerBlock(norms[0], mixer, norms[1], mlp)
 
     def _mark_as_built(self, mixer: nn.Module, setting: Setting) -> None:
-        """Mark each part of the mixer that keeps what its constructor drew with its place."""
+        """Record, for each part of the mixer that draws its own values, where it belongs."""
         # On the meta device the constructors ran for names and shapes alone.
         lacks, kept = any(p.is_meta for p in mixer.parameters()), kept_parts(mixer)
         for name, module in mixer.named_modules():
@@ -314,11 +314,11 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
 
     @property
     def layout_settings(self) -> Any:
-        """The settings of the mixer's attention; the configuration where it has none."""
+        """Return the settings of the mixer's attention; the configuration if it has none."""
         return self.config if self.attention is None else self.attention
 
     def _enter(self, inputs_embeds: Tensor, context: Context) -> Tensor:
-        """Add the table of positions; leave out of the context what the mixer cannot read."""
+        """Add the position table; drop from the context what the mixer cannot read."""
         self._check(context)
         if self.embed_positions is None:
             return inputs_embeds

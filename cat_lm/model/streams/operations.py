@@ -46,11 +46,11 @@ class SeparateStreams:
         self._parts, self._biases = parts, biases
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the streams by their letters."""
+        """Return the streams by letter."""
         return self._parts
 
     def biases(self) -> dict[str, Tensor | None]:
-        """Return their biases [heads, D]."""
+        """Return the biases [heads, D] by letter."""
         return self._biases
 
     def normalized(self, norm: Normalize, group: SequenceGroup | None) -> SeparateStreams:
@@ -63,7 +63,7 @@ class SeparateStreams:
         return SeparateStreams(self._parts | made, {"q": None, "k": None, "v": self._biases["v"]})
 
     def without_padding(self, context: Context, streams: str) -> SeparateStreams:
-        """Put zeros at padding into what filters read."""
+        """Set the filters' inputs to zero at padding."""
         real = {s: context.without_padding(self._parts[s]) for s in streams}
         return SeparateStreams(self._parts | real, self._biases)
 
@@ -71,11 +71,11 @@ class SeparateStreams:
         return SeparateStreams({s: x.contiguous() for s, x in self._parts.items()}, self._biases)
 
     def stored(self, streams: str) -> dict[str, Tensor]:
-        """Return what a decoding state keeps of the streams, by its names there."""
+        """Return the tensors that the decoding state stores for the streams, by name."""
         return {stream: self._parts[stream] for stream in streams}
 
     def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
-        """Return each stream's part of what a decoding state keeps."""
+        """Split the stored tensors into one for each stream."""
         return stored
 
 
@@ -117,7 +117,7 @@ class PackedStreams(SeparateStreams):
 
 @dataclass
 class LayerPass:
-    """One pass of a layer's streams, and what operations read beside the stream that they change.
+    """One forward pass over a layer's streams, with the tensors that operations read.
 
     Attributes:
         weights: the pipeline, which holds the operations' parameters.
@@ -139,7 +139,7 @@ class LayerPass:
     stored_before: dict[str, Tensor] | None = None
 
     def exchange(self) -> dict[str, Tensor]:
-        """Return the W−1 inputs before these, by their names in the state, which gets these."""
+        """Store these inputs in the state, and return the W−1 inputs before them, by name."""
         if self.stored_before is None:
             window, names = self.weights.window, self.weights.filtered
             read = self.streams.stored(names) if window > 1 and names else {}
@@ -148,7 +148,7 @@ class LayerPass:
         return self.stored_before
 
     def take_apart(self) -> None:
-        """Find each stream's inputs and biases, and the inputs before these."""
+        """Unpack each stream's inputs and biases, and the inputs before them."""
         before, names = self.exchange(), self.weights.filtered
         self.inputs, self.biases = self.streams.parts(), self.streams.biases()
         self.earlier = self.streams.apart(before, names) if before else {}
@@ -200,7 +200,7 @@ class Convolution:
         self.head_axis = axes.index("H") if "H" in axes and not self.kind.mixes_heads else None
 
     def initial(self, stream: str) -> Tensor:
-        """Make filters that change nothing. Raises ValueError for a kind that cannot be."""
+        """Build identity filters. Raises ValueError for a kind without an identity."""
         check_kind(self.kind)
         config = self.settings
         shape = config.stream_heads(stream), config.stream_width(stream), self.window
@@ -220,7 +220,7 @@ class Convolution:
     def __call__(
         self, x: Tensor, stream: str, layer: LayerPass, rotary: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Convolve x, and rotate what comes out where `rotary` has the angles."""
+        """Convolve x, and rotate the result if `rotary` has the angles."""
         filters = layer.weights.taps(stream, layer.context.group)
         return self.by(filters, stream, layer, layer.biases[stream], rotary)
 
@@ -232,7 +232,7 @@ class Convolution:
         bias: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Convolve a stream's inputs by filters."""
+        """Convolve a stream's inputs with `filters`."""
         context = layer.context
         return convolve(
             self.kind.name,
@@ -255,7 +255,7 @@ class LongFilter:
     """
 
     name = "filter"
-    window, head_axis = 1, 0  # no inputs are kept, and each head has numbers of its own
+    window, head_axis = 1, 0  # No inputs are stored, and each head has its own parameters.
 
     def __init__(self, config: AttentionSettings) -> None:
         self.settings, self.size = config, config.conv_state
@@ -278,7 +278,7 @@ class LongFilter:
     def by(
         self, numbers: Tensor, x: Tensor, bias: Tensor | None, name: str, context: Context
     ) -> Tensor:
-        """Convolve x [B, T, heads, D], zeros at padding, by filters of numbers [heads, P].
+        """Convolve x [B, T, heads, D], zero at padding, with filters of parameters [heads, P].
 
         A row that ends in padding is continued from the state after its last real token.
 
@@ -298,7 +298,7 @@ class LongFilter:
 
 
 class Ranks:
-    """Filters queries and keys R times, and sets the results side by side, [B, T, H, R·D].
+    """Filters queries and keys R times, and concatenates the results, [B, T, H, R·D].
 
     Their scores are then q·k / sqrt(D) convolved over queries and keys with a kernel of rank R: for
     all f, g and S[i,j] = q_i·k_j,
@@ -329,7 +329,7 @@ class Ranks:
     drawn = initial
 
     def __call__(self, x: Tensor, stream: str, layer: LayerPass) -> Tensor:
-        """Set what the further filters make of the inputs beside x, which the first made."""
+        """Append the outputs of the further filters to x, the first filter's output."""
         further = layer.weights.rank_taps(stream, layer.context.group)[1:]
         others = [self.convolution.by(filters, stream, layer) for filters in further.unbind(0)]
         return torch.cat([x, *others], dim=-1)
@@ -372,14 +372,14 @@ class QueryKeyNorm(NothingDecays):
         if not self.scales or stream == "k":
             return x
         scale = self.logit_scale
-        if x.shape[2] < self.heads:  # those of this rank
+        if x.shape[2] < self.heads:  # Select the weights of this rank's heads.
             scale = group.own(scale)
         # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
         return x * (scale / math.sqrt(self.width))[:, None].to(x.dtype)
 
 
 class Rotation:
-    """Rotates heads of D channels, every rank of R·D alike, where the context has angles."""
+    """Rotates heads of D channels, each rank of R·D alike, if the context has angles."""
 
     def __init__(self, width: int) -> None:
         self.width = width

@@ -35,7 +35,7 @@ from cat_lm.ops.convolution.step import can_step, convolve_step
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
 
-# Streams by their letters, and how many operations of each are done.
+# The streams by letter, and the number of operations done on each.
 Made = tuple[dict[str, Tensor], dict[str, int]]
 
 
@@ -44,7 +44,8 @@ def filter_of(config: AttentionSettings) -> Convolution | LongFilter:
 
 
 class StreamPipeline(NothingDecays):
-    """Computes queries, keys and values: by a kernel of `FUSIONS`, then by one operation each.
+    """Computes queries, keys and values: first by a kernel of `FUSIONS`, then one operation at a
+    time.
 
     A stream with filters is convolved, filtered further where ranks are asked for, activated,
     normalised and rotated, as the configuration says; one without gets its bias in the place of the
@@ -109,7 +110,7 @@ class StreamPipeline(NothingDecays):
         return {stream: getattr(self, f"{stream}_filter") for stream in self.streams}
 
     def taps(self, stream: str, group: SequenceGroup | None = None) -> Tensor | None:
-        """Return a stream's filters as they are used, of its heads here; None where it has none.
+        """Return the effective filters of a stream for this rank's heads; None without filters.
 
         Args:
             group: the ranks that share the heads.
@@ -123,7 +124,7 @@ class StreamPipeline(NothingDecays):
         return self.filter.used(filters if axis is None else own_heads(group, filters, axis))
 
     def rank_taps(self, stream: str, group: SequenceGroup | None = None) -> Tensor:
-        """Return the filters of all ranks of a stream as they are used, [R, its heads here, W].
+        """Return the effective filters of all ranks of a stream, [R, heads here, W].
 
         `conv_norm: l1` divides a head's by the magnitudes' sum of them all.
         """
@@ -135,7 +136,7 @@ class StreamPipeline(NothingDecays):
         return taps / taps.abs().sum((0, 2), keepdim=True).clamp(min=1e-12)
 
     def starts(self) -> dict[str, Tensor]:
-        """Draw all parameters as they start, by name."""
+        """Draw the initial values of all parameters, by name."""
         drawn = {f"{s}_{op.name}": op.drawn(s) for op, streams in self.named for s in streams}
         own = self.named_parameters(recurse=False)
         return {n: torch.zeros_like(p) for n, p in own if n.endswith("bias")} | drawn
@@ -174,7 +175,7 @@ class StreamPipeline(NothingDecays):
     def _split(
         self, projected: tuple[Tensor, ...], group: SequenceGroup | None
     ) -> SeparateStreams | PackedStreams:
-        own = None if self.mixes_heads else group  # which computes all heads where they mix
+        own = None if self.mixes_heads else group  # A kind that mixes heads computes all of them.
         if self.is_packed:
             (packed,) = projected
             width, bias = self.widths["q"], self.bias
@@ -224,7 +225,7 @@ class StreamPipeline(NothingDecays):
 
 
 def _step_length(operations: tuple[StreamOp, ...]) -> int | None:
-    """Count the operations that the kernel of one token computes; None if it cannot come first."""
+    """Return how many operations the one-token kernel computes; None if it cannot run first."""
     rest = [op for op in operations if op is not activate]
     able = all(op in (add_bias, silu) or isinstance(op, Convolution | Rotation) for op in rest)
     return len(rest) if able else None
@@ -268,7 +269,7 @@ def _one_token(layer: LayerPass) -> Made | None:
     )
     for name, newest in following.items():
         state.replace_inputs(name, newest)
-    layer.stored_before = {}  # The state has these inputs by now.
+    layer.stored_before = {}  # The state already contains these inputs.
     return dict(zip(STREAMS, made, strict=True)), weights.step_lengths
 
 
@@ -340,12 +341,12 @@ FUSIONS = (
 
 
 def fuses_rotation(operations: tuple[StreamOp, ...]) -> bool:
-    """Return True if the first of the operations is a convolution that a rotation follows."""
+    """Return True if the first operations are a convolution and a rotation."""
     return [type(op) for op in operations[:2]] == [Convolution, Rotation]
 
 
 def fused(weights: StreamPipeline) -> str | None:
-    """Name what is computed together of a row's streams; None where nothing is."""
+    """Return the name of the streams that are computed together for a row, or None."""
     found = next((fusion.what for fusion in FUSIONS[1:] if fusion.serves(weights)), None)
     turns = any(map(fuses_rotation, weights.operations.values()))
     return found or ("on a GPU a convolution and the rotation that follows" if turns else None)

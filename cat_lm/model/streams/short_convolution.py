@@ -34,7 +34,7 @@ def convolve_channels(
         halo = window - 1
         (x,) = context.group.with_halo(halo, x)
         context = context.part(halo)
-    x = context.without_padding(x)[:, :, None]  # one head of all channels
+    x = context.without_padding(x)[:, :, None]  # All channels form one head.
     y = convolve(
         "depthwise",
         x,
@@ -132,7 +132,7 @@ class CanonBlock:
     """
 
     def _add_canon(self, config: AttentionSettings, inner: int) -> None:
-        """Make the layers; `inner` is the number of channels that the activation reads."""
+        """Build the layers; `inner` is the number of channels that the activation reads."""
         widths = {"A": config.hidden_size, "C": config.hidden_size, "D": inner}
         self.canon = None
         if places := canon_places(config):

@@ -79,7 +79,7 @@ def multihead_conv(
 
 
 def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
-    """Count two for each input that an output is a weighted sum of."""
+    """Return two operations for each product of a filter tap and an input."""
     kind = kinds.get(conv_type)
     return 2.0 * kind.fan_in(x.shape[2], kind.window_of(filters)) * x.numel()
 

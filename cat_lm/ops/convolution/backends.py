@@ -42,7 +42,7 @@ class Backend:
     rotates: bool = False
 
     def obstacle(self, conv_type: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why it cannot serve convolutions of a kind; None where it can."""
+        """Return why the backend cannot serve convolutions of a kind; None if it can."""
         obstacle = self.why_not(device, dtype)
         if obstacle is None and self.kinds is not None and conv_type not in self.kinds:
             return f"it has no kernel for {conv_type} filters"

@@ -40,22 +40,22 @@ def mixed_values(
 
 
 def places_of_real_keys(is_real: Tensor) -> Tensor:
-    """Each real key's number among the real ones; S for the others. [B, S] bool to [B, S]."""
+    """Return each real key's index among the real keys, S for padding; [B, S] bool to [B, S]."""
     return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
 
 
 def closed_up(maps: Tensor, place: Tensor) -> Tensor:
-    """Maps [B, H, T, S] with the keys at their places, as if what is no real key were not there."""
+    """Move the keys of maps [B, H, T, S] to their places, so that padding leaves no gaps."""
     batch, heads, time, keys = maps.shape
     place = place[:, None, None, :].expand(batch, heads, time, keys)
     return maps.new_zeros(batch, heads, time, keys + 1).scatter(3, place, maps)[..., :keys]
 
 
 def opened(maps: Tensor, place: Tensor) -> Tensor:
-    """Undo `closed_up`; zeros at what is no real key."""
+    """Undo `closed_up`, with zeros at padding."""
     return F.pad(maps, (0, 1)).gather(3, place[:, None, None, :].expand(maps.shape))
 
 
 def sum_over_maps(output: Tensor) -> Tensor:
-    """Y_i from what attention makes of `mixed_values`: [B, T, H, H D] to [B, T, H, D]."""
+    """Sum attention's outputs for `mixed_values` to Y_i: [B, T, H, H D] to [B, T, H, D]."""
     return output.unflatten(3, (output.shape[2], -1)).sum(dim=2)

@@ -30,7 +30,7 @@ _BLOCK = 32  # columns of which all products are made for a kernel's gradient
 def identity_start(
     heads: int, query_window: int, key_window: int, head_mixing: str
 ) -> dict[str, Tensor]:
-    """Make parameters that change nothing, by name.
+    """Build the identity parameters by name.
 
     `kernel` is θ [H, c_q, c_k], 1 at the query and key themselves; `before` and `after`, of which
     `head_mixing` names none, one or both, are W [H, H].
@@ -86,13 +86,13 @@ def multi_token_attention(
 
 
 def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
-    """Z [B, H, T, S] of scores S [B, H, P + T, S].
+    """Return the convolved scores Z [B, H, T, S] of scores S [B, H, P + T, S].
 
     Rows of zeros stand before each document, so that none of its queries reads one of another.
     """
     gap = kernel.shape[1] - 1
     rows, time = scores.shape[2], positions.shape[1]
-    starts = F.pad(positions == 0, (rows - time, 0))  # earlier queries are of the same document
+    starts = F.pad(positions == 0, (rows - time, 0))  # Earlier queries belong to the same document.
     starts[:, 0] = True
     place = torch.arange(rows, device=starts.device) + gap * starts.cumsum(dim=1)
     place = place.expand(scores.shape[0], rows)
@@ -139,7 +139,7 @@ def _correlated(maps: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _kernel_gradient(maps: Tensor, grad: Tensor, kernel: Tensor) -> Tensor:
-    """The sum over b, i, j of grad[i, j] maps[i + c_q − 1 − a, j + b]: [H, c_q, c_k].
+    """Return Σ_{b,i,j} grad[i, j] maps[i + c_q − 1 − a, j + b], [H, c_q, c_k].
 
     Of columns in blocks all products are made, whose diagonals are the sums.
     """

@@ -10,7 +10,7 @@ HEAD_MIXINGS = ("none", "before", "after", "both")  # around the softmax
 
 
 def option_problems(query_window: Any, key_window: Any, head_mixing: Any) -> list[str]:
-    """Return which options are wrong, in lines that begin with the name."""
+    """Return problems of the options, in lines that begin with the name."""
     found = []
     for name, value in (("query_window", query_window), ("key_window", key_window)):
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -24,14 +24,14 @@ def option_problems(query_window: Any, key_window: Any, head_mixing: Any) -> lis
 
 
 def length_problem(name: str, length: int) -> str | None:
-    """Return whether a row has more tokens than the exact form is for."""
+    """Return a problem if a row has more tokens than the exact form supports."""
     if length <= LONGEST:
         return None
     return f"{name}: reads rows of at most {LONGEST} tokens, not of {length}"
 
 
 def mixings(head_mixing: str) -> tuple[str, ...]:
-    """List where maps are mixed over heads: before and after the softmax, or neither."""
+    """Return where heads are mixed: before or after the softmax, both, or neither."""
     return {"none": (), "both": ("before", "after")}.get(head_mixing, (head_mixing,))
 
 

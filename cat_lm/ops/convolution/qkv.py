@@ -132,7 +132,7 @@ def _check(
     rotary: tuple[Tensor, Tensor] | None,
     initial_state: Tensor | None,
 ) -> int:
-    """W, the one window of the filters."""
+    """Check the arguments, and return the common window W of the filters."""
     if qkv.ndim != 5 or qkv.shape[3] != 3:
         raise ValueError(f"qkv must be [B, T, H, 3, D], not {list(qkv.shape)}")
     batch, time, heads, _, width = qkv.shape

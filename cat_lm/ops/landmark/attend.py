@@ -61,7 +61,7 @@ def choose_decoder(
 
 
 def _flops(*given: Any) -> float:
-    """Count as softmax attention to the keys of so many blocks."""
+    """Count the FLOPs of softmax attention to the keys of the selected blocks."""
     _, query, key, _, selected, layout, local, *_ = given
     read = min((selected.shape[3] + local) * layout.block, key.shape[2])
     return 4.0 * query.numel() * read
@@ -103,7 +103,7 @@ def _is_stacked(x: Tensor) -> bool:
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat what heads of keys have, [B, G, …], for the heads of queries: [B, H, …]."""
+    """Repeat tensors of key heads, [B, G, …], for the query heads: [B, H, …]."""
     return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -124,7 +124,7 @@ def local_keys(layout: BlockLayout, keys: int, local: int) -> Tensor:
 
 
 def _keys_of_chosen(selected: Tensor, layout: BlockLayout, keys: int) -> Tensor:
-    """Return the keys of the blocks at places [B, G, T, m], −1 for none: a mask [B, G, T, S]."""
+    """Return a mask [B, G, T, S] of the keys in the blocks at places [B, G, T, m]; −1 is none."""
     blocks = layout.numbers.shape[1]
     mask = selected.new_zeros((*selected.shape[:3], blocks + 1), dtype=torch.bool)
     mask = mask.scatter(3, torch.where(selected < 0, blocks, selected).long(), True)

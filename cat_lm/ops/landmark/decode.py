@@ -86,7 +86,7 @@ def decode(
     own = (past + time - 1 - int(padding.min())) // block
     most = max(0, own - choice.local + 1)
     streams = query, key, value, landmarks
-    # The kernel looks at no shape.
+    # The kernel does not check shapes.
     fits = (
         key.shape == value.shape
         and key.shape[::3] == (batch, width)

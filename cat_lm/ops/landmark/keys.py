@@ -23,7 +23,7 @@ from cat_lm.ops.long_filter.chunks import powers
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime.precision import without_autocast
 
-# States to what is left of them after so many blocks.
+# Maps states and a number of blocks to the states decayed over them.
 Fade = Callable[[Tensor, int], Tensor]
 
 
@@ -146,7 +146,7 @@ def _fade_by_e(states: Tensor, blocks: int) -> Tensor:
 
 
 def _own_states(blocks: Tensor, modes: Modes) -> Tensor:
-    """Return what blocks [B, H, n, b, D] themselves make of a state, [B, H, n, K, D]."""
+    """Return the contributions of blocks [B, H, n, b, D] to the state, [B, H, n, K, D]."""
     lags = torch.arange(blocks.shape[3] - 1, -1, -1, device=blocks.device)
     cosines, sines = powers(modes, lags)
     weights = cosines if sines is None else torch.cat([cosines, sines], dim=1)
@@ -154,7 +154,7 @@ def _own_states(blocks: Tensor, modes: Modes) -> Tensor:
 
 
 def _fading(modes: Modes, block: int) -> Fade:
-    """Make what is left of states [B, H, n, K·D] after so many blocks."""
+    """Return a function that decays states [B, H, n, K·D] over a number of blocks."""
 
     def fade(states: Tensor, blocks: int) -> Tensor:
         lag = torch.tensor([block * blocks], device=states.device)
@@ -171,7 +171,7 @@ def _fading(modes: Modes, block: int) -> Fade:
 
 
 def _read(states: Tensor, blocks: Tensor, modes: Modes) -> Tensor:
-    """The landmarks of states [B, H, n, K·D] and blocks [B, H, n, b, D]."""
+    """Return the landmarks of states [B, H, n, K·D] and blocks [B, H, n, b, D]."""
     weights = modes.real
     if modes.imaginary is not None:
         weights = torch.cat([weights, -modes.imaginary], dim=1)

@@ -42,13 +42,13 @@ class BlockLayout:
     padding: Tensor | None = None
 
     def key_positions(self, keys: int) -> Tensor:
-        """Positions of the keys [R, S]; below 0 at padding."""
+        """Return the positions of the keys [R, S]; negative at padding."""
         if self.tokens is not None:
             return self.tokens[0]
         return torch.arange(keys, device=self.slots.device) - self.padding
 
     def blocks_of(self, x: Tensor) -> Tensor:
-        """Take what tokens x [B, H, S, D] are of each block, [B, H, n, b, D].
+        """Gather tokens x [B, H, S, D] by block, [B, H, n, b, D].
 
         What stands for a block that a row has not is any token's.
         """
@@ -59,11 +59,13 @@ class BlockLayout:
         return take_slots(x, torch.where(is_there, self.block_slots(), 0))
 
     def block_slots(self) -> Tensor:
-        """The slots of each block [R, n, b]; those of a block that is not there are none's."""
+        """Return the slots of each block [R, n, b]; absent blocks have invalid slots."""
         return self.starts[:, :, None] + torch.arange(self.block, device=self.starts.device)
 
     def key_blocks(self, keys: int) -> Tensor:
-        """The place in `starts` of each key's block, [R, S]; n for a key of no complete block."""
+        """Return the index in `starts` of each key's block, [R, S]; n for keys of no complete
+        block.
+        """
         rows, count = self.numbers.shape
         places = torch.arange(count, device=self.slots.device)[None, :, None]
         slots = self.block_slots().masked_fill((self.numbers < 0)[:, :, None], keys)

@@ -13,7 +13,7 @@ SHARES = ("head", "layer")
 WAYS = ("hard", "dense", "guided")
 # Beside them, of language models: `guided`, of which filters and θ alone learn.
 CALIBRATE = "calibrate"
-# Those that add a loss for the landmarks, and those whose forward attends to all keys.
+# The ways that add a loss for the landmarks, and those whose forward attends to all keys.
 TAUGHT = ("guided", CALIBRATE)
 DENSE = ("dense", *TAUGHT)
 USUAL_ROWS = 64  # queries of a sequence on which landmarks are taught
@@ -22,7 +22,7 @@ USUAL_ROWS = 64  # queries of a sequence on which landmarks are taught
 def value_problems(
     options: dict[str, Any], filters: Sequence[str] = FILTERS, where: str = ""
 ) -> list[str]:
-    """Return which options have values that none can have, in lines that begin with the name.
+    """Return problems of option values, in lines that begin with the name.
 
     Args:
         filters: those that there are.

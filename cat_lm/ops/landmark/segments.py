@@ -53,7 +53,7 @@ class Tiles:
 
 
 def sides(*sizes: int) -> list[int]:
-    """Return the sides of matrices that hold these sizes: powers of 2, of a product at least 16."""
+    """Return power-of-two sides of matrices that hold these sizes; each product is at least 16."""
     return [max(16, 1 << (size - 1).bit_length()) for size in sizes]
 
 
@@ -86,7 +86,7 @@ def segments_of(selected: Tensor, layout: BlockLayout, local: int) -> tuple[Tens
 
 
 def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tiles:
-    """Put together the queries of every block, by segments [B, G, T, M]."""
+    """Group the queries of every block into tiles, by segments [B, G, T, M]."""
     groups = firsts.shape[0] * firsts.shape[1]
     group = torch.arange(groups, device=firsts.device).view(*firsts.shape[:2], 1, 1)
     code = torch.where(lengths > 0, group * keys + firsts, -1).flatten()

@@ -200,7 +200,7 @@ def options(block: int, width: int, dtype: torch.dtype, backward: bool) -> dict[
 
 
 def _given(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles) -> dict[str, Any]:
-    """Return what both kernels take."""
+    """Return the arguments that both kernels take."""
     given = {n: (x, *x.stride()[:3]) for n, x in zip("qkv", (query, key, value), strict=True)}
     return given | {
         "tiles": (tiles.pairs, tiles.lengths, tiles.codes),

@@ -95,7 +95,7 @@ def candidates_of(layout: BlockLayout, local: int) -> Tensor:
 
 
 def _highest(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
-    """Return the `top_k` highest candidates of scores [B, G, T, n], of equal ones the first."""
+    """Return the `top_k` highest candidates of scores [B, G, T, n]; ties go to the first."""
     if top_k >= scores.shape[-1]:
         return candidates.expand_as(scores)
     if top_k == 0:
@@ -107,7 +107,9 @@ def _highest(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
 
 
 def _places(chosen: Tensor, most: int) -> Tensor:
-    """Return the numbers of the True ones [B, G, T, n], ascending, −1 behind them: [B, G, T, m]."""
+    """Return the indices of the True entries of [B, G, T, n], ascending, padded by −1: [B, G, T,
+    m].
+    """
     count = chosen.shape[-1]
     numbers = torch.where(chosen, torch.arange(count, device=chosen.device), count)
     places = numbers.topk(min(most, count), dim=-1, largest=False, sorted=True).values

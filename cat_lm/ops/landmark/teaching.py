@@ -89,7 +89,7 @@ def _sums_by_block(weights: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def divergence(scores: Tensor, mass: Tensor, candidates: Tensor) -> Tensor:
-    """The loss of scores [B, H, R, n], a number, by the mass that candidate blocks have."""
+    """Return the scalar loss of scores [B, H, R, n] against the blocks' attention mass."""
     weight = mass.sum(dim=-1)
     target = mass / weight.clamp(min=_TINY)[..., None]
     # A large number and not infinity, which would make gradients of rows without candidates NaN.

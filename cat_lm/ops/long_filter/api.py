@@ -111,7 +111,7 @@ def long_conv(
 
 
 def state_size(modes: Modes) -> int:
-    """Count K, the numbers of state of a head and channel."""
+    """Return the size K of the state of a head and channel."""
     return modes.rate.shape[1] * (1 if modes.angle is None else 2)
 
 
@@ -174,7 +174,7 @@ def _in_whole_chunks(
     length: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve in chunks; what is left over, where the state after it matters, in a short one."""
+    """Convolve in whole chunks; the remainder, if its final state matters, in a shorter one."""
     time = x.shape[1]
     length = min(length, time)
     rest = time % length if return_state else 0

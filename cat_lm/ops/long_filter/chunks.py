@@ -29,7 +29,9 @@ class Chunk(NamedTuple):
 
 
 def powers(modes: Modes, lags: Tensor) -> tuple[Tensor, Tensor | None]:
-    """e^{−j rate} times cos and sin of j angle, [H, M, lags]; no second where nothing turns."""
+    """Return e^{−j rate} times cos and sin of j angle, [H, M, lags]; None for sin if nothing
+    rotates.
+    """
     lags = lags.to(modes.rate.dtype)
     decay = (-modes.rate[..., None] * lags).exp()
     if modes.angle is None:
@@ -39,7 +41,7 @@ def powers(modes: Modes, lags: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def taps_of(modes: Modes, length: int) -> Tensor:
-    """F_0 … F_{length−1} of each head, [H, length]."""
+    """Return the taps F_0 … F_{length−1} of each head, [H, length]."""
     cosines, sines = powers(modes, torch.arange(length, device=modes.rate.device))
     taps = (modes.real[..., None] * cosines).sum(1)
     if sines is not None:
@@ -66,7 +68,8 @@ def chunk_of(modes: Modes, length: int) -> Chunk:
 
 
 def borders(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
-    """Return what of a chunk's matrices is within documents, as factors 0 and 1; None for all.
+    """Return the factors 0 and 1 that restrict a chunk's matrices to documents; None without
+    documents.
 
     A token at place l of its chunk and p of its document reads lag j if j ≤ p, and so the state
     before the chunk if l < p; the state after it has what the last token may read.
@@ -92,26 +95,26 @@ def borders(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
 
 
 def _in_chunks(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, D] to [B, C, H, L, D], with zeros behind."""
+    """Reshape [B, T, H, D] to padded chunks [B, C, H, L, D]."""
     behind = -x.shape[1] % length
     x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, behind))
     return x.unflatten(1, (-1, length)).transpose(2, 3)
 
 
 def _joined(x: Tensor, like: Tensor) -> Tensor:
-    """[B, C, H, L, D] to [B, T, H, D] in the dtype of `like`."""
+    """Join chunks [B, C, H, L, D] to [B, T, H, D] in the dtype of `like`."""
     return x.transpose(2, 3).flatten(1, 2)[:, : like.shape[1]].to(like.dtype).contiguous()
 
 
 def _apply(matrix: Tensor, border: Tensor | None, x: Tensor) -> Tensor:
-    """matrix [H, n, m] times x [B, C, H, m, D], within documents."""
+    """Return matrix [H, n, m] times x [B, C, H, m, D], within documents."""
     if border is None:
         return torch.einsum("hnm,bchmd->bchnd", matrix, x)
     return (matrix * border) @ x
 
 
 def _outer(y: Tensor, x: Tensor, border: Tensor | None) -> Tensor:
-    """sum of y [B, C, H, n, D] times x [B, C, H, m, D] over all but heads, [H, n, m]."""
+    """Return Σ y [B, C, H, n, D] times x [B, C, H, m, D] over all but heads, [H, n, m]."""
     if border is None:
         return torch.einsum("bchnd,bchmd->hnm", y, x)
     return ((y @ x.mT) * border).sum((0, 1))

@@ -248,7 +248,7 @@ def backward(
 
 
 def _given(x: Tensor, chunk: Chunk, positions: Tensor | None) -> dict[str, Any]:
-    """Return what both kernels take."""
+    """Return the arguments that both kernels take."""
     length, state = chunk.read.shape[1:]
     return {
         "x": (x, *x.stride()[:3]),

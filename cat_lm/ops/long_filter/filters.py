@@ -115,7 +115,7 @@ class LongFilter:
 
 
 def _spread(heads: int, count: int) -> Tensor:
-    """Rates [H, count], evenly spread in the logarithm, those of a head beside each other's."""
+    """Return rates [H, count], spaced evenly in the logarithm; a head's are adjacent."""
     import torch
 
     low, high = (math.log(rate) for rate in RATES)
@@ -124,7 +124,7 @@ def _spread(heads: int, count: int) -> Tensor:
 
 
 def _within(logarithm: Tensor) -> Tensor:
-    """Keep a logarithm to what has a finite power and square, far beyond all that are drawn."""
+    """Clamp a logarithm so that its power and square are finite."""
     return logarithm.clamp(-30, 30)
 
 
@@ -134,7 +134,7 @@ def _start_exponential(heads: int, state: int) -> Tensor:
 
 
 def _paced_exponential(state: int, tokens: int) -> Tensor:
-    """Decays from one over so many tokens to nearly one over a single one."""
+    """Build decays from one over `tokens` tokens to nearly one over a single token."""
     import torch
 
     rate = tokens ** (torch.arange(state) / state - 1)
@@ -197,7 +197,7 @@ def _ssm(fixed: Tensor, coefficients: Tensor, now: Tensor) -> Modes:
 def problems(
     name: str, state: int, conv_type: str, keys: tuple[str, str] = ("conv_filter", "conv_state")
 ) -> list[str]:
-    """Return what of a filter's name, its N and the kind of convolution contradicts the others.
+    """Return contradictions between a filter's name, its N and the kind of convolution.
 
     Args:
         keys: what the first two are called.

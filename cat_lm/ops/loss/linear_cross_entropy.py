@@ -23,7 +23,7 @@ _ROWS_OF_A_TILE = 128  # of a matrix product: a chunk has whole ones
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The sum over labelled positions of −log softmax(hidden · weightᵀ)[label].
+    """Return the sum over labelled positions of −log softmax(hidden · weightᵀ)[label].
 
     Logits exist for one chunk of positions at a time: in the compute dtype (autocast's if it is on,
     else that of `hidden`), then in fp32 for the softmax. Where a gradient is wanted, the same pass
@@ -60,7 +60,7 @@ def _summed_loss(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of hidden [N, C] and weight [V, C], empty if not wanted.
+    """Return the loss, and the gradients of hidden [N, C] and weight [V, C], empty if not wanted.
 
     An operator of torch's, so that torch.compile does not unroll the loop over chunks, whose number
     changes with every sequence length.
@@ -116,7 +116,7 @@ def _add_chunks(
 
 
 def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]:
-    """Describe of how many positions the kernel's path has logits at a time, and a row's numbers.
+    """Return the number of positions whose logits the kernel computes at a time, and a row's size.
 
     Args:
         tokens: N, the positions of a batch.
@@ -187,7 +187,7 @@ def _chunk(logits: Tensor, labels: Tensor, wants_gradient: bool) -> tuple[Tensor
 
 
 def _add_product(d_weight: Tensor, d_logits: Tensor, inputs: Tensor) -> None:
-    """Add the gradient of the weight [V, C] by a chunk."""
+    """Add a chunk's contribution to the gradient of the weight [V, C]."""
     if d_logits.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.T, inputs)
     elif d_logits.is_cuda:  # only there: products of half precision that are added in fp32

@@ -74,7 +74,7 @@ def _has_fla() -> bool:
 def _why_not(
     recurrence: Recurrence, backend: str, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return why a backend cannot serve; None where it can."""
+    """Return why a backend cannot serve; None if it can."""
     if backend not in recurrence.backends:
         return f"{recurrence.title} has {', '.join(recurrence.backends)}"
     if backend == "torch":

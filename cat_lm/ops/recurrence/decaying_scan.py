@@ -94,7 +94,7 @@ def decaying_scan(
 
 
 def _cut(rate: Tensor, a: Tensor, document_ids: Tensor) -> Tensor:
-    """Make the decay total where a document starts, except at a row's first step."""
+    """Make the decay total at each document start, except at a row's first step."""
     starts = document_starts(document_ids)[:, 1:]
     total = torch.where(a > 0, -TOTAL, TOTAL).to(rate.dtype)
     # Numbers of the state that share a rate have an a of one sign.
@@ -115,7 +115,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rate: Tensor, a: Tensor) -> None:
 
 
 def _kernels(backend: str, *tensors: Tensor) -> Any:
-    """Choose what computes the scan of these tensors, both ways."""
+    """Return the module that computes the scan of these tensors, forward and backward."""
     kinds = {(s.device, s.dtype) for s in tensors}
     name = choose_backend(SELECTIVE_SCAN, *kinds.pop(), backend).name
     if kinds or name == "torch":
@@ -183,7 +183,7 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def _stacked(operator: Any) -> Any:
-    """Return the rule of torch.vmap: its dimension is joined with the first, the models."""
+    """Return torch.vmap's rule: its dimension is joined with the first, the models."""
 
     def run(info: Any, axes: tuple[Any, ...], backend: str, *tensors: Tensor) -> Any:
         size, pairs = info.batch_size, zip(tensors, axes[1:], strict=True)

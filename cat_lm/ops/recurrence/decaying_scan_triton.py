@@ -56,7 +56,7 @@ def _size(keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
 
 
 class Scan(NamedTuple):
-    """What the kernels are compiled for.
+    """The compile-time constants of the kernels.
 
     Attributes:
         every: steps between the states that are kept.
@@ -226,7 +226,7 @@ def backward_kernel(
 def _launch(
     every: int, q: Tensor, v: Tensor, rate: Tensor, a: Tensor
 ) -> tuple[int, dict[str, Any]]:
-    """Choose the chunks of columns, and what a kernel is compiled for, and how."""
+    """Choose the column chunks, compile-time arguments and compiler options of a kernel."""
     heads, keys = q.shape[3:]
     values = v.shape[-1]
     padded = next_power_of_2(keys)

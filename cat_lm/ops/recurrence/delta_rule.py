@@ -37,7 +37,7 @@ def _flops(
     log_decay: Tensor | None = None,
     **how: object,
 ) -> float:
-    """Count 6 for each number of the state, and 1 for its decay, whatever the chunks take."""
+    """Count 6 operations for each number of the state, and 1 for its decay."""
     return (6.0 if log_decay is None else 7.0) * q.numel() * v.shape[-1]
 
 
@@ -112,7 +112,7 @@ def _check(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Cut [B, T, H, D] into [B, H, N, C, D]; zeros at the end change no state."""
+    """Split [B, T, H, D] into [B, H, N, C, D]; zeros at the end leave the state unchanged."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
     x = x.contiguous()  # once, else every product copies it for itself, and keeps the copy
     return x.unflatten(2, (x.shape[2] // chunk, chunk))
@@ -165,7 +165,7 @@ def _solved(
     state: Tensor,
     starts_empty: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Solve all chunks, and pass the state along: outputs [B, H, N, C, V] and the last state."""
+    """Solve all chunks and carry the state: outputs [B, H, N, C, V] and the last state."""
     products, scores = k @ k.mT, q @ k.mT
     if within is not None:
         products, scores = products * within, scores * within

@@ -52,7 +52,7 @@ def _run(
     initial_state: Tensor | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Call an operator, which takes documents as the borders of one long row."""
+    """Call an operator, which takes documents as boundaries of one long row."""
     how = {"initial_state": initial_state, "output_final_state": return_state}
     if document_ids is None:
         y, state = _differentiable_once(*operator(**streams, **how))
@@ -72,7 +72,7 @@ def _run(
 
 
 def _differentiable_once(y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return an operator's outputs, whose backward pass refuses to be differentiated."""
+    """Return an operator's outputs such that differentiating its backward pass raises."""
     for x in (y, state):
         # torch.compile refuses second derivatives itself, and takes no hooks.
         if x is not None and x.requires_grad and not torch.compiler.is_compiling():

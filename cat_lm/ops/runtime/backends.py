@@ -23,7 +23,7 @@ def choose(
     fast: Sequence[str],
     slow: str,
 ) -> BackendChoice:
-    """Choose what computes an operator on a device.
+    """Choose the backend of an operator on a device.
 
     Args:
         operator: what it is called.

@@ -105,7 +105,7 @@ def _load(sources: Sources) -> Library:
 
 
 def _check_own(path: Path) -> None:
-    """Raise PermissionError for what others may have written: it would run as this user."""
+    """Raise PermissionError for files that others may have written: they would run as this user."""
     status = path.stat()
     if {status.st_uid, path.lstat().st_uid} != {os.geteuid()} or status.st_mode & _OTHERS_WRITE:
         raise PermissionError(f"{path} belongs to another user, or others may write it")

@@ -1,4 +1,4 @@
-"""What makes a process compute fast on a CPU."""
+"""Process-wide settings for fast computation on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cat_lm.core.host import keep_freed_memory
 
 
 def make_process_ready(device: str | torch.device) -> None:
-    """Have this process compute as fast as it can on `device`; a GPU needs nothing of it.
+    """Set this process up for fast computation on `device`; a GPU needs nothing.
 
     On a CPU the memory of freed tensors is kept, and denormals are flushed: see the two functions.
     Programs call this, as far as they can before torch starts threads; importing the library
@@ -20,7 +20,7 @@ def make_process_ready(device: str | torch.device) -> None:
 
 
 def flush_denormals() -> None:
-    """Have the CPU take numbers below 1.2e-38 (2^-126) as 0, in this thread and all it starts.
+    """Make the CPU treat numbers below 1.2e-38 (2^-126) as 0, in this thread and all it starts.
 
     Processors compute with such numbers in microcode, many times slower, and attention that has
     become sharp is full of them (softmax's exp(-88) and less). Where a processor cannot, all stays

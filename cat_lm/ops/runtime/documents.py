@@ -26,7 +26,7 @@ def check_document_ids(document_ids: Tensor, batch: int, time: int) -> None:
 
 
 def document_starts(document_ids: Tensor) -> Tensor:
-    """True where a document starts. [B, T] integers to [B, T] bool."""
+    """Return True where a document starts: [B, T] integers to [B, T] bool."""
     return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
 
 
@@ -62,7 +62,7 @@ def starts_of_lengths(cu_seqlens: Tensor, batch: int, time: int) -> Tensor:
 
 
 def document_borders(document_ids: Tensor) -> Tensor:
-    """Where documents start in the rows joined end to end, and B·T: [N+1] int32, N documents.
+    """Return the document starts in the rows joined end to end, and B·T: [N+1] int32.
 
     Ids on a GPU make the host wait for their number. [B, T] integers.
     """
@@ -71,16 +71,16 @@ def document_borders(document_ids: Tensor) -> Tensor:
 
 
 def document_runs(document_ids: Tensor) -> Tensor:
-    """Numbers the documents of each row 0, 1, 2 … in order. [B, T] integers to [B, T] int64."""
+    """Number the documents of each row 0, 1, 2 … in order: [B, T] integers to [B, T] int64."""
     return document_starts(document_ids).cumsum(dim=1) - 1
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
-    """The position of each token in its document, from 0. [B, T] integers to [B, T] int64."""
+    """Return the position of each token in its document, from 0: [B, T] integers to int64."""
     return positions_of_starts(document_starts(document_ids))
 
 
 def positions_of_starts(starts: Tensor) -> Tensor:
-    """The position of each token in its document, from 0. [B, T] bool to [B, T] int64."""
+    """Return the position of each token in its document, from 0: starts [B, T] bool to int64."""
     time = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
     return time - torch.where(starts, time, 0).cummax(dim=1).values

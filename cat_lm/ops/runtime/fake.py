@@ -17,7 +17,7 @@ _FOR_GPU: ContextVar[bool] = ContextVar("fake tensors stand for those of a GPU",
 
 @contextmanager
 def standing_for_gpu(is_so: bool = True) -> Iterator[None]:
-    """Have fake tensors on the CPU stand for those of a GPU, which torch may not know here."""
+    """Make fake tensors on the CPU stand for a GPU's, which torch may not know here."""
     before = _FOR_GPU.set(is_so)
     try:
         yield

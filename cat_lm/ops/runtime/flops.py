@@ -51,12 +51,12 @@ class FlopCounter:
         return self._mode.get_total_flops() + self._said
 
     def replace(self, before: float, said: float) -> None:
-        """Count `said` operations in place of those since the total was `before`."""
+        """Count `said` operations instead of those since the total was `before`."""
         self._said += said - (self.total - before)
 
 
 def flops(formula: Callable[..., float]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the decorator of an operator whose operations are what `formula` says.
+    """Return a decorator that counts an operator's operations by `formula`.
 
     Args:
         formula: takes the operator's arguments and gives the operations of one forward call.

@@ -1,4 +1,4 @@
-"""Compute in the dtype of the tensors, whatever autocast would take; sum products in fp32."""
+"""Context managers and dtypes that keep sums of products in fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def at_least_fp32(x: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Turn autocast off where x lies: it would round the factors of a product to half precision."""
+    """Turn autocast off on x's device: it would round factors to half precision."""
     device = x.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)

@@ -37,17 +37,17 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; triton's own, which kernels call too, takes several times as long here."""
+    """Return a / b rounded up; triton's own function takes several times as long on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is no less than n; 1 for n below 1."""
+    """Return the smallest power of two that is at least n; 1 for n below 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be that of the inputs."""
+    """Make x's device the current one: Triton launches there."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 

@@ -61,7 +61,7 @@ class Module:
                 self.definitions |= bound
 
     def rows(self, statement: ast.stmt) -> tuple[int, int]:
-        """Return the first and the last line of a statement, with the comments right above it."""
+        """Return the first and last line of a statement, including the comments above it."""
         decorators = getattr(statement, "decorator_list", [])
         first = min(node.lineno for node in (statement, *decorators)) - 1
         while first > 0 and self.lines[first - 1].startswith("#"):
@@ -159,7 +159,7 @@ class Assembly:
         return self._used.setdefault(name, _read(name))
 
     def _resolved(self, name: Name) -> Name:
-        """Follow imports to where a name is defined, and to what stands in for it."""
+        """Follow imports, and replacements by stand-ins, to a name's definition."""
         if name in self._stand_ins:
             return self._stand_ins[name]
         if not name.is_own or not name.name:
@@ -174,7 +174,7 @@ class Assembly:
         return self._resolved(source)
 
     def text(self, calls: Iterable[tuple[Name, Name]] = ()) -> str:
-        """Write the module: imports, then definitions, those before others that they are for.
+        """Write the module: imports, then definitions, dependencies first.
 
         Args:
             calls: functions that are called at the end, with an argument each.
@@ -196,7 +196,7 @@ class Assembly:
         return text
 
     def _in_order(self) -> list[tuple[Module, ast.stmt]]:
-        """Order statements by their modules, but for what others need when they are loaded."""
+        """Return the statements in module order, with dependencies needed at load time first."""
         every = [
             (module, statement)
             for module in self._modules_in_order()
@@ -244,7 +244,7 @@ class Assembly:
         return list(ordered.values())
 
     def _final_names(self) -> dict[Name, str]:
-        """Return what each definition is called in the one module."""
+        """Return the final name of each definition in the assembled module."""
         owners: dict[str, list[str]] = {}
         for module, line in self._taken:
             statement = next(s for s in self._module(module).statements if s.lineno == line)
@@ -308,7 +308,7 @@ class _References:
     def _target(
         self, node: ast.AST, imports: dict[str, Name], hidden: frozenset[str]
     ) -> Name | None:
-        """Return what a name refers to, or an attribute of a module; None for a local."""
+        """Return the definition that a name or a module's attribute refers to; None for a local."""
         if isinstance(node, ast.Attribute):
             owner = self._target(node.value, imports, hidden)
             is_of_module = owner is not None and owner.is_own and not owner.name

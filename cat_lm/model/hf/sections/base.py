@@ -36,7 +36,7 @@ GATED_WIDTH = "default: 8/3 x hidden_size, up to a multiple of 256"
 
 
 def field(default: Any, words: str) -> Any:
-    """Return the field of a key, by its default, `...` for none, and its description."""
+    """Return a field with its default (`...` for none) and description."""
     return Field(default, description=words)
 
 
@@ -51,29 +51,29 @@ class ModelSection(Section):
 
     @property
     def windows(self) -> dict[str, int]:
-        """Return the taps of the filters that layers have, by the key that gives them."""
+        """Return the number of taps of the layers' filters, by key."""
         return {}
 
     @property
     def divided_counts(self) -> dict[str, int] | None:
-        """Return what ranks that share a sequence divide, by its key; None where they cannot."""
+        """Return the counts that sequence parallelism divides, by key; None if unsupported."""
         return None
 
     @property
     def isolates_documents(self) -> bool:
-        """Return True if the model can keep the documents of a packed row apart."""
+        """Return True if the model can keep the documents of a packed row separate."""
         return True
 
     def derived(self) -> dict[str, Any]:
-        """Return what a configuration stores for keys that may be left out here."""
+        """Return the stored values of keys that may be left out."""
         return {}
 
     def portable(self) -> ModelSection:
-        """Return the same model, computed by what every machine has."""
+        """Return the same model with implementations that every machine supports."""
         return self
 
     def shape_problems(self) -> list[str]:
-        """Return what of the keys does not go together, in lines that begin with the key."""
+        """Return contradictions between keys, in lines that begin with the key."""
         return []
 
     def division_problems(self, parts: int, context_length: int) -> list[str]:
@@ -119,7 +119,7 @@ class _LibraryKeys(Section):
 
 @cache
 def _check_of(section: type[Section], key: str) -> TypeAdapter | None:
-    """Return the check of a key's values; None where any will do."""
+    """Return the validator of a key's values; None if any value is allowed."""
     field = (_LibraryKeys.model_fields | section.model_fields).get(key)
     if field is None or key in _NOT_CHECKED:
         return None
@@ -209,7 +209,7 @@ class KnownKeys:
 
     @classmethod
     def unknown_keys(cls, keys: Iterable[str]) -> list[str]:
-        """Return those keys that mean nothing to this class nor to transformers."""
+        """Return the keys that neither this class nor transformers knows."""
         own = {*(field.name for field in fields(cls)), *cls.attribute_map, *cls.other_keys()}
         return [key for key in keys if key not in own | _OF_EVERY_MODEL | _keys_of_transformers()]
 
@@ -250,7 +250,7 @@ class KnownKeys:
 
     @classmethod
     def _is_slip(cls, key: str) -> bool:
-        """Return True if a key of a file stands where one of this class was meant."""
+        """Return True if an unknown key is probably a misspelt key of this class."""
         if key in _OF_OTHERS:
             return False
         nearest = cls._nearest(key, _WORDS)

@@ -37,7 +37,7 @@ _StateSize = Annotated[int, whole(numbers.STATE_SIZE)]
 
 
 def exact(factor: float) -> Fraction:
-    """Return the fraction that a decimal such as 0.3 or 0.3333333 stands for."""
+    """Return the exact fraction that a decimal such as 0.3 or 0.3333333 stands for."""
     return Fraction(factor).limit_denominator(4096)
 
 
@@ -208,7 +208,7 @@ class StateSpaceSection(ModelSection):
 
 
 def usual_rank(hidden_size: int) -> int:
-    """Return the rank of Mamba's step sizes that `auto` stands for."""
+    """Return the rank of Mamba's step sizes for `auto`."""
     return math.ceil(hidden_size / 16)
 
 
@@ -237,7 +237,7 @@ _Bound = Annotated[float, number(numbers.Range(*NO_LIMIT))]
 
 
 def _pair(value: Any) -> Any:
-    """Check bounds; JSON has no infinity, which transformers writes as an object."""
+    """Check a pair of bounds; transformers writes infinity, which JSON lacks, as an object."""
     if value is None:
         return value
     pair = value if isinstance(value, list | tuple) else ()

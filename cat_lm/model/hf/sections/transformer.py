@@ -110,7 +110,7 @@ class TransformerSection(ModelSection):
         return rules.problems(self)
 
     def division_problems(self, parts: int, context_length: int) -> list[str]:
-        """Return which heads do not divide, and what of a layer knows of all of them."""
+        """Return the indivisible head counts, and the parts of a layer that need all heads."""
         windows = dict(self.windows)
         if not kinds.mixes_heads(self.conv_type):  # whole sequences of own heads are convolved
             windows.pop("conv_window", None)

@@ -38,7 +38,7 @@ KERNEL = Kernel(
 
 
 def _empty_output(conv_type: str, x: Tensor) -> Tensor:
-    """Return room for y: [B, H, T, D] in memory, which attention reads, where heads stay apart."""
+    """Return an empty y, laid out as [B, H, T, D] for attention unless heads are mixed."""
     if kinds.get(conv_type).mixes_heads:
         return x.new_empty(x.shape)
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
@@ -102,7 +102,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
-    """Return what runs and why. Builds the kernel if it was not yet."""
+    """Return a description of the kernel and its reason; builds the kernel if needed."""
     built = KERNEL.library()
     if built.handle is not None:
         return f"C++ kernel ({built.reason})"

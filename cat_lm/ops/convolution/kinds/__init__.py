@@ -56,21 +56,21 @@ class Kind:
         return tuple(sizes[axis] for axis in self.filter_axes)
 
     def fan_in(self, heads: int, window: int) -> int:
-        """Count the numbers that an output is a weighted sum of."""
+        """Return the number of products in the sum of one output."""
         return window * (heads if self.mixes_heads else 1)
 
     def window_of(self, filters: Tensor) -> int:
-        """Read W off filters."""
+        """Return the number of taps W of filters."""
         return filters.shape[self.window_axis]
 
     def normalized(self, filters: Tensor) -> Tensor:
-        """Divide filters by the sum of the magnitudes of the taps that an output reads."""
+        """Divide filters by the summed magnitudes of the taps that an output reads."""
         axes = [number for number, axis in enumerate(self.filter_axes) if axis in "WI"]
-        # Not by zero: a filter of zeros stays one.
+        # The clamp keeps filters of zeros at zero.
         return filters / filters.abs().sum(axes, keepdim=True).clamp(min=1e-12)
 
     def identity(self, heads: int, head_dim: int, window: int) -> Tensor:
-        """Make the filters that change nothing: 1 at lag 0 (of the head itself), 0 elsewhere."""
+        """Build the identity filters: 1 at lag 0 (of the head itself), 0 elsewhere."""
         import torch
 
         filters = torch.zeros(self.filter_shape(heads, head_dim, window))
@@ -103,7 +103,7 @@ DEPTHWISE = Kind("depthwise", ("H", "D", "W"), _per_channel, "one filter for eac
 
 
 def _check(kind: Kind) -> None:
-    """Check what a kind says of itself; `check_kind` of reference.py checks the rest."""
+    """Check the declared attributes of a kind; `check_kind` of reference.py checks the rest."""
     axes = kind.filter_axes
     named = isinstance(axes, tuple) and set(axes) <= set("WHID")
     if not named or len(set(axes)) < len(axes) or "W" not in axes:

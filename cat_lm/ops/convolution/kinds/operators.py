@@ -26,7 +26,7 @@ _BACKWARD += " -> (Tensor, Tensor, Tensor)"
 
 
 def empty_gradients(x: Tensor, filters: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """Return room for the gradients of x, filters and bias; without numbers if not wanted."""
+    """Return uninitialized gradients of x, filters and bias; empty where not wanted."""
     shapes = (x.shape, filters.shape, x.shape[2:])
     return [x.new_empty(s if want else (0,)) for s, want in zip(shapes, wanted, strict=True)]
 
@@ -92,6 +92,6 @@ def convolution_operator(
 
 
 def _joins_heads(conv_type: str, axis_of_positions: int | None, rotary: list[Any]) -> bool:
-    """Return True if S convolutions are one over S·H heads."""
+    """Return True if S convolutions equal one over S·H heads."""
     is_apart = not kinds.get(conv_type).mixes_heads
     return is_apart and axis_of_positions is None and rotary[0] is None

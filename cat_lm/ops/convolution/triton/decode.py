@@ -22,7 +22,7 @@ _MULTIHEAD = tl.constexpr(KERNEL_NUMBERS["multihead"])
 
 
 class Step(NamedTuple):
-    """What the kernel is compiled for: `lags` are loaded at a time, `rotary` channels rotated."""
+    """The compile-time constants of the kernel: `lags` loaded at a time, `rotary` channels."""
 
     window: int
     lags: int

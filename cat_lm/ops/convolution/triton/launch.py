@@ -40,14 +40,16 @@ class Launch:
     registers: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return what a kernel is compiled for, and how."""
+        """Return the compile-time arguments and compiler options of a kernel."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.registers is not None and torch.version.hip is None:
             options["maxnreg"] = self.registers
         return {"TILE": self.tile} | options
 
     def chunks(self, x: Tensor, backward: bool = False) -> int:
-        """Count the parts of x's columns that programs have, with the rotated ones of gradients."""
+        """Return how many parts x's columns are divided into, including the rotated ones for
+        gradients.
+        """
         apart = self.tile.use_dot and rotates_apart(self.tile.rotary, self.tile.columns)
         return cdiv(x.shape[-1], self.tile.columns) + bool(backward and apart)
 
@@ -56,7 +58,7 @@ class Launch:
         return x.shape[0] * cdiv(x.shape[1], self.tile.block)
 
     def tiles_per_program(self, x: Tensor, most: int) -> int:
-        """Return how many each program takes, 1 to `most`, so that about PROGRAMS share it.
+        """Return the tiles of one program, 1 to `most`, so that about PROGRAMS share the work.
 
         A program that has several tiles builds its Toeplitz matrix once, and loads the next tile
         while it works on one.
@@ -105,7 +107,7 @@ def choose_launch(
 
 @functools.cache
 def launch_of(tile: Tile, documents: bool, backward: bool, shared: int) -> Launch:
-    """Choose what the compiler is told, and half the columns where all would not fit."""
+    """Choose the compiler options, and half the columns if all would not fit."""
     if not tile.use_dot:
         return Launch(tile, 8 if backward else 4, 1)
     warps = 8 if backward or documents else 4
@@ -119,7 +121,7 @@ def launch_of(tile: Tile, documents: bool, backward: bool, shared: int) -> Launc
 
 
 def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
-    """Return True if a kernel of its own rotates channels, before or after the others.
+    """Return True if a separate kernel rotates channels, before or after the convolution.
 
     So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel of
     packed streams with partners and such a halo gave other numbers in every run, and read where
@@ -132,12 +134,12 @@ def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> b
 
 
 def rotated(cos: Tensor | None) -> int:
-    """R of angles [B or 1, T, R]; 0 without any."""
+    """Return the number R of rotated channels for angles [B or 1, T, R]; 0 without angles."""
     return 0 if cos is None else cos.shape[-1]
 
 
 def angle_arguments(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return what kernels take of angles [B or 1, T, R]: tensors, and the stride of rows."""
+    """Return the kernel arguments for angles [B or 1, T, R]: tensors and row stride."""
     if rotated(cos) == 0:
         return None, None, 0
     return contiguous(cos), contiguous(sin), 0 if cos.shape[0] == 1 else cos[0].numel()
@@ -145,7 +147,7 @@ def angle_arguments(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | No
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have on this device; an A100's where there is no GPU to ask."""
+    """Return the shared memory in bytes that a program may use; an A100's without a GPU."""
     if device.type != "cuda":
         return SHARED_MEMORY_OF_A100
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

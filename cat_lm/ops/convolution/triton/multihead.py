@@ -224,7 +224,7 @@ def mix_filters_kernel(
 
 
 def _options(x: Tensor, mix: Mix) -> dict[str, Any]:
-    """Return what a kernel is compiled for, and how."""
+    """Return the compile-time arguments and compiler options of a kernel."""
     stages = 1
     if x.dtype != torch.float32:
         # Three stages of the products' tiles take up to 96 KiB, more than AMD's GPUs have.
@@ -235,7 +235,7 @@ def _options(x: Tensor, mix: Mix) -> dict[str, Any]:
 def _mix(
     x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None, reverse: bool
 ) -> Tensor:
-    """y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
+    """Return y = M x + bias, or with `reverse` and filters transposed in their heads, Mᵀ x."""
     batch, time, heads, width = x.shape
     # 128 rows by 256 columns are a tile of a fast matrix product; with documents the matrix differs
     # by block, so that no two blocks go into one product. fp32 has no matrix units and small tiles.
