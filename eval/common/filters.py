@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-_LAGS = 64  # of filters without an end
+_LAGS = 64  # The lags that are shown of filters as long as the text.
 _FILTER_NAME = re.compile(r"\blayers\.(\d+)\..*\b([qkv])_filter$")
 
 
@@ -63,7 +63,8 @@ def read_filters(model: Path) -> Filters | None:
             tensors |= {name: stored.get_tensor(name) for name in names}
     if config.has_long_filters:
         tensors = {name: _first_taps(config, numbers) for name, numbers in tensors.items()}
-    elif getattr(config, "conv_norm", "none") == "l1":  # filters are shown as they are used
+    # Filters are shown in their normalised form.
+    elif getattr(config, "conv_norm", "none") == "l1":
         kind = kinds.get(config.conv_type)
         tensors = {name: kind.normalized(taps.float()) for name, taps in tensors.items()}
     layers: dict[str, dict[int, np.ndarray]] = {}
@@ -74,7 +75,7 @@ def read_filters(model: Path) -> Filters | None:
         stream: np.stack([layers[stream][layer] for layer in sorted(layers[stream])])
         for stream in config.convolved_streams
     }
-    # A picture has a place for one filter of each head and stream.
+    # A picture has one place for the filter of each head and stream.
     others = []
     if (rank := getattr(config, "conv_rank", 1)) > 1:
         others.append(f"{rank - 1} more of q and of k in each head (conv_rank={rank})")
@@ -92,11 +93,11 @@ def _first_taps(config: PreTrainedConfig, numbers: Tensor) -> Tensor:
 
 
 def own_taps(filters: Filters) -> dict[str, np.ndarray]:
-    """Return taps by lag of each stream, [layers, heads, W], which all kinds have."""
+    """Return each stream's taps by lag, [layers, heads, W]; every kind has them."""
     found = {}
     for stream, taps in filters.streams.items():
         taps, axes = _mean_over_channels(taps, filters.kind)
-        # Of pairs of heads the diagonal: what a head reads of itself.
+        # Of filters between pairs of heads, take the diagonal: a head's filter of its own input.
         letters = "".join({"H": "h", "I": "h", "W": "w"}[axis] for axis in axes)
         kept = "lhw" if "h" in letters else "lw"
         taps = np.einsum(f"l{letters}->{kept}", taps)
@@ -105,7 +106,7 @@ def own_taps(filters: Filters) -> dict[str, np.ndarray]:
 
 
 def head_norms(filters: Filters) -> dict[str, np.ndarray]:
-    """Return norms over lags, [layers, H, heads read from], of a kind that mixes heads."""
+    """Return the filters' norms over lags, [layers, H, heads read from], if heads are mixed."""
     found = {}
     for stream, taps in filters.streams.items():
         taps, axes = _mean_over_channels(taps, filters.kind)

@@ -1,4 +1,4 @@
-"""Make HTML pages from templates; what is not a template's own is escaped.
+"""Build HTML pages from templates; inserted values are escaped.
 
 A page extends `page.html` beside the others here, which has the style and the head.
 """

@@ -1,4 +1,4 @@
-"""Pass signals on to the commands that a command starts, and hold their folder."""
+"""Pass signals on to child commands, and lock a study's folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.folders import Busy, Lock, hold
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOOK_SECONDS = 0.2  # between looks at whether a signal has come
+_LOOK_SECONDS = 0.2  # The interval in seconds between checks for a signal.
 
 
 class Stopped(KeyboardInterrupt):
@@ -54,7 +54,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
         Stopped: such a signal came, and the command has ended since.
     """
     came: list[int] = []
-    # Handlers that only take note: an exception could come before the process is known.
+    # These handlers only record the signal: an exception could come before the process is known.
     with _handled(_ENDING, lambda number, _: came.append(number)):
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, start_new_session=True, **options
@@ -64,7 +64,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
                 process.wait(_LOOK_SECONDS)
         if came:
             process.terminate()
-            # What waits must not end because nobody reads the line any more.
+            # Waiting must not end because nobody reads the line any more.
             with suppress(OSError, ValueError):
                 line = "stopping: the running command saves first"
                 print(line, file=sys.stderr, flush=True)
@@ -76,7 +76,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
 
 @contextmanager
 def held(out: Path) -> Iterator[Lock]:
-    """Hold a study's folder, for one call and the processes that it starts.
+    """Lock a study's folder for this call and the processes that it starts.
 
     These inherit the lock: after a `kill -9` of this program its commands go on, and a new call
     must not start others in their folders. Raises UserError where another holds it.
@@ -84,7 +84,7 @@ def held(out: Path) -> Iterator[Lock]:
     path = out / ".lock"
     out.mkdir(parents=True, exist_ok=True)
     try:
-        # Some cluster file systems have no locks; a study there must start all the same.
+        # Some cluster file systems have no locks, but a study must run there too.
         lock = hold(path, wait=False)
     except Busy:
         raise UserError(

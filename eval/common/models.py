@@ -1,4 +1,4 @@
-"""Identify the models that results are of."""
+"""Hashes that identify the models of a result."""
 
 from __future__ import annotations
 

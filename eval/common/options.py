@@ -72,14 +72,14 @@ def add_options(
 
 
 def options_of(arguments: argparse.Namespace, cls: type[T]) -> T:
-    """Make an instance of what the command was given; fields that it has no option for: as is."""
+    """Build an instance from parsed arguments; fields without an option keep their defaults."""
     values = vars(arguments)
     names = [field.name for field in dataclasses.fields(cls) if field.name in values]
     return cls(**{name: values[name] for name in names})
 
 
 def check_options(instance: Any) -> None:
-    """Check the numbers and words of an instance. Raises UserError for one that is not allowed."""
+    """Check the values of an instance's options. Raises UserError for one that is not allowed."""
     for field, kind, option in _options(type(instance)):
         value = getattr(instance, field.name)
         if value is None or kind is bool:

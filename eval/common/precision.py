@@ -39,7 +39,7 @@ def evaluation_device(name: str) -> torch.device:
 
 
 def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
-    """Choose one dtype for models that are compared, and make the process ready for the device.
+    """Choose one dtype for models that are compared, and set this process up for the device.
 
     Args:
         asked: of `Dtype`; auto is fp32 for all where one model is not known to be trained in bf16.

@@ -37,7 +37,7 @@ def provenance() -> dict[str, Any]:
 def command_line() -> str:
     """Return the command as it was typed, `python -m` restored."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    # A package is run through its `__main__`, which nobody types.
+    # A package is run through its `__main__`, so that name is not part of the typed command.
     start = (
         ["python", "-m", module.name.removesuffix(".__main__")]
         if module

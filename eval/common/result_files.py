@@ -16,19 +16,19 @@ from pydantic import Field
 from cat_lm.core import readers
 from cat_lm.core.readers import Record, Versioned, check_shape
 
-EVALUATION = "eval"  # folder in a run that holds what eval commands measured of it
-ZERO_SHOT = "zero_shot"  # folder in a run where eval.zero_shot writes
+EVALUATION = "eval"  # The folder in a run for the results of eval commands.
+ZERO_SHOT = "zero_shot"  # The folder in a run where eval.zero_shot writes.
 _ADVICE = "make the file again"
 Count = Annotated[int, Field(ge=0)]
 Length = Annotated[int, Field(ge=1)]
-Number = float | None  # None for infinities and NaN
+Number = float | None  # None stands for infinities and NaN.
 
 
 class _Step(Record):
     step: Count
     tokens: Count
     loss: Number
-    # Not in the first step after a start.
+    # The first step after a launch has no speed.
     tokens_per_second: Number = None
     step_seconds: Number = None
 
@@ -51,7 +51,7 @@ class Bin(Record):
 
 
 class Scored(Record):
-    """What a model's score of a text is; lists stand in JSON alone."""
+    """A model's score of a text; the lists are only in JSON."""
 
     perplexity: Number
     loss: Number
@@ -81,7 +81,7 @@ class SweepCell(Scored, Versioned):
 
 
 class SweepRow(Scored):
-    """A row of length_sweep.json: a cell, and what it is called."""
+    """A row of length_sweep.json: a cell with its display names."""
 
     label: str
     length: Length

@@ -76,12 +76,12 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Of the exported model; None without an export."""
+        """Return the exported model's parameter count; None without an export."""
         return self.export.get("parameters")
 
     @property
     def diverged(self) -> bool:
-        """Return True if the last validation's loss is not finite, whatever earlier ones were."""
+        """Return True if the last validation loss is not finite."""
         return bool(self.final) and not _finite(self.final["val_loss"])
 
 
@@ -142,7 +142,7 @@ def _trained_on(
 
 def _checkpoint_data(folder: Path) -> str | None:
     for path in reversed(step_folders(folder / "checkpoints")):
-        # One may be damaged, or removed by the run meanwhile; the others say the same.
+        # One manifest may be damaged or removed meanwhile; the others have the same content.
         with contextlib.suppress(UserError, OSError):
             if is_complete(path):
                 return read_run_state(path).data.fingerprint
@@ -159,14 +159,14 @@ def _fingerprint(config: RunConfig, manifests: dict[str, dict[str, Any]]) -> str
 
 
 def _evaluations(folder: Path) -> dict[str, Any]:
-    """Read the evaluations of a run, without what is of other weights than its export's."""
+    """Read the evaluations of a run, without those of other weights than its export's."""
     found = {
         "sweep": read_result(folder / EVALUATION / "length_sweep.json", Sweep),
         "zero_shot": read_result(folder / ZERO_SHOT / "zero_shot.json", ZeroShot),
         "samples": read_result(folder / EVALUATION / "samples.json", Samples),
     }
     exported, own = folder / "model", "no weights"
-    # Weights are read only where something was measured of them.
+    # Hash the weights only if something was measured of them.
     if any(found.values()) and (exported / "config.json").is_file() and weight_files(exported):
         own = folder_sha256(exported)
     rows = found["sweep"].get("rows", [])
@@ -185,7 +185,7 @@ def _evaluations(folder: Path) -> dict[str, Any]:
 
 
 def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Gather the losses that `loss_figure` draws, by the runs' labels."""
+    """Return the losses that `loss_figure` draws, by the runs' labels."""
     return {run.label: {"train": run.train, "validation": run.validation} for run in runs}
 
 

@@ -1,4 +1,4 @@
-"""Give all pictures one style, and save them as PNG and SVG, and as SVG inside a page.
+"""The common style of all pictures, and saving them as PNG, SVG and inline SVG.
 
 Every run keeps one colour and one marker in all pictures, and lines differ by marker as well as
 by colour, so that they can be told apart without seeing colours.
@@ -25,13 +25,13 @@ RUN_COLOURS = (
     *("#56708a", "#3fa7d6", "#c22f3d", "#4d4d4d", "#7bb661"),
     *("#e69f00", "#332288"),
 )
-# Of another number than the colours, so that their pairs repeat late.
+# Their number differs from the colours', so that pairs repeat late.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-NEGATIVE, POSITIVE = "#2166ac", "#b2540b"  # the ends of `diverging_map`
+NEGATIVE, POSITIVE = "#2166ac", "#b2540b"  # The ends of `diverging_map`.
 INK, MUTED, GRID, PAPER = "#1c2024", "#5f6871", "#e2e5e9", "#ffffff"
 
-MANY_RUNS = 5  # above which the legend stands below the picture
-LAGS = "lag (tokens back)"  # the axis of a convolution's taps
+MANY_RUNS = 5  # With more runs the legend stands below the picture.
+LAGS = "lag (tokens back)"  # The label of the axis of a convolution's taps.
 WIDE, NARROW = (7.4, 3.7), (3.8, 3.3)  # inches: for a desktop column and for a phone
 STYLE = {
     "font.family": "sans-serif",
@@ -71,7 +71,7 @@ def run_marker(index: int) -> str:
 
 
 def diverging_map() -> ListedColormap:
-    """Return a map of colours: blue below zero, orange above, white at zero."""
+    """Return a colour map: blue below zero, orange above, white at zero."""
     values = np.linspace(-1, 1, 257)
     strength = (np.abs(values) ** 0.8)[:, None]
     colours = np.where((values < 0)[:, None], to_rgb(NEGATIVE), to_rgb(POSITIVE))
@@ -79,7 +79,7 @@ def diverging_map() -> ListedColormap:
 
 
 def plain_label(text: str) -> str:
-    """Escape dollars, between which matplotlib would read a formula."""
+    """Escape dollar signs, which matplotlib would read as formulas."""
     return text.replace("$", r"\$")
 
 
@@ -94,7 +94,7 @@ def legend_key(label: str, index: int) -> Line2D:
 
 
 def save_figure(figure: Figure, stem: Path | str) -> None:
-    """Write `stem`.png and `stem`.svg, each whole or not at all."""
+    """Write `stem`.png and `stem`.svg atomically."""
     stem = Path(stem)
     # Not `with_suffix`: a name such as filters_lr0.001 would lose what follows its point.
     # The hash salt makes the SVG's ids, and so its bytes, the same every time.
@@ -106,7 +106,7 @@ def save_figure(figure: Figure, stem: Path | str) -> None:
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
-    """Draw a figure as an inline SVG element in the page's font.
+    """Return a figure as an inline SVG element in the page's font.
 
     Args:
         name: unique on the page; keeps the ids of two drawings apart.
@@ -118,7 +118,7 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # The font is the page's; only sizes stay.
+    # The page sets the font; only sizes are kept.
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r' width="[^"]*pt" height="[^"]*pt"', "", svg, count=1)
     return svg.replace("<svg ", f'<svg role="img" aria-label={quoteattr(description)} ', 1)

@@ -1,4 +1,4 @@
-"""Lay tables out as plain text."""
+"""Format tables as plain text."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run studies: cells on disk, rates chosen apart, contrasts with intervals, figures and reports."""
+"""Run studies: cached cells, tuned learning rates, contrasts, figures and reports."""

@@ -1,4 +1,4 @@
-"""Cells: the runs that a study is made of, one JSON file each; finished ones are kept."""
+"""Cells: the training runs that a study consists of, one cached JSON file each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from eval.common.options import check_options
 from eval.common.provenance import provenance
 from eval.lab.store import CellStore, key_hash
 
-_NAME = 200  # characters of a cell's name at most, without its hash
+_NAME = 200  # The greatest length of a cell's name, without its hash.
 
 
 class Step(NamedTuple):
-    """Describe a step: number and epoch from 1, rows, whether validation and an epoch end it."""
+    """One training step: number and epoch from 1, rows, and whether it ends an epoch or is
+    validated.
+    """
 
     number: int
     epoch: int
@@ -53,7 +55,7 @@ def plan_steps(
 
 
 class Cell:
-    """Hold all that decides a result: the base of frozen dataclasses, whose keys name their files.
+    """The base class of cells: frozen dataclasses whose fields decide the result and name the file.
 
     Attributes:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
@@ -78,11 +80,11 @@ class Cell:
         check_options(self)
 
     def key(self) -> dict[str, Any]:
-        """Return all that decides the result, the code of a plugin's mixer included."""
+        """Return all values that decide the result, including the code of a plugin's mixer."""
         return dataclasses.asdict(self) | code_of_mixer(self.mixer)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the task, the mixer and the model with all options, defaults too."""
+        """Return the task, the mixer and the model with all options, including defaults."""
         raise NotImplementedError
 
     def plan(self) -> Iterator[Step]:
@@ -96,33 +98,35 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """Return the rows of a step."""
+        """Return the number of rows in a step."""
         return self.batch_size
 
     @property
     def tested_rows(self) -> float:
-        """Return the rows of the trained length that cost as much as those of all tests do."""
+        """Return the number of training-length rows that cost as much as all tests."""
         raise NotImplementedError
 
     @property
     def kind(self) -> Self:
-        """Return what is equal for cells that can be trained as one; the cell where none can."""
+        """Return a key that is equal for cells that can be trained as one stack; by default the
+        cell.
+        """
         return self
 
     def timed(self) -> Self:
-        """Return the shortest cell whose steps cost the same."""
+        """Return the shortest cell with equally expensive steps."""
         raise NotImplementedError
 
     def bytes_needed(self) -> int:
-        """Estimate the bytes that training takes at most; of cells that can be stacked."""
+        """Return the estimated peak memory of training in bytes, for cells that can be stacked."""
         raise NotImplementedError
 
     def trial(self, device: str) -> Any:
-        """Make what trains it, see `eval.lab.training.Trial`."""
+        """Build the cell's trainer, see `eval.lab.training.Trial`."""
         return self._trainer.Trial(self, device)
 
     def step(self, size: int, device: str) -> Callable[[int], object]:
-        """Make the call that takes a step of so many rows, of `size` cells trained as one."""
+        """Return a function that trains a step of so many rows, for `size` stacked cells."""
         return (
             self._trainer.stacked_step(self, size, device)
             if size > 1
@@ -138,20 +142,22 @@ class Cell:
         return self.trial(device).run(quiet)
 
     def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        """Do as `run`, in the study's folder, where a cell may keep what it resumes from."""
+        """Train as `run` does, with the study's folder for checkpoints to resume from."""
         return self.run(device, quiet=quiet)
 
     def choosing(self) -> Self:
-        """Return what is run to choose a rate: no more than `score` needs."""
+        """Return the cell that is run to tune the learning rate: no more than `score` needs."""
         return self
 
     def seconds(self, device: str) -> tuple[float, float] | None:
-        """Time a step and a row of it; None where calls of `step` are timed."""
+        """Return the seconds of a step and of a row in it; None if calls of `step` are timed
+        instead.
+        """
         return None
 
     @staticmethod
     def run_stack(cells: Sequence[Cell], device: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """Train and test cells of one kind as one; yield each with its record when it stops."""
+        """Train and test stacked cells; yield each with its record when it stops."""
         return cells[0]._trainer.run_stack(cells, device)
 
     @property
@@ -159,11 +165,11 @@ class Cell:
         return importlib.import_module(self.trainer)
 
     def derived(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return what follows from a record and is written with it."""
+        """Return values derived from a record, which are stored with it."""
         return {}
 
     def score(self, record: dict[str, Any]) -> float:
-        """Return what a rate is chosen by, more being better; never of a test."""
+        """Return the tuning score of a record, higher being better; it uses no test set."""
         raise NotImplementedError
 
     def summary(self, record: dict[str, Any]) -> str:
@@ -172,7 +178,7 @@ class Cell:
 
 
 def code_of_mixer(specification: str) -> dict[str, str]:
-    """Return what a key also has where a mixer or its convolution is a plugin's; else {}."""
+    """Return the source hashes of a plugin's mixer or convolution, which extend a key; else {}."""
     name, options = parse_specification(specification)
     entries: list[object] = [mixers.get(name)] if name in mixers.names() else []
     if (conv_type := options.get("conv_type")) in kinds.names():
@@ -194,7 +200,7 @@ def _name(cell: Cell) -> str:
 
 
 def _key(cell: Cell) -> dict[str, Any]:
-    """Return all that decides a result, with what options that were left out mean today."""
+    """Return all values that decide a result, with today's meaning of omitted options."""
     return json.loads(json.dumps({"cell": cell.key(), **cell.resolved()}))
 
 
@@ -204,7 +210,7 @@ def cell_path(folder: Path, cell: Cell) -> Path:
 
 
 def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """Read the record of a finished cell, if it is there.
+    """Return the record of a cell if it is finished, else None.
 
     Raises:
         UserError: a file that is no such record.
@@ -214,7 +220,7 @@ def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:
 
 
 def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[str, Any]:
-    """Return the record of a cell: read if it is finished, else trained, tested and written."""
+    """Return the record of a cell, which is trained and tested unless it is finished."""
     record = finished(folder, cell)
     if record is None:
         with _computing([cell], device):
@@ -224,7 +230,7 @@ def run(folder: Path, cell: Cell, device: str, *, quiet: bool = False) -> dict[s
 
 
 def run_together(folder: Path, group: Sequence[Cell], device: str) -> list[dict[str, Any]]:
-    """Return the records of cells of one kind; unfinished ones are trained as one stack.
+    """Return the records of stackable cells; unfinished ones are trained as one stack.
 
     A cell's file is written when it has stopped, so that a kill loses those still in the stack.
 
@@ -250,7 +256,7 @@ def _computing(group: Sequence[Cell], device: str) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory_as_error(group: Sequence[Cell], device: str) -> Iterator[None]:
-    """Turn the device's lack of memory for a group of cells into a UserError."""
+    """Raise a UserError if a group of cells runs out of the device's memory."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""Means, spreads over seeds, and which differences an interval carries.
+"""Means, spreads over seeds, and which differences are significant.
 
 The rule. All models see the same batches under the same seed, so two models are compared seed by
 seed: d_s = value of one minus value of the other. With the mean d over n seeds, D documents that
@@ -35,17 +35,18 @@ from scipy.special import stdtrit
 
 from eval.lab.places import CONTROL, NEGATIVE
 
-Line = dict[str, Any]  # see `frame`
+Line = dict[str, Any]  # See `frame`.
 
 UNCLEAR, LOWER, HIGHER = "unclear", "lower", "higher"
 ONE_SEED = "one seed"
-_ROUNDING = 1e-12  # of values, up to which an error over seeds is none: numbers k/n round so
-LEVEL = 0.05  # chance of a wrong word among all comparisons made together
+# Standard errors below this fraction of the values count as zero: they come from rounding k/n.
+_ROUNDING = 1e-12
+LEVEL = 0.05  # The family-wise error rate of all comparisons made together.
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Hold one model's value minus another's, paired by seed.
+    """One model's value minus another's, paired by seed.
 
     Attributes:
         mean: over the seeds that both have; nan where none is left.
@@ -80,7 +81,7 @@ def compare(
     document_error: float | None = None,
     documents: int | None = None,
 ) -> Difference | None:
-    """Take the value of `b` from that of `a`, by the rule above; None without a common seed.
+    """Return `b` minus `a` by the rule above; None without a common seed.
 
     Args:
         a, b: seed -> value, such as a loss in nats per token; one that is not finite is lost.
@@ -122,7 +123,7 @@ def half_width(
     documents: int | None,
     comparisons: int,
 ) -> float:
-    """Return half of the rule's interval.
+    """Return half the width of the rule's confidence interval.
 
     Args:
         seed_error, document_error: standard errors of the mean difference; the second may be None.
@@ -137,14 +138,14 @@ def half_width(
 
 
 def _is_usable(document_error: float | None, documents: int | None) -> bool:
-    """Return True if an error over documents, where there is one, says anything."""
+    """Return True if the standard error over documents can be used, or is not needed."""
     if document_error is None or documents is None:
         return True
     return documents > 1 and math.isfinite(document_error)
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the standard error of sum(sums) / sum(counts) when G groups are a sample of many.
+    """Return the standard error of sum(sums) / sum(counts) for G groups sampled from many.
 
     Linearised: sqrt(G / (G-1) * sum (s_g - m n_g)^2) / sum n_g, with m the ratio; nan for one
     group, and for sums that are not finite.
@@ -159,7 +160,7 @@ def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
 
 @functools.cache
 def t_quantile(probability: float, df: int) -> float:
-    """Return the value of Student's t that is not exceeded with `probability`."""
+    """Return the quantile of Student's t at `probability`."""
     return float(stdtrit(df, probability))
 
 
@@ -226,7 +227,7 @@ def _by_panel(lines: Iterable[Line]) -> list[dict[str, Line]]:
 
 
 def compute(contrasts: Sequence[Contrast], *, by_row: bool = False) -> list[dict[str, Any]]:
-    """Compute contrasts, as records hold them; those without a common seed are left out.
+    """Compute contrasts as records store them; those without a common seed are omitted.
 
     Intervals are corrected for the number of all that are made together: of the contrast's family
     in the report, or, with `by_row`, in its row.
@@ -264,7 +265,7 @@ def _document_error(contrast: Contrast) -> tuple[float | None, int | None]:
         return None, None
     sums = [0.0] * len(tokens)
     for seed, (line, sign) in itertools.product(seeds, lines):
-        if (of_documents := line["documents"]["nats"].get(seed)) is None:  # it diverged
+        if (of_documents := line["documents"]["nats"].get(seed)) is None:  # The model diverged.
             return None, None
         for number, nats in enumerate(of_documents):
             sums[number] += sign * nats / len(seeds)

@@ -1,4 +1,4 @@
-"""Estimate how long cells take before they run: their steps are timed, and multiplied.
+"""Estimate the duration of cells by timing a few of their steps.
 
 Testing a row costs a third of training on it. Early stops make the truth smaller.
 """
@@ -20,13 +20,13 @@ from eval.lab.cell import out_of_memory_as_error
 if TYPE_CHECKING:
     from eval.lab.cell import Cell
 
-FORWARD = 1 / 3  # of a training step's cost
-_WARM_UP, _TIMED = 3, 5  # steps on a GPU
-_FEW = 32  # on a CPU, at most this share of a batch is timed, and a quarter of that
+FORWARD = 1 / 3  # The share of a training step's cost.
+_WARM_UP, _TIMED = 3, 5  # The numbers of steps on a GPU.
+_FEW = 32  # On a CPU, at most this many rows of a batch are timed, and a quarter of them.
 
 
 def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, float]:
-    """Estimate the hours of all cells without early stops, for each mixer, in one process.
+    """Estimate the total hours of all cells without early stops, by mixer.
 
     Args:
         groups: cells that run together; a group's steps are timed together.
@@ -45,7 +45,8 @@ def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, f
                         key[0].step(key[1], device), cell.rows, device
                     )
                 if torch.device(device).type == "cuda":
-                    torch.cuda.empty_cache()  # for the processes that will run the cells
+                    # Leave memory for the processes that will run the cells.
+                    torch.cuda.empty_cache()
             step, row = timed[key]
             seconds = step * cell.all_steps + FORWARD * row * cell.tested_rows
             hours[cell.mixer.partition(":")[0]] += seconds / 3600
@@ -53,7 +54,7 @@ def hours_by_mixer(groups: Sequence[Sequence[Cell]], device: str) -> dict[str, f
 
 
 def step_seconds(step: Callable[[int], object], rows: int, device: str) -> tuple[float, float]:
-    """Time a step of `rows` rows, and a row of it.
+    """Measure the seconds of a step of `rows` rows, and of a row in it.
 
     On a CPU steps of few rows are timed, as one of hundreds would take long: it costs a fixed part,
     and each row as much as another.
@@ -86,7 +87,7 @@ def _seconds(step: Callable[[int], object], rows: int) -> float:
 
 @contextmanager
 def _one_thread(device: str) -> Iterator[None]:
-    """Compute as the processes that will run the cells; see execution.py and cell.py."""
+    """Compute with one thread, as the processes that will run the cells do."""
     before = torch.get_num_threads()
     if torch.device(device).type == "cpu":
         torch.set_num_threads(1)

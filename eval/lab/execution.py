@@ -26,12 +26,12 @@ from eval.lab.estimate import hours_by_mixer
 if TYPE_CHECKING:
     from eval.lab.places import Run
 
-_SHARE = 0.8  # of a GPU's free memory that stacks may take
+_SHARE = 0.8  # The fraction of a GPU's free memory for stacks.
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Say how cells are run.
+    """How cells are executed.
 
     Attributes:
         device: of torch.
@@ -56,7 +56,7 @@ def run_unfinished(
     later: Sequence[Run] = (),
     estimated: bool = False,
 ) -> bool:
-    """Estimate and run the cells that OUT does not hold; return True if all are there now.
+    """Estimate and run the missing cells; return True if all are finished now.
 
     Args:
         later: runs that will follow, or others as costly: they are estimated too.
@@ -78,7 +78,7 @@ def run_unfinished(
 
 
 def _estimate(groups: Sequence[Sequence[Cell]], execution: Execution) -> None:
-    """Print how long groups of cells will take."""
+    """Print the estimated duration of groups of cells."""
     largest = max(map(len, groups), default=1)
     if largest > 1:
         alone = sum(len(group) == 1 for group in groups)
@@ -87,7 +87,7 @@ def _estimate(groups: Sequence[Sequence[Cell]], execution: Execution) -> None:
     hours = sum(by_mixer.values())
     workers = execution.workers
     together = f"less with {workers} at once where a stack leaves the GPU idle"
-    if torch.device(execution.device).type == "cpu":  # processes share out cores
+    if torch.device(execution.device).type == "cpu":  # The processes divide the cores among them.
         together = f"{hours / workers:.2f} h with {workers} at once"
     print(f"at most {hours:.2f} {execution.device} hours, {together}")
     costly = sorted(by_mixer, key=by_mixer.__getitem__, reverse=True)
@@ -96,14 +96,14 @@ def _estimate(groups: Sequence[Sequence[Cell]], execution: Execution) -> None:
 
 
 def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
-    """Group cells that are trained as one; one that is its own kind is a group by itself."""
+    """Group cells that are trained as one stack; the others form groups of one."""
     kinds: dict[Cell, list[Cell]] = defaultdict(list)
     for cell in todo:
         kinds[cell.kind].append(cell)
     groups = []
     for kind, alike in kinds.items():
         most = execution.stack or (_fitting(kind, execution) if len(alike) > 1 else 1)
-        count = -(-len(alike) // most)  # stacks, as even as can be
+        count = -(-len(alike) // most)  # Stacks are as even as possible.
         groups += [
             alike[i * len(alike) // count : (i + 1) * len(alike) // count] for i in range(count)
         ]
@@ -111,7 +111,7 @@ def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
 
 
 def _fitting(cell: Cell, execution: Execution) -> int:
-    """Return how many models fit beside those of the other workers."""
+    """Return how many models fit into memory beside the other workers'."""
     if torch.device(execution.device).type != "cuda":
         return 1
     free = torch.cuda.mem_get_info(execution.device)[0]
@@ -119,7 +119,7 @@ def _fitting(cell: Cell, execution: Execution) -> int:
 
 
 def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: int) -> None:
-    """Run stacks of cells in processes of one thread each; a finished cell has its file."""
+    """Run stacks of cells in single-threaded processes; a finished cell has its file."""
     context = multiprocessing.get_context("spawn")
     started, done, count = time.monotonic(), 0, sum(map(len, groups))
     with (
@@ -149,7 +149,7 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
                 "--workers; finished runs are kept, and the same command goes on"
             ) from None
         except BaseException:
-            # A signal, or a cell that failed: what runs now is not waited for.
+            # After a signal or a failed cell, the running processes are ended, not waited for.
             for process in list(pool._processes.values()):
                 process.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -159,14 +159,15 @@ def execute(groups: Sequence[Sequence[Run]], out: Path, device: str, workers: in
 
 
 def _start() -> None:
-    """Prepare a process of the pool, with one thread, as the processes share the cores.
+    """Initialise a pool process with one thread, because the processes share the cores.
 
     A terminal's Ctrl-C reaches them too; the one that started them ends them, and where that is
     killed they end by themselves.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that an ended process leaves
+    # tqdm's default lock leaks a semaphore if this process is killed.
+    tqdm.set_lock(threading.RLock())
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 

@@ -37,17 +37,18 @@ if TYPE_CHECKING:
 
     from eval.lab.study import Study
 
-# Greys mean the control and the frame here.
+# Grey is reserved for the control and the frame.
 COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
 CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
 LIMIT = "one_token_ceiling"  # of `also`: how far matching one token goes, drawn as a dotted line
-_AXES = {"length": "context length (tokens)"}  # in words, where there is room for them
-_WIDE = 2.9  # inches of a panel
-_LETTERS, _NAME_LETTERS = 12, 14  # of a title and of a legend, to an inch
-_MARGIN, _LEAST = 0.08, 0.02  # of a strip's range, at both sides; the least range
-_NUMBERED = 6  # taps up to which a heat map has their values in words
-_TICKED = 24  # lags to every fourth of which there is room for a number
-_APART = 0.11  # of a strip's row: each run has its own height, so that equal ones are seen
+_AXES = {"length": "context length (tokens)"}  # The names of axes in words.
+_WIDE = 2.9  # The width of a panel in inches.
+_LETTERS, _NAME_LETTERS = 12, 14  # The letters of a title and of a legend that fit an inch.
+# The margin of a strip at both sides as a fraction of its range, and the least range.
+_MARGIN, _LEAST = 0.08, 0.02
+_NUMBERED = 6  # Heat maps with more taps show no numbers.
+_TICKED = 24  # With more lags only every fourth has a tick.
+_APART = 0.11  # The vertical offset between runs in a strip's row, so that equal ones are visible.
 
 
 def draw(study: Study, record: dict[str, Any]) -> Figure:
@@ -145,7 +146,7 @@ def draw_losses(
 
 
 def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: float | None) -> None:
-    """Draw a panel's lines; what is below its lower edge, as a run that diverged, stands on it."""
+    """Draw a panel's lines; values below its lower edge, as of diverged runs, are drawn on it."""
     floor = -math.inf if bottom is None else bottom
     ticks = sorted({line["x"] for line in part})
     apart = 2**0.025 if len(ticks) > 1 else 1.2 ** (1 / len(names))
@@ -159,7 +160,7 @@ def _curves(axes: Axes, part: Sequence[Line], names: Sequence[str], bottom: floa
             [max(y, floor) for _, y in means],
             **style,
             markersize=4.5,
-            zorder=3 + (len(names) - index) / len(names),  # the first lines stand above the others
+            zorder=3 + (len(names) - index) / len(names),  # Draw the first lines above the others.
         )
         every = [(line["x"] * beside, max(v, floor)) for line in own for v in _values(line)]
         if every:
@@ -263,7 +264,7 @@ def _taps(axes: Axes, filters: Sequence[Sequence[float]], longest: int) -> None:
         if np.isfinite(value):
             colour = "white" if abs(value) > 0.6 * largest[row, 0] else INK
             axes.text(lag, row, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
-    axes.set_facecolor(GRID)  # where a filter ends before the longest
+    axes.set_facecolor(GRID)  # The background shows where a filter ends before the longest.
     step = 1 if longest <= _NUMBERED else 4 * math.ceil(longest / _TICKED)
     axes.set_xticks(range(0, longest, step))
     axes.set_yticks([])
@@ -316,7 +317,7 @@ def _strip_row(axes: Axes, line: Line, height: float, look: dict[str, Any], apar
 
 
 def _range(values: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
-    """Return what a strip shows: of R² none far below 0, and no room above 1."""
+    """Return the range that a strip shows, limited for R²."""
     every = [*values, *limits]
     shown = [x for x in every if x > -1.0] or every or [0.0, 1.0]
     wide = max(max(shown) - min(shown), _LEAST)
@@ -335,7 +336,7 @@ def _rows(lines: Sequence[Line]) -> list[str]:
 
 
 def _layout(lines: Sequence[Line]) -> list[list[tuple[str, str]]]:
-    """Return the grid of panels (row, column); some may have no lines."""
+    """Return the grid of panels (row, column); some may be empty."""
     columns = list(dict.fromkeys(line["column"] for line in lines))
     places = [[(row, column) for column in columns] for row in _rows(lines)]
     return [[place for row in places for place in row]] if len(columns) == 1 else places
@@ -349,7 +350,7 @@ def _panels(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
 
 
 def _style(index: int, name: str) -> dict[str, Any]:
-    """Style a line: by colour and marker, from the eleventh on dashed and hollow too."""
+    """Return a line's style: colour and marker; from the eleventh on also dashed and hollow."""
     if name == NEGATIVE:
         return {"color": MUTED, "linestyle": ":", "marker": "x", "linewidth": 1.0}
     again = index >= len(COLOURS)

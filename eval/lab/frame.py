@@ -19,7 +19,7 @@ from eval.lab.places import Run
 if TYPE_CHECKING:
     import pandas as pd
 
-Record = dict[str, Any]  # of a cell
+Record = dict[str, Any]  # The record of a cell.
 Found = Sequence[tuple[Run, Record, Choice]]
 Line = dict[str, Any]
 # A run and its record -> x, or (row, column, x) of a cell that stands in several panels -> what was
@@ -60,12 +60,14 @@ def gather_lines(found: Found, values: Values) -> list[Line]:
 
 
 def mean(runs: Mapping[str, float | None]) -> float:
-    """Return the mean over seeds; nan where a run diverged."""
+    """Return the mean over seeds; NaN if a run diverged."""
     return statistics.fmean(math.nan if value is None else value for value in runs.values())
 
 
 def frame(lines: Iterable[Line]) -> pd.DataFrame:
-    """Return a frame with a row for each run: row, column, line, x, seed, value, lr, on_edge."""
+    """Return a data frame with one row for each run: row, column, line, x, seed, value, lr,
+    on_edge.
+    """
     import pandas as pd
 
     shared = ("row", "column", "line", "x")
@@ -79,7 +81,7 @@ def frame(lines: Iterable[Line]) -> pd.DataFrame:
 
 
 def diverged_runs(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Name the runs whose value is no number."""
+    """Return the runs whose value is not finite."""
     return [
         {"row": line["row"], "column": line["column"], "line": line["line"], "seed": int(seed)}
         for line in lines
@@ -89,7 +91,7 @@ def diverged_runs(lines: Iterable[Line]) -> list[dict[str, Any]]:
 
 
 def origin_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return when, where and at which commits runs were trained, perhaps by earlier calls."""
+    """Return when, where and at which commits runs were trained, including earlier calls."""
     found = [record["provenance"] for record in records]
     dates = sorted(each["date"] for each in found)
     return {

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from eval.lab.execution import Execution
 
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-_AS_GOOD = 0.005  # scores that differ by no more (accuracies, nats, log2 of steps) are as good
+_AS_GOOD = 0.005  # Scores (accuracies, nats, log2 of steps) that differ by no more count as equal.
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A place's rate.
+    """The chosen learning rate of a place.
 
     Attributes:
         tried: rate -> score with the tuning seed; empty where there was one rate.
@@ -41,7 +41,7 @@ class Choice:
 
 
 def choose(tried: Mapping[float, float]) -> Choice:
-    """Choose the best of rates by their scores; see above."""
+    """Return the best learning rate by score; see above."""
     rates = sorted(tried)
     best = max(tried.values())
     middle = (math.log(rates[0]) + math.log(rates[-1])) / 2
@@ -51,7 +51,9 @@ def choose(tried: Mapping[float, float]) -> Choice:
 
 
 def beyond(choice: Choice) -> float | None:
-    """Return the next rate of LADDER beyond the edge on which a chosen one, of it or not, lies."""
+    """Return the next rate of LADDER beyond the boundary that a choice lies on; None inside the
+    grid.
+    """
     if not choice.on_edge:
         return None
     if choice.rate == min(choice.tried):
@@ -62,7 +64,7 @@ def beyond(choice: Choice) -> float | None:
 def run_tuned(
     title: str, places: Sequence[Place], out: Path, execution: Execution
 ) -> list[tuple[Run, dict[str, Any], Choice]] | None:
-    """Tune and run all places.
+    """Tune the learning rates of all places, then run them.
 
     Returns:
         The reported runs with their records and choices; none after an estimate alone.
@@ -86,7 +88,7 @@ def run_tuned(
 
 
 def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
-    """Return all runs of places as far as they are known before they begin."""
+    """Return all runs of places that are known before they begin."""
     trials, later = _planned(places, out)
     return [*trials, *later]
 
@@ -97,7 +99,7 @@ def all_records(places: Sequence[Place], out: Path) -> Iterator[dict[str, Any]]:
 
 
 def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
-    from eval.lab.cell import finished  # needs torch, which reports do without
+    from eval.lab.cell import finished  # It needs torch, which reports do without.
 
     return finished(out, cell)
 
@@ -117,26 +119,26 @@ def _reported(place: Place, rate: float) -> list[Run]:
 
 
 def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
-    """Return the score of each rate; None if not all runs are finished."""
+    """Return the score of each rate; None unless all runs are finished."""
     scores: dict[float, list[float]] = {}
     for run in runs:
         if (record := _finished(out, run.cell)) is None:
             return None
         score = run.cell.score(record)
-        # A model that diverged is the last choice.
+        # A diverged model gets the worst score.
         scores.setdefault(run.cell.lr, []).append(-math.inf if math.isnan(score) else score)
     return {rate: sum(of_rate) / len(of_rate) for rate, of_rate in scores.items()}
 
 
 def _beyond(place: Place, out: Path) -> list[Run]:
-    """Return the trials beyond the grid's edge, if the best of the grid lies on it."""
+    """Return the trials beyond the grid's boundary, if the best rate lies on it."""
     tried = _tried(_trials(place), out)
     rate = beyond(choose(tried)) if tried else None
     return [] if rate is None else place.tried_at(rate)
 
 
 def _choice(place: Place, out: Path) -> Choice | None:
-    """Return a place's choice; None where trials are not finished."""
+    """Return a place's choice; None unless its trials are finished."""
     trials = _trials(place)
     if not trials:
         return Choice(place.rates[0], {}, False)
@@ -145,7 +147,7 @@ def _choice(place: Place, out: Path) -> Choice | None:
 
 
 def _later(place: Place, out: Path) -> list[Run]:
-    """Return what comes after the trials; as costly ones where that is not known yet."""
+    """Return the runs after the trials; equally expensive ones while they are unknown."""
     choice = _choice(place, out)
     if choice is not None:
         return [*_beyond(place, out), *_reported(place, choice.rate)]

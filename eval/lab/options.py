@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> None:
-    """Add what all grids have. stacks: whether cells can be trained as one."""
+    """Add the options of all grids. stacks: if True, cells can be trained as one stack."""
     scales = ("smoke", "cpu", "gpu", "paper")
     parser.add_argument("--scale", choices=scales, default="cpu", help="of those a study has")
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
@@ -46,12 +46,12 @@ def add_seeds(parser: argparse.ArgumentParser) -> None:
 
 
 def execution_of(arguments: argparse.Namespace) -> Execution:
-    """Fix how cells are run; imports torch."""
+    """Return how cells are executed; imports torch."""
     from eval.lab.execution import Execution
 
     device, workers = str(choose_device(arguments.device)), arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
         if device.startswith("cuda"):
-            workers = min(4, workers)  # one GPU takes turns: enough to hide what hosts do
+            workers = min(4, workers)  # One GPU takes turns: four workers hide the host's work.
     return Execution(device, workers, arguments.estimate_only, getattr(arguments, "stack", 1))

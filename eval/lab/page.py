@@ -49,7 +49,7 @@ def report(study: Study, record: dict[str, Any], name: str | None = None) -> str
 
 
 def warnings(record: dict[str, Any]) -> list[str]:
-    """Warn, before numbers are compared, of failed controls and of runs that diverged."""
+    """Return warnings about failed controls and diverged runs, shown before any comparison."""
     found = [
         f"The {control['kind']} control of {control['row']} failed: `{control['line']}` "
         f"({control['what']}) reaches {_number(control['value'])}, and "
@@ -69,7 +69,9 @@ def warnings(record: dict[str, Any]) -> list[str]:
 
 
 def _setting(record: dict[str, Any]) -> str:
-    """Return the scale, what was not run, and when and where runs were trained."""
+    """Return a paragraph on the scale, on what was not run, and on when and where runs were
+    trained.
+    """
     said = f"At {record['scale']} scale."
     if record["not_run"]:
         said += f" Not run: {', '.join(f'`{name}`' for name in record['not_run'])}."
@@ -96,7 +98,7 @@ def _controls(controls: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(study: Study, row: str, lines: Sequence[Line]) -> dict[str, Any]:
-    """Return the tables of a row of panels: of the measure, and of what else was measured."""
+    """Return the tables of a row of panels: of the measure, and of the other measurements."""
     measure = study.measure_of(row)
     seeds = max(len(line["runs"]) for line in lines)
     found = f"; runs of at least {study.solved:g}" if study.solved is not None else ""
@@ -123,7 +125,9 @@ def _value(line: Line, study: Study) -> str:
 
 
 def _rates(lines: Sequence[Line]) -> str:
-    """Return how learning rates were chosen, and which lie on an edge of those tried."""
+    """Return a paragraph on how learning rates were chosen, and which are at a boundary of the
+    grid.
+    """
     chosen = [line for line in lines if len(line["tried"]) > 1]
     if not chosen:
         return ""
@@ -175,7 +179,9 @@ def _pivot(
     name: str = "line",
     head: str = "model",
 ) -> str:
-    """Lay lines out by name, with a column for each column of panels and place on the axis."""
+    """Return lines as a table by name, with a column for each panel column and position on the
+    axis.
+    """
     places = list(dict.fromkeys((line["column"], line["x"]) for line in lines))
     columns = list(dict.fromkeys(column for column, _ in places))
     places.sort(key=lambda place: (columns.index(place[0]), place[1] is not None and place[1]))

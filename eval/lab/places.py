@@ -1,4 +1,4 @@
-"""Where cells stand in a figure: runs, and places whose learning rate is chosen first."""
+"""Positions of cells in a figure: runs, and places whose learning rate is tuned first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from eval.lab.cell import Cell
 
-NEGATIVE = "none"  # the mixer that mixes nothing, in every panel
-CONTROL = "control"  # the row of what must learn a task
-TUNING_SEED = 10_000  # the first of the runs that choose a rate, which are not reported
+NEGATIVE = "none"  # The mixer that mixes nothing, in every panel.
+CONTROL = "control"  # The panel row of positive controls.
+TUNING_SEED = 10_000  # The first tuning seed; results of tuning seeds are not reported.
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a cell, and where it goes in a figure: the panel's row and column, and its line.
+    """A cell and its position in a figure: the panel's row and column, and the line.
 
     Attributes:
         across: what the panel's axis is. Of recall `lengths`, with the cell at all its test
@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """Hold a point or line of a figure whose rate is chosen first.
+    """A point or line of a figure whose learning rate is tuned first.
 
     Attributes:
         run: its run but for the rate and the seed.
@@ -45,10 +45,10 @@ class Place:
     trials: int = 1
 
     def at(self, rate: float, seed: int) -> Run:
-        """Return its run at a rate, with a seed."""
+        """Return the place's run with a learning rate and a seed."""
         return replace(self.run, cell=replace(self.run.cell, lr=rate, seed=seed))
 
     def tried_at(self, rate: float) -> list[Run]:
-        """Return the runs that say how good a rate is."""
+        """Return the tuning runs of a learning rate."""
         runs = [self.at(rate, TUNING_SEED + number) for number in range(self.trials)]
         return [replace(run, cell=run.cell.choosing()) for run in runs]

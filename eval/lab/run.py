@@ -39,7 +39,7 @@ def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> di
         UserError: what is asked does not fit, or another study works in OUT.
     """
     places = study.places(asked)
-    # An estimate may look at a folder in which another call works.
+    # An estimate may read a folder that another call is using.
     with nullcontext() if execution.estimate_only else held(out):
         if not execution.estimate_only:
             claim_outputs(out, f"{study.name}.json", named(study.name, ".md", ".csv", *PICTURES))
@@ -59,7 +59,7 @@ def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> di
 def summarise(
     study: Study, asked: Asked, places: Sequence[Place], found: Found
 ) -> tuple[dict[str, Any], list[Line]]:
-    """Return the record of finished runs, and its lines with their documents."""
+    """Return the record of finished runs, and its lines with the values of their documents."""
     rows = [(run, record) for run, record, _ in found]
     lines = gather_lines(found, study.values)
     shown = [line for line in lines if line["row"] != CONTROL]
@@ -98,7 +98,7 @@ def write_study(study: Study, record: dict[str, Any], lines: Sequence[Line], out
 
 
 def pictures(study: Study, record: dict[str, Any]) -> dict[str, Figure]:
-    """Draw a record's pictures, by the end of their files' names: the figure's is empty."""
+    """Draw a record's pictures, by file name suffix; the figure's suffix is empty."""
     more = study.pictures(record)
     return {"": draw(study, record)} | {f"-{ending}": picture for ending, picture in more.items()}
 

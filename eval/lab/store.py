@@ -1,4 +1,4 @@
-"""Keep results that are computed once: a folder with a JSON file for each, the cells.
+"""A cache of results: a folder with one JSON file for each computed cell.
 
 A cell is named by what decides its numbers, written whole or not at all with a checksum of its
 values, and checked when it is read, so that a command which was stopped goes on where it was.
@@ -21,7 +21,7 @@ from cat_lm.core.readers import Versioned, check_shape, parse_value, read_bytes,
 
 
 def key_hash(key: Mapping[str, Any], digits: int = 16) -> str:
-    """Name a key, which may hold anything that has a fixed text."""
+    """Return the hash of a key, which may hold any JSON values."""
     text = json.dumps(key, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
@@ -30,7 +30,7 @@ _AGAIN = "delete it, and the same command makes it again"
 
 
 class DamagedCell(UserError):
-    """A file that is no cell of its store, or not the one that was written."""
+    """A file is no cell of its store, or was changed."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: damaged: {why}; {_AGAIN}")
@@ -52,13 +52,13 @@ class CellStore:
         return self.folder / f"{name}.json"
 
     def write(self, name: str, values: dict[str, Any]) -> None:
-        """Write a cell atomically, with its format."""
+        """Write a cell atomically, together with its format version."""
         write_sealed(self.path(name), {"format": 1, **values})
 
     def read(
         self, name: str, fits: Callable[[dict[str, Any]], bool] = lambda values: True
     ) -> dict[str, Any] | None:
-        """Read a cell without its format; None where there is none.
+        """Return a cell's values without its format version; None if there is no file.
 
         Args:
             fits: whether values that have the shape are those of the cell that is asked for.
@@ -70,16 +70,17 @@ class CellStore:
         """
         path = self.path(name)
         if not path.is_file():
-            check_file(path)  # before hours of work that could not be written there
+            check_file(path)  # Check write access before hours of work.
             return None
-        text = read_bytes(path)  # what may not be read is no damage
+        text = read_bytes(path)  # A file that cannot be read does not count as damaged.
         try:
             values = parse_value(text, str(path))
             if not isinstance(values, dict):
                 raise UserError(f"{path}: holds {short(values)}, must be an object")
         except UserError as error:
             raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
-        check_shape(values, Versioned, str(path), _AGAIN)  # it is no damage, and is not replaced
+        # A file of another version is not damaged, and is not replaced.
+        check_shape(values, Versioned, str(path), _AGAIN)
         values, whole = opened(values)
         if not whole:
             raise DamagedCell(path, "was changed after it was written")
@@ -92,7 +93,7 @@ class CellStore:
     def read_intact(
         self, name: str, fits: Callable[[dict[str, Any]], bool] = lambda values: True
     ) -> dict[str, Any] | None:
-        """Read a cell that is cheap to compute again: None, and a line, where it is damaged."""
+        """Return a cell that is cheap to compute again; None, with a warning, if it is damaged."""
         try:
             return self.read(name, fits)
         except DamagedCell:
@@ -102,7 +103,7 @@ class CellStore:
     def computed(
         self, key: dict[str, Any], compute: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the cell that a key decides, computed and kept where there is no whole one."""
+        """Return the cell of a key; compute and store it if there is no intact one."""
         name = key_hash(key)
         values = self.read_intact(name, lambda values: key.items() <= values.items())
         if values is None:

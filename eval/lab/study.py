@@ -1,4 +1,4 @@
-"""Studies: a question, the runs that answer it, how they are compared, controlled and shown."""
+"""Studies: a question, the runs that answer it, their comparisons, controls and figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = Sequence[tuple[Run, Record]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command asks of a study.
+    """The options that a command passes to a study.
 
     Attributes:
         scale: one of the study's.
@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Control:
-    """A check that a model learned, or that none learned from nothing.
+    """A check that a model learned its task, or that a model without information did not.
 
     Attributes:
         kind: positive, whose value is to be at least the bound; negative, at most.
@@ -59,7 +59,7 @@ class Control:
 
     @property
     def passed(self) -> bool:
-        """Return True if the control did as it must."""
+        """Return True if the control has the expected result."""
         return self.value >= self.bound if self.kind == "positive" else self.value <= self.bound
 
 
@@ -72,7 +72,7 @@ def _no_values(_: Any) -> dict[str, Any]:
 
 
 class Table(NamedTuple):
-    """A further table of a report: what stands above it, its header and its rows."""
+    """An additional table of a report: heading, header and rows."""
 
     title: str
     text: str
@@ -125,7 +125,7 @@ class Study:
     scales: tuple[str, ...] = ("smoke", "cpu", "paper")
 
     def measure_of(self, row: str) -> str:
-        """Return what `value` is in a row."""
+        """Return the name of `value` in a row."""
         keys = [key for key in self.measures if row.startswith(key)]
         return self.measures[max(keys, key=len)]
 
@@ -162,5 +162,5 @@ def choose(option: str, known: Iterable[str], names: Sequence[str]) -> list[str]
 
 
 def is_finite(value: float | None) -> bool:
-    """Return True if a value is a number."""
+    """Return True if a value is a finite number."""
     return value is not None and math.isfinite(value)

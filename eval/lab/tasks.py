@@ -1,4 +1,4 @@
-"""Tasks by name: frozen options, which generate or read rows; what a name fixes or begins with."""
+"""Tasks by name: frozen options that generate or read rows, with presets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Task:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below this; 0 where inputs are real numbers."""
+        """Return the exclusive upper bound of token ids; 0 for real-valued inputs."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return all that decides the rows, as plain values."""
+        """Return all values that decide the rows."""
         return asdict(self)
 
 

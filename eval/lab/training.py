@@ -1,4 +1,4 @@
-"""Train one small model: the one loop of all cells, validation points, and who is tested.
+"""Train one small model: the loop of all cells, validation, and testing.
 
 A trial is a cell with all that its training needs. Tasks differ in the model, the rows, the loss
 and the test; the update, validation, the model that is kept and the record are the same for all.
@@ -23,7 +23,7 @@ from eval.lab.cell import Cell, Step
 
 
 class Trial(ABC):
-    """Hold a cell's model, optimizer and rows, and what training has found.
+    """A cell's model, optimizer and data, and the results of its training.
 
     Attributes:
         chosen_by: the number of a validation by which models are chosen, more being better; empty
@@ -59,7 +59,7 @@ class Trial(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Make the model. Raises UserError for options that do not fit."""
+        """Build the model. Raises UserError for incompatible options."""
 
     @abstractmethod
     def load(self) -> None:
@@ -67,34 +67,34 @@ class Trial(ABC):
 
     @abstractmethod
     def batch(self, step: Step) -> Any:
-        """Return the rows of a step, as `loss` takes them."""
+        """Return the rows of a step in the form that `loss` takes."""
 
     @abstractmethod
     def imitate(self, rows: int) -> Any:
-        """Return rows that cost as much as others to train on, before anything is loaded."""
+        """Return invented rows with the same cost as real ones, before anything is loaded."""
 
     @abstractmethod
     def loss(self, batch: Any, own: list[Tensor]) -> Tensor:
-        """Return the task's loss; layers that have a loss of their own add it to `own`."""
+        """Return the task's loss; layers append their own losses to `own`."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Find the numbers of a validation, `chosen_by` among them."""
+        """Return the validation metrics, `chosen_by` among them."""
 
     @abstractmethod
     def test(self) -> dict[str, Any]:
-        """Test the model, and return what the record has beside what all have."""
+        """Test the model, and return the record's task-specific part."""
 
     @abstractmethod
     def advance(self, step: Step) -> None:
-        """Move the learning rate on after a step."""
+        """Update the learning rate after a step."""
 
     def plan(self) -> Iterator[Step]:
-        """All steps without an early stop, in order."""
+        """Yield all steps without an early stop, in order."""
         return self.cell.plan()
 
     def update(self, batch: Any) -> Tensor:
-        """Make one update; the task's loss before it."""
+        """Make one update, and return the task's loss before it."""
         self.model.train()
         own: list[Tensor] = []
         loss = self.loss(batch, own)
@@ -106,11 +106,11 @@ class Trial(ABC):
         return loss.detach()
 
     def try_step(self, rows: int) -> None:
-        """Make an update on rows that are made up, to time it."""
+        """Make an update on invented rows, to time it."""
         self.update(self.imitate(rows))
 
     def note(self, step: Step, loss: float, found: dict[str, float]) -> bool:
-        """Keep a validation's point, and the model where it is the best; whether it stops here."""
+        """Record a validation, keep the best model, and return True if training stops here."""
         self.history.append({"step": step.number, "epoch": step.epoch, "loss": loss, **found})
         value = found.get(self.chosen_by, math.nan)
         if not self.keeps_best or not self._best or value >= self.chosen[self.chosen_by]:
@@ -121,12 +121,12 @@ class Trial(ABC):
         return self.stop_above is not None and value > self.stop_above
 
     def restore(self) -> None:
-        """Load the parameters of the chosen point into the model."""
+        """Load the parameters of the best validation into the model."""
         if self._best:
             self.model.load_state_dict(self._best)
 
     def run(self, quiet: bool = False) -> dict[str, Any]:
-        """Train and test; the record. quiet: no progress."""
+        """Train and test, and return the record. quiet: no progress bar."""
         times = [time.monotonic()]
         self.load()
         times.append(time.monotonic())
@@ -139,7 +139,7 @@ class Trial(ABC):
         return self.record(found, data=data, training=training, testing=testing)
 
     def record(self, found: dict[str, Any], **seconds: float) -> dict[str, Any]:
-        """Gather what a cell's file gets, as plain values.
+        """Return the values of a cell's file.
 
         Args:
             found: what the test found.
@@ -174,7 +174,7 @@ class Trial(ABC):
 
 
 def own_loss(losses: Sequence[Tensor]) -> Tensor | float:
-    """Return what layers' own losses add to the task's: their mean, weighted as in training."""
+    """Return the weighted mean of the layers' own losses, which is added to the task's."""
     return OWN_WEIGHT * torch.stack(list(losses)).mean() if losses else 0.0
 
 
