@@ -101,6 +101,12 @@ def test_model_that_does_not_fit_is_refused(tiny_corpus, pythia, tmp_path):
     assert "model.hidden_act is 'relu' there and 'gelu' here" in error(activated)
     other = shutil.copytree(pythia, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    first, second = list(ids)[:2]
+    swapped = ids | {first: ids[second], second: ids[first]}
+    swapped = tokenizer | {"model": tokenizer["model"] | {"vocab": swapped}}
+    (other / "tokenizer.json").write_text(json.dumps(swapped))
+    assert "its tokenizer" in error(other)
     tokenizer["added_tokens"].append(
         {"id": 9999, "content": "<new>", "special": True, "single_word": False}
         | {"lstrip": False, "rstrip": False, "normalized": False}
