@@ -57,13 +57,15 @@ class Streams:
     layer: int = 0
 
 
-FIXED = ("box", "exponential")  # filters of landmarks that are not learned
-# From some of the queries, by their numbers, and their layout to scores [B, H or G, R, n].
+FIXED = ("box", "exponential")  # Filters of landmarks that have no learned parameters.
+# Maps some of the queries, by index, and their layout to scores [B, H or G, R, n].
 Scores = Callable[[Tensor | slice, BlockLayout], Tensor]
 
 
 def make_core(config: Any, name: str, block: int, state: int = 0) -> LandmarkCore:
-    """Build what makes landmarks by a filter; `state` is that of the filter `ssm`."""
+    """Build the module that computes landmarks with a filter; `state` is the size of the filter
+    `ssm`.
+    """
     options = {"filter": name, "filter_state": state, "block": block}
     return LandmarkCore(config, Landmark.options | options)
 
@@ -71,7 +73,7 @@ def make_core(config: Any, name: str, block: int, state: int = 0) -> LandmarkCor
 def prepared_scores(
     name: str, streams: Streams, layout: BlockLayout, local: int, core: LandmarkCore | None
 ) -> Scores:
-    """Return the function that scores blocks by one of the selectors.
+    """Return the function that scores blocks for one of the selectors.
 
     Args:
         core: of a selector by landmarks.
@@ -95,13 +97,13 @@ def prepared_scores(
 
 
 def selector_bytes(name: str, config: Any, length: int, block: int, itemsize: int) -> int:
-    """Return the bytes that a layer reads to choose blocks for a token after `length`."""
+    """Return the bytes that a layer reads to select blocks for the token after `length` tokens."""
     read = {"random": 0, "local": 0, "oracle": length}.get(name, length // block)
     return read * key_heads(config) * head_width(config) * itemsize
 
 
 class Chooser(nn.Module):
-    """Attend densely; or to chosen blocks; or densely while learned selectors are taught.
+    """Attends densely, to selected blocks, or densely while learned selectors are trained.
 
     Attributes:
         selection: None for all keys.
@@ -150,7 +152,7 @@ class Chooser(nn.Module):
         return output.transpose(1, 2).contiguous(), None
 
     def _teach(self, streams: Streams, call: AttentionCall) -> None:
-        """Add the guided loss of every learner."""
+        """Append the guided loss of every learned selector."""
         for name, core in self.learners.items():
             layout = _layout(streams, name[1], call)
             landmarks, sharpness = core.landmarks(streams.key, layout), core.sharpness.exp()
@@ -166,7 +168,7 @@ def _layout(streams: Streams, block: int, call: AttentionCall) -> BlockLayout:
 
 
 def add_choosers(model: nn.Module) -> list[Chooser]:
-    """Put a `Chooser` around every layer's core, and return them in the order of the layers."""
+    """Wrap every layer's core in a `Chooser`, and return these in the order of the layers."""
     found = []
     for module in model.modules():
         if isinstance(module, AttentionMixin):
@@ -176,7 +178,7 @@ def add_choosers(model: nn.Module) -> list[Chooser]:
 
 
 class _Learned(Versioned):
-    """Hold the learned filters' parameters, by their names in a list of the layers' filters."""
+    """The parameters of the learned filters, in a list of the layers' filters."""
 
     parameters: dict[str, Any]
 
@@ -189,7 +191,7 @@ def learn(
     folder: Path,
     identity: dict[str, Any],
 ) -> str:
-    """Set the choosers' learned selectors: those in `folder`, or new ones, which it then holds.
+    """Load the learned selectors from `folder`, or train and store them there.
 
     Args:
         grid: has the selectors, the block sizes, and the data to learn from.

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 OF_BLOCK = ("snr_squared", "far", "clumping", "rivals", "queries")
 OF_CHOICE = ("predicted", "retrieved", "caught", "most")
-EDGES = tuple(2.0 ** (power / 2) for power in range(-10, 9))  # of bins, equal in the logarithm
+# The boundaries of bins, equally wide in the logarithm.
+EDGES = tuple(2.0 ** (power / 2) for power in range(-10, 9))
 COLUMNS = ("layer", "head", "block", "top_k", *OF_BLOCK, *OF_CHOICE)
 
 
@@ -104,14 +105,14 @@ def diagnose(
     return _write(Path(out), rows, questions, subject, stream.source)
 
 
-# [heads, queries] of each block size, window by window: see `measured_heads`.
+# For each block size, arrays [heads, queries] window by window: see `measured_heads`.
 Found = dict[int, list[dict[str, np.ndarray]]]
 
 
 def add_window(found: Found, streams: Streams, drawn: Tensor, questions: Questions) -> None:
-    """Add what a layer's heads do on the queries `drawn` of one window [1, H, T, D]."""
+    """Add a layer's measurements on the queries `drawn` of one window [1, H, T, D]."""
     for block in questions.blocks:
-        # At least two candidate blocks are needed, of which one is not the match's.
+        # At least two candidate blocks are needed, one of them without the match.
         able = drawn[drawn // block - questions.local + 1 >= 2]
         if len(able):
             found.setdefault(block, []).append(measured_heads(streams, able, block, questions))
@@ -200,7 +201,7 @@ def measured_heads(
 
 
 def means_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return means over heads, weighed by `far`, for each block size and number of blocks."""
+    """Return weighted means over heads for each block size and number of blocks."""
     found = []
     for block, k in dict.fromkeys((row["block"], row["top_k"]) for row in rows):
         own = [row for row in rows if (row["block"], row["top_k"]) == (block, k)]
@@ -216,7 +217,9 @@ def _weighed(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, 
 
 
 def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
-    """Return for each number of blocks the largest size that has what is wanted, None without."""
+    """Return, for each number of blocks, the largest block size with the wanted quality; None
+    without one.
+    """
     found = []
     for k in sorted({row["top_k"] for row in means}):
         own = [row for row in means if row["top_k"] == k]
@@ -276,7 +279,7 @@ def _write(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Show the means over heads, and the blocks that the model tolerates."""
+    """Format the means over heads, and the block sizes that the model tolerates."""
     header = ("block", "top-k", "SNR²", "clumping", *OF_CHOICE)
     lines = [
         [str(row["block"]), str(row["top_k"])]

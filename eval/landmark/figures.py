@@ -68,7 +68,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
 
 
 def _percent_axis(axes: Axes) -> None:
-    """Scale what is lost: losses of bad choices are hundreds of times those of good ones."""
+    """Use a symlog axis: perplexity increases differ by orders of magnitude."""
     axes.set_yscale("symlog", linthresh=1.0)
     ticks = SymmetricalLogLocator(base=10, linthresh=1.0, subs=(1.0, 2.0, 5.0))
     axes.yaxis.set_major_locator(ticks)

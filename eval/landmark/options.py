@@ -1,4 +1,4 @@
-"""What the commands ask, declared once as their options; imports nothing heavy."""
+"""The options of the commands; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eval.common.options import Option
 
 # Ways to choose blocks, see `eval.landmark.choosers`; in the order of tables and colours.
 SELECTORS = ("oracle", "ssm", "learned", "box", "exponential", "local", "random")
-LEARNED = ("ssm", "learned")  # afterwards, from data
+LEARNED = ("ssm", "learned")  # These selectors are trained after the model, on data.
 STATE = 16  # numbers of state of `ssm` where no number is given
 TOKENS = 1_000_000  # to learn from, where no number is given
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Say how a layer chooses: by which selector, of blocks of which size, and how many."""
+    """How a layer selects blocks: selector, block size and number of blocks."""
 
     select: str
     block: int
@@ -30,7 +30,7 @@ class Selection:
 
 
 def selector(text: str) -> str:
-    """Take the name of a selector."""
+    """Check the name of a selector, for argparse."""
     if text not in SELECTORS:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SELECTORS)}")
     return text
@@ -42,7 +42,7 @@ def _list(what: str, example: str) -> Option:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Say which blocks there are to choose from, and how many are chosen."""
+    """The candidate blocks, and how many are selected."""
 
     blocks: Annotated[tuple[int, ...], _list("tokens of a block", "16,32")] = (16, 32, 64)
     top_k: Annotated[tuple[int, ...], _list("blocks chosen", "2,4")] = (1, 2, 4, 8)
@@ -63,7 +63,7 @@ class _Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(_Choice):
-    """Say which cells a sweep has, in addition to dense attention, and how they are scored."""
+    """The cells of a sweep, in addition to dense attention, and how they are scored."""
 
     lengths: Annotated[tuple[int, ...], _list("tokens that models read", "256,512")]
     select: Annotated[
@@ -95,14 +95,14 @@ class Grid(_Choice):
 
     @property
     def choices(self) -> list[Selection]:
-        """Return all ways to choose."""
+        """Return all combinations of selector, block size and number of blocks."""
         chosen = itertools.product(dict.fromkeys(self.select), self.blocks, self.top_k)
         return [Selection(*choice, self.local) for choice in chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions(_Choice):
-    """Say what a diagnosis asks: of how many windows of which length, and queries of each."""
+    """The options of a diagnosis: number and length of windows, and queries in each."""
 
     length: Annotated[int, Option("tokens that the model reads", numbers.CONTEXT, metavar="N")]
     windows: Annotated[int, Option("of the text", numbers.Range(1, 10**6), metavar="N")] = 8

@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 class _Cell(Versioned):
-    """Hold a cell's values besides its key."""
+    """The values of a cell besides its key."""
 
     loss: float
     standard_error: float | None
@@ -125,7 +125,7 @@ def _check(grid: Grid) -> None:
 
 
 def _lesson_length(grid: Grid, config: Any) -> int:
-    """Return the tokens of the rows from which selectors are learned."""
+    """Return the length of the rows from which selectors are trained."""
     longest = max(grid.lengths)
     return min(getattr(config, "max_position_embeddings", longest), longest)
 
@@ -173,7 +173,7 @@ class Cells:
 
     @functools.cached_property
     def _learned(self) -> str:
-        """Learn what is learned, and return the name by which it is known."""
+        """Train the selectors, and return the hash of their training."""
         from cat_lm.data.opening import open_verified
         from eval.landmark.choosers import learn
 
@@ -199,7 +199,7 @@ class Cells:
         return found | {"standard_error": error if math.isfinite(error) else None}
 
     def _read(self, length: int, choice: Selection | None) -> dict[str, Any]:
-        """Return what a row of the length reads: its share of keys; its last token's bytes."""
+        """Return the share of keys that a row reads, and the bytes that its last token reads."""
         from cat_lm.model.rules import head_width, key_heads
         from eval.landmark.choosers import selector_bytes
 
@@ -225,7 +225,7 @@ def keys_read(length: int, block: int, top_k: int, local: int) -> tuple[int, int
 
 
 def _compared(row: dict[str, Any], dense: dict[str, Any]) -> dict[str, float | None]:
-    """Return how much higher perplexity is than dense attention's, as a part of it, and the error.
+    """Return the relative increase of perplexity over dense attention, and its standard error.
 
     The error is over documents, of the difference.
     """
@@ -246,7 +246,7 @@ def _write(out: Path, rows: list[dict[str, Any]], source: str) -> None:
     kept = [{name: row[name] for name in COLUMNS} for row in rows]
     record = {"format": 1, "text": source, "rows": kept, **provenance()}
     write_json(out / "landmark_sweep.json", record)
-    frame = pd.DataFrame(kept, columns=COLUMNS, dtype=object)  # so that whole numbers stay whole
+    frame = pd.DataFrame(kept, columns=COLUMNS, dtype=object)  # Keep whole numbers whole.
     write_text(out / "landmark_sweep.csv", frame.to_csv(index=False))
 
 
@@ -258,7 +258,7 @@ def _draw(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Show perplexity over dense attention's, and what is read, a line for each cell."""
+    """Format perplexity relative to dense attention and the amount read, one line for each cell."""
     lines = []
     for row in rows:
         error, sparse = row["over_dense_error"], row["select"] != DENSE

@@ -85,7 +85,7 @@ def attention_statistics(model: PreTrainedModel, rows: Tensor) -> dict[str, Any]
 def _entropy_and_largest(
     query: Tensor, key: Tensor, value: Tensor, extra: Tensor | None, call: Any
 ) -> tuple[float, float]:
-    """Return what `SoftmaxCore` is given, as `attention_statistics` says it of one layer."""
+    """Return the entropy and the largest logit of one layer, for the arguments of `SoftmaxCore`."""
     import torch
     from transformers.models.llama.modeling_llama import repeat_kv
 

@@ -33,16 +33,16 @@ from eval.language.attention import sharpness
 from eval.language.models import ROOT, configuration, deciding
 from eval.language.recalled import recalled
 
-NONE, YARN, PAPER = "none", "yarn", "paper"  # methods of eval.length_sweep
+NONE, YARN, PAPER = "none", "yarn", "paper"  # Methods of eval.length_sweep.
 _TRIAL_STEPS = 12
-_VOCABULARY = 2048  # that estimates count with
+_VOCABULARY = 2048  # The vocabulary size that estimates assume.
 
 
 class _Training(Versioned):
-    """Hold what is known of a finished training, and of its export."""
+    """The results of a finished training, and of its export."""
 
     diverged: bool
-    loss: float | None  # nats a token at the last validation
+    loss: float | None  # Nats per token at the last validation.
     precision: str
     parameters: int | None
     tokens_per_second: float | None
@@ -57,7 +57,7 @@ class _Record(_Training):
 
 @dataclass(frozen=True)
 class Cell(cell.Cell):
-    """Hold all that decides a language model's result.
+    """All values that decide a language model's result.
 
     Attributes:
         model: of configs/study/models.yaml; recipe: `cpu` or `gpu`.
@@ -87,7 +87,7 @@ class Cell(cell.Cell):
 
     @property
     def config(self) -> RunConfig:
-        """Return the training's configuration, but for its folder."""
+        """Return the training configuration without its folder."""
         return self._config()
 
     def _config(self, output_dir: str = "runs/study") -> RunConfig:
@@ -117,7 +117,7 @@ class Cell(cell.Cell):
         return dataclasses.replace(self, lengths=(), methods=NONE, recall=False, attention=False)
 
     def score(self, record: dict[str, Any]) -> float:
-        """Return minus the loss at the last validation: the split's first tokens."""
+        """Return minus the last validation loss."""
         return float("nan") if record["loss"] is None else -record["loss"]
 
     def summary(self, record: dict[str, Any]) -> str:
@@ -125,7 +125,7 @@ class Cell(cell.Cell):
         return "no finite validation loss" if loss is None else f"validation loss {loss:.3f}"
 
     def run_in(self, folder: Path, device: str, *, quiet: bool = False) -> dict[str, Any]:
-        """Train and measure in the study's folder; what is finished there is not made again.
+        """Train and measure in the study's folder; finished parts are reused.
 
         A training that ends because its steps are not finite is a result as well.
 
@@ -133,7 +133,7 @@ class Cell(cell.Cell):
             UserError: a command failed, or runs are of other weights than their exports.
         """
         quiet_transformers()
-        folder = folder.resolve()  # commands run in the checkout
+        folder = folder.resolve()  # Commands run in the checkout.
         training, found = self._trained(folder, device), {"rows": []}
         if not training["diverged"]:
             found |= self._measured(folder / "runs" / self._name, device)
@@ -157,7 +157,7 @@ class Cell(cell.Cell):
         return found
 
     def _facts(self, training: dict[str, Any]) -> dict[str, float | None]:
-        """Return what reports say of the model: the decoding state is of one sequence in bf16."""
+        """Return the model's size, cost and decoding state (one sequence in bf16) for reports."""
         import torch
 
         from cat_lm.counts import state_bytes
@@ -170,7 +170,7 @@ class Cell(cell.Cell):
             vocabulary = read_manifest(self.texts[0][0])["tokenizer"]["vocab_size"]
             found["FLOPs a token"] = round(flops_per_token(self.config, vocabulary))
             for length in (self.seq_len, max(self.lengths)):
-                model = meta_model(self.config, vocabulary)  # whose dtypes the count changes
+                model = meta_model(self.config, vocabulary)  # The count changes the model's dtypes.
                 size = state_bytes(model, length, torch.bfloat16)
                 found[f"bytes of state at {length:,}"] = round(size)
         return found
@@ -181,7 +181,7 @@ class Cell(cell.Cell):
         return f"{self.model}-lr{self.lr:g}-seed{self.seed}-{key_hash(values, digits=8)}"
 
     def _trained(self, folder: Path, device: str) -> dict[str, Any]:
-        """Train and export, or read what is known of the same training here."""
+        """Train and export, or return the stored results of the same training."""
         store, name = CellStore(folder / "runs", _Training), self._name
         if (found := store.read(name)) is not None:
             return found
@@ -208,7 +208,7 @@ class Cell(cell.Cell):
         return found
 
     def _swept(self, run: Path, data: Path, is_trained: bool, device: str) -> list[dict[str, Any]]:
-        """Score a text's documents at all lengths, as much of each document."""
+        """Score a text's documents at all lengths, with the same tokens of each document."""
         out = run / (EVALUATION if is_trained else f"{EVALUATION}-{data.name}")
         longest, log = str(max(self.lengths)), run.with_name(f"{run.name}.log")
         words = ["--data", str(data), "--lengths", ",".join(map(str, self.lengths))]
@@ -230,7 +230,7 @@ class Cell(cell.Cell):
 
     @property
     def tested_rows(self) -> float:
-        """Return the rows of the trained length that cost as much as validations and sweeps do."""
+        """Return the number of training-length rows that cost as much as validations and sweeps."""
         from cat_lm import counts
         from cat_lm.training.estimate import meta_model
 
@@ -249,7 +249,7 @@ class Cell(cell.Cell):
         return dataclasses.replace(self, lr=1e-3, seed=0)
 
     def seconds(self, device: str) -> tuple[float, float]:
-        """Time a short training; a step's seconds have their share of what surrounds training."""
+        """Measure the seconds of a step in a short training, with a share of the overhead."""
         config = self.config
         variant = config.architecture.summary(config.model).variant
         kind = (config.model.architecture, variant, self.recipe, self.texts, device)
@@ -259,11 +259,11 @@ class Cell(cell.Cell):
         return step, self.seq_len / rate
 
 
-_SPEEDS: dict[tuple[Any, ...], tuple[float, float]] = {}  # kind of model -> see `_speed`
+_SPEEDS: dict[tuple[Any, ...], tuple[float, float]] = {}  # Model configuration -> see `_speed`.
 
 
 def _speed(config: RunConfig, device: str) -> tuple[float, float]:
-    """Return a training's tokens a second, and the seconds around its steps."""
+    """Return a training's tokens per second, and the seconds spent outside of its steps."""
     values = config.model_dump(mode="json")
     values["train"] |= {"max_steps": _TRIAL_STEPS, "max_tokens": None}
     values["optimizer"] |= {"warmup_steps": 0, "warmup_tokens": None}
@@ -281,7 +281,7 @@ def _speed(config: RunConfig, device: str) -> tuple[float, float]:
 
 
 def _command(arguments: list[str], log: Path, device: str) -> int:
-    """Run `python ARGUMENTS` in the checkout, its output at the end of a log; its exit code.
+    """Run `python ARGUMENTS` in the checkout, append its output to a log, and return its exit code.
 
     The command gets the variables of a launcher, this process: where that is killed, a training
     saves and ends. Its threads do not spin, as they would take the core of another run.
@@ -303,7 +303,7 @@ def _command(arguments: list[str], log: Path, device: str) -> int:
             return run_to_end(words, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
         except Stopped:
             if multiprocessing.parent_process() is not None:
-                os._exit(1)  # a process of a pool would begin its next cell
+                os._exit(1)  # A pool process would otherwise begin its next cell.
             raise
 
 
@@ -315,7 +315,7 @@ def check_command(arguments: list[str], log: Path, device: str) -> None:
 
 
 def _last(log: Path) -> str:
-    """Return the last line of a failed command's log, which mostly says why."""
+    """Return the last line of a failed command's log, which usually is the error."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next(line.strip() for line in reversed(lines) if line.strip())
 

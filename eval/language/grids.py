@@ -28,16 +28,17 @@ from eval.language.recalled import BINS, LAST, RARE, RECALL, REST
 
 Pair = tuple[str, str]
 TRAINED, SCALED = "as trained", "scaled"
-# Method of eval.length_sweep -> the column of a report: YaRN for rotary positions, or the paper's.
+# Method of eval.length_sweep -> column of a report.
 COLUMNS = {NONE: TRAINED, YARN: "YaRN", "pi+temperature": SCALED, "temperature": SCALED}
-RECALLED, ATTENTION = "recall", "attention"  # rows beside those of texts
+RECALLED, ATTENTION = "recall", "attention"  # Report rows beside those of texts.
 SHARPNESS = {"entropy": "entropy / ln t", "largest_logit": "largest logit"}
-REFERENCE, TOLERANCE = "pythia", 0.02  # whose parameters rows of equal size have, within this
+# Models of equal size have as many parameters as the reference, within this tolerance.
+REFERENCE, TOLERANCE = "pythia", 0.02
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Say how large a study is.
+    """The size of a study.
 
     Attributes:
         recipe: of configs/study/models.yaml.
@@ -62,7 +63,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Question:
-    """Say what is trained and compared for a question.
+    """What is trained and compared to answer a question.
 
     Attributes:
         contrasts: (model, minus): one's loss minus the other's.
@@ -102,7 +103,7 @@ class Question:
 
 
 def both(model: str) -> Pair:
-    """Return a model's names with rotary positions and without."""
+    """Return the names of a model with RoPE and of the same without positions."""
     return model, model + NOPE
 
 
@@ -112,7 +113,7 @@ def pairs(*contrasts: tuple[Pair, Pair]) -> tuple[Pair, ...]:
 
 
 def by_position(*contrasts: tuple[Pair, Pair]) -> tuple[tuple[Pair, Pair], ...]:
-    """Take each contrast without positions from that with rotary ones."""
+    """Return pairs of contrasts: with RoPE, and the same without positions."""
     return tuple(((a[0], b[0]), (a[1], b[1])) for a, b in contrasts)
 
 
@@ -164,7 +165,7 @@ def texts(
     tokenizer: str | None = None,
     held_out: float = 0.6,
 ) -> tuple[Pair, ...]:
-    """Return folders of texts with their fingerprints; the library's is made where none is given.
+    """Return (folder, fingerprint) of each text; without folders the standard library is prepared.
 
     Args:
         name: of the library's folder; held_out: its validation fraction.
@@ -197,7 +198,7 @@ def texts(
 
 @functools.cache
 def _check_texts(data: tuple[Pair, ...], documents: int, length: int, skip: int) -> None:
-    """Check that texts hold out documents enough behind what rates are chosen on, as sweeps do."""
+    """Check that every text has enough held-out documents beyond those that tune rates."""
     import numpy as np
 
     from cat_lm.data.opening import open_verified
@@ -218,7 +219,7 @@ def _check_texts(data: tuple[Pair, ...], documents: int, length: int, skip: int)
 
 
 def _check_sizes(cells: Sequence[Cell]) -> None:
-    """Check that models have as many parameters as the reference, with the data's vocabulary."""
+    """Check that models have the reference's number of parameters, with the data's vocabulary."""
     from cat_lm.data.manifest import read_manifest
     from cat_lm.training.estimate import num_parameters
 
@@ -235,7 +236,7 @@ def _check_sizes(cells: Sequence[Cell]) -> None:
 
 
 def check(question: Question, cells: Sequence[Cell], out: Path) -> None:
-    """Check that models can be read so far, and have one size where the question asks that.
+    """Check that the models support the lengths, and have one size if the question requires it.
 
     Runs that are finished must be trained in one precision and scored on the same tokens.
     """
@@ -273,7 +274,7 @@ def values(run: Run, record: Record) -> dict[tuple[str, str, int], dict[str, Any
             "documents": row["documents"],
         }
         for row in record["rows"]
-        if row["method"] == NONE or row["length"] > cell.seq_len  # below nothing is scaled
+        if row["method"] == NONE or row["length"] > cell.seq_len  # Shorter texts are not scaled.
     }
     if slices := record.get("recall"):
         rare = slices[RECALL]
@@ -290,7 +291,7 @@ def values(run: Run, record: Record) -> dict[tuple[str, str, int], dict[str, Any
 
 
 def contrasts(question: Question, lines: Sequence[Line]) -> list[Contrast]:
-    """Return a question's comparisons: those of all texts, lengths and ways of reading together."""
+    """Return a question's contrasts over all texts, lengths and methods as one family."""
     pairs = [(f"{label(a)} - {label(b)}", (a,), (b,)) for a, b in question.contrasts]
     # (a - b) - (c - d) is (a + d) - (c + b): sums of two models' losses, paired alike.
     gains = [
@@ -326,7 +327,7 @@ def _compared(
     sides: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]],
     family: str = "",
 ) -> Iterator[Contrast]:
-    """Compare models at a place; those that have no other way of reading, as they were trained."""
+    """Yield contrasts of models at a place; models without another method count as trained."""
     _, column, x = place
     for name, *both_sides in sides:
         plus, minus = ([_read(at, column, x, model) for model in side] for side in both_sides)
@@ -337,7 +338,7 @@ def _compared(
 def _grown(
     question: Question, at: At, place: tuple[str, str, int], trained: int
 ) -> Iterator[Contrast]:
-    """Compare models at a place with themselves at the trained length."""
+    """Yield contrasts of each model at a place with itself at the training length."""
     _, column, x = place
     for model in question.models:
         one, other = _read(at, column, x, model), _read(at, TRAINED, trained, model)
@@ -350,16 +351,16 @@ def _read(at: At, column: str, x: int, model: str) -> Line | None:
 
 
 def _is_other(question: Question, column: str, lines: Sequence[Line]) -> bool:
-    """Return True if the column is not merely how models were trained, once more."""
+    """Return True if the column differs from how the models were trained."""
     return len(question.beyond) == 1 or any(line["column"] == column for line in lines)
 
 
 def extra(rows: Rows) -> dict[str, Any]:
-    """Return what a record holds of the runs in addition to their losses."""
+    """Return the fields of a record besides its losses."""
     cell, scored = rows[0][0].cell, next((one["rows"] for _, one in rows if one["rows"]), [])
     models: dict[str, Any] = {}
     for run, one in rows:
-        if run.line not in models or one["rows"]:  # one that diverged has no export
+        if run.line not in models or one["rows"]:  # A diverged run has no export.
             models[run.line] = one["facts"]
     found = {
         "training_length": cell.seq_len,
@@ -377,7 +378,7 @@ def extra(rows: Rows) -> dict[str, Any]:
 
 
 def tables(record: Record) -> list[Table]:
-    """Return what each model is, costs and was chosen from; and what counts alone lose."""
+    """Return tables of the models, their costs and tuning, and the count models' losses."""
     about, lines = record["extra"], {line["line"]: line for line in record["lines"]}
     scored = "; ".join(
         f"{about['scored_tokens'][text]:,} tokens of {count} documents of {text}"

@@ -12,8 +12,8 @@ from cat_lm.core.readers import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "configs/study/models.yaml"
-NOPE = "_nope"  # ends the name of a model without positions
-POSITIONED = ("attention", "tfpp", "bytes")  # families whose models have rotary ones otherwise
+NOPE = "_nope"  # The suffix of a model without positions.
+POSITIONED = ("attention", "tfpp", "bytes")  # The families that have RoPE by default.
 
 
 @functools.cache
@@ -26,12 +26,12 @@ def _entry(model: str) -> dict[str, Any]:
 
 
 def label(model: str) -> str:
-    """Return what reports call a model."""
+    """Return a model's display name."""
     return _entry(model)["label"] + ", NoPE" * model.endswith(NOPE)
 
 
 def in_order(models: Iterable[str]) -> tuple[str, ...]:
-    """Return models in the order of the file, those without positions after those with them."""
+    """Return models in the file's order, those without positions last."""
     known = list(_file()["models"])
     return tuple(
         sorted(set(models), key=lambda m: (known.index(m.removesuffix(NOPE)), m.endswith(NOPE)))
@@ -77,7 +77,7 @@ def configuration(
 
 
 def deciding(config: RunConfig) -> dict[str, Any]:
-    """Return the values that decide a training's numbers: no places, nothing that is printed."""
+    """Return the configuration values that decide a training's results; no paths or logging."""
     values = config.model_dump(mode="json")
     values["data"].pop("path")
     for section in ("logging", "checkpoint"):

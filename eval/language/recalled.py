@@ -27,9 +27,10 @@ from eval.length_sweep.token_stream import Documents, TokenStream, split_stream
 if TYPE_CHECKING:
     from cat_lm.data.corpus import TokenCorpus
 
-RARE = 3  # times in training, at most, that a pair stands whose hits are recall
-EDGES = (0, 1, RARE + 1, 16, 64)  # the least count of each bin
-PRIOR = 16.0  # tokens that the unigram model counts for in the bigram model
+# A pair with more occurrences in training is not rare; hits of rare pairs count as recall.
+RARE = 3
+EDGES = (0, 1, RARE + 1, 16, 64)  # The least count of each bin.
+PRIOR = 16.0  # The weight, in tokens, of the unigram prior in the bigram model.
 _CHUNK = 1 << 22
 _BATCH_TOKENS = 8192
 
@@ -45,7 +46,7 @@ SLICES = (*BINS, RECALL, REST, LAST)
 
 @dataclass(frozen=True)
 class Counts:
-    """Hold what a training text says of the pairs of another text.
+    """Counts, in a training text, of the pairs of another text.
 
     Attributes:
         pairs: [N] how often each pair stands in training.
@@ -61,7 +62,7 @@ class Counts:
     vocabulary: int
 
     def bigram_nlls(self) -> np.ndarray:
-        """Return nats of each pair's second token under counts, the unigram model as a prior."""
+        """Return the nats of each pair's second token under a bigram model with a unigram prior."""
         unigram = (self.second + 1) / (self.total + self.vocabulary)
         return -np.log((self.pairs + PRIOR * unigram) / (self.first + PRIOR))
 
@@ -93,13 +94,13 @@ def count_pairs(tokens: np.ndarray, chunks: Iterable[np.ndarray], vocabulary: in
 
 
 def overlapping(corpus: TokenCorpus) -> Iterator[np.ndarray]:
-    """Yield a corpus's tokens in parts, each of which begins with the last of the one before."""
+    """Yield a corpus's tokens in chunks that overlap by one token."""
     for start in range(0, corpus.num_tokens - 1, _CHUNK):
         yield corpus.tokens(start, min(start + _CHUNK + 1, corpus.num_tokens))
 
 
 def _previous(keys: np.ndarray) -> np.ndarray:
-    """Return the last place before each one with the same key, −1 without: int64 [N]."""
+    """Return the index of the previous equal key, −1 without one: int64 [N]."""
     order = np.argsort(keys, kind="stable")
     found = np.full(len(keys), -1, np.int64)
     same = keys[order[1:]] == keys[order[:-1]]
@@ -110,7 +111,7 @@ def _previous(keys: np.ndarray) -> np.ndarray:
 def slices(
     tokens: np.ndarray, windows: Sequence[Window], counts: np.ndarray, vocabulary: int
 ) -> dict[str, np.ndarray]:
-    """Return which predictions are in each of `SLICES`: name -> bool [N].
+    """Return name -> bool [N] for `SLICES`: which predictions are in each.
 
     Args:
         tokens: int64 [N+1].
@@ -140,7 +141,7 @@ def slices(
 def _text(
     data: Path, documents: int, longest: int, skip_tokens: int
 ) -> tuple[TokenStream, Counts, list[tuple[int, int]]]:
-    """Return the documents that a sweep of the same arguments scores, with counts and spans."""
+    """Return the documents that a sweep with the same arguments scores, with counts and spans."""
     from cat_lm.data.opening import open_verified
     from cat_lm.pretrained.loading import load_tokenizer
 
@@ -162,7 +163,7 @@ def recalled(
     length: int,
     skip: int,
 ) -> dict[str, dict[str, Any]]:
-    """Score a model on what it can recall of the documents that a length sweep scores.
+    """Score a model separately on tokens that it can recall, on a sweep's documents.
 
     Args:
         folder: of the exported model, which computes in `dtype` on `device`.

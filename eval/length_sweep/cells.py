@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model to be swept: where it is, what it is called, and by which methods it is read."""
+    """A model of a sweep: its folder, display name and scaling methods."""
 
     folder: Path
     label: str
@@ -80,14 +80,14 @@ class Cells:
             "device": choose_device(asked.device).type,
             "skip_tokens": asked.skip_tokens or 0,
         }
-        if used := plugins.describe():  # The model may have a part of a plugin.
+        if used := plugins.describe():  # The model may contain a plugin's part.
             key["plugins"] = used
         values = self.store.computed(key, lambda: self._compute(length, method, fields))
         bits = values["bits_per_byte"]
         is_known = bits is not None and bits < sys.float_info.max_exp
-        # Names may change between calls without changing any number.
+        # Display names may change between calls without changing any number.
         return values | {
-            "byte_perplexity": 2.0**bits if is_known else None,  # as the harness has it
+            "byte_perplexity": 2.0**bits if is_known else None,  # This is the harness's definition.
             "label": subject.label,
             "method": method,
             "factor": factor,
@@ -145,7 +145,9 @@ class Cells:
 def score_stream(
     model: PreTrainedModel, stream: TokenStream, length: int, label: str, **how: Any
 ) -> Score:
-    """Score a text in windows of `length` tokens, with a progress bar; `how`: of `score_tokens`."""
+    """Score a text in windows of `length` tokens with a progress bar; `how` is passed to
+    `score_tokens`.
+    """
     from tqdm import tqdm
 
     from eval.length_sweep.perplexity import score_tokens

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 METHOD_LINES = {"none": "-", "pi": ":", "pi+temperature": "--", "yarn": "-.", "temperature": "--"}
-MIN_GROUPS = 20  # documents or windows below which no error bar is drawn
-MIN_TOKENS = 32  # in a bin, below which its mean says nothing
+MIN_GROUPS = 20  # With fewer documents or windows no error bar is drawn.
+MIN_TOKENS = 32  # A bin with fewer tokens is not drawn.
 
 
 def length_figure(
@@ -80,14 +80,14 @@ def length_figure(
 
 
 def has_error_bars(rows: Rows) -> bool:
-    """Return True if there are enough groups for a standard error to mean something."""
+    """Return True if there are enough groups for a meaningful standard error."""
     return all(row["standard_error"] is not None and row["groups"] >= MIN_GROUPS for row in rows)
 
 
 def _length_line(axes: Axes, line: Rows, index: int, method: str) -> None:
     line, colour = sorted(line, key=lambda row: row["length"]), run_colour(index)
     bars_drawn, plain = has_error_bars(line), method == "none"
-    # With bars, lines stand side by side, so that they do not hide each other.
+    # With error bars, lines are shifted so that they do not hide each other.
     lengths = [row["length"] * (1.02**index if bars_drawn else 1) for row in line]
     values = np.array([row["perplexity"] for row in line])
     axes.plot(
@@ -120,7 +120,7 @@ def _training_lengths(axes: Axes, rows: Rows) -> set[int]:
 
 
 def _keys(labels: Sequence[str], rows: Rows, unscaled: str) -> list[Line2D]:
-    """Return a legend's keys: of models and, where there are several, of methods."""
+    """Return the legend entries: models and, if there are several, methods."""
     keys = [legend_key(label, index) for index, label in enumerate(labels)]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for method in methods if len(methods) > 1 else ():
@@ -130,7 +130,7 @@ def _keys(labels: Sequence[str], rows: Rows, unscaled: str) -> list[Line2D]:
 
 
 def position_figure(rows: Rows, size: tuple[float, float] = WIDE) -> Figure:
-    """Draw the loss of a token by how many tokens before it the model saw, at the largest length.
+    """Draw the loss against the number of tokens seen before, at the largest length.
 
     Bins of a few tokens are left out.
 

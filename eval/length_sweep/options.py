@@ -12,8 +12,8 @@ from cat_lm.core.errors import UserError
 from eval.common.options import Option
 from eval.common.precision import HELP, Dtype
 
-WIKITEXT = "wikitext"  # in the place of a file: WikiText-2 raw, see wikitext.py
-PAGES = "pages"  # of WikiText: documents of which every token is scored, and no end
+WIKITEXT = "wikitext"  # Stands for a file: WikiText-2 raw, see wikitext.py.
+PAGES = "pages"  # A method for WikiText: every token of each page is scored, without an end token.
 # Options that choose among a text's tokens.
 _OTHER_TEXT = ("documents", "document_separator", "min_document_tokens", "max_document_tokens")
 
@@ -24,7 +24,7 @@ def _count(what: str, allowed: numbers.Range = numbers.SCORED_TOKENS) -> Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Say what is scored and how, the same for every model of a sweep.
+    """The options of a sweep: what is scored and how, for all models alike.
 
     Attributes:
         text, data: a text file (or `WIKITEXT`), or prepared data; exactly one of them.
@@ -99,12 +99,12 @@ class Options:
 
     @property
     def largest(self) -> int:
-        """The largest length."""
+        """Return the largest length."""
         return max(self.lengths)
 
     @property
     def reading(self) -> str:
-        """How documents are read: concatenated, per-document, or as `PAGES`."""
+        """Return how documents are read: concatenated, per-document, or as `PAGES`."""
         return PAGES if self.text == WIKITEXT else self.documents or "concatenated"
 
     def check(self) -> None:

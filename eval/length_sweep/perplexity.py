@@ -1,4 +1,4 @@
-"""Score a model's predictions of a stream of tokens: the one loop behind every perplexity here.
+"""Score a model's predictions of a stream of tokens: the loop behind every perplexity of eval.
 
 Protocol. A stream, or each document of it, is read in windows of T inputs; the input at position i
 predicts token i+1. The first window scores all its T predictions; each further one moves on by the
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-BINS_PER_DOUBLING = 2  # of a loss curve over positions
+BINS_PER_DOUBLING = 2  # Bins of a loss curve over positions.
 
 
 class NotEnoughMemory(UserError):
@@ -52,7 +52,7 @@ class Window:
 
     @property
     def inputs(self) -> int:
-        """The number of inputs."""
+        """Return the number of inputs."""
         return self.stop - self.start
 
 
@@ -86,22 +86,22 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Return nats per token."""
         return self.nll / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token); inf where that overflows."""
+        """Return exp(nats per token); inf on overflow."""
         return _exp(self.loss)
 
     @property
     def word_perplexity(self) -> float:
-        """exp(nats per word), as the harness reports it for WikiText; inf where that overflows."""
+        """Return exp(nats per word), the harness's WikiText metric; inf on overflow."""
         return _exp(self.nll / self.words)
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per UTF-8 byte, which does not depend on the tokenizer."""
+        """Return bits per UTF-8 byte, which do not depend on the tokenizer."""
         return self.nll / math.log(2) / self.bytes
 
 
@@ -207,7 +207,7 @@ def token_nlls(
         )
     batches = _batches(windows, batch_tokens)
     rows, longest = len(batches[0]), batches[0][0].inputs
-    # On a CPU, Linux ends a process that takes too much without a word.
+    # On a CPU, Linux would kill a process that takes too much memory.
     needed, free = forward_bytes(model, rows, longest), free_bytes(model.device)
     if free is not None and needed > free:
         detail = f" (about {needed / GIB:.2g} GiB needed, {free / GIB:.2g} free)"
@@ -264,7 +264,7 @@ def position_curve(nlls: np.ndarray, windows: Sequence[Window]) -> list[dict[str
 
 
 def _batches(windows: Sequence[Window], budget: int) -> list[list[Window]]:
-    """Group windows of like length, the longest first: what does not fit fails at once."""
+    """Group windows of similar length, the longest first, so that lack of memory shows at once."""
     batches: list[list[Window]] = []
     for window in sorted(windows, key=lambda window: -window.inputs):
         if batches and (len(batches[-1]) + 1) * batches[-1][0].inputs <= budget:
@@ -306,8 +306,7 @@ def _head_nlls(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tenso
     import torch
 
     rows = max(1, LOGIT_ELEMENTS // head.weight.shape[0])
-    # Made beforehand: small tensors that stay between large ones that go would keep the
-    # allocator from using the freed memory again.
+    # Allocate the result first: small tensors between large freed ones would fragment memory.
     nlls = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
     for part, h, t in zip(nlls.split(rows), hidden.split(rows), targets.split(rows), strict=True):
         part.copy_(torch.nn.functional.cross_entropy(head(h).float(), t, reduction="none"))
@@ -332,7 +331,7 @@ def _require_linear_head(model: PreTrainedModel, tokens: torch.Tensor) -> None:
 def _groups(
     tokens: np.ndarray, windows: Sequence[Window], eod_id: int | None
 ) -> tuple[np.ndarray, str]:
-    """Return the document of every scored token where there are several, otherwise its window."""
+    """Return the document of every scored token if there are several, otherwise its window."""
     if eod_id is not None:
         # An end-of-document token belongs to the document it ends.
         documents = np.cumsum(tokens[:-1] == eod_id)

@@ -19,7 +19,7 @@ METHOD_SETS = ("all", "paper")
 
 
 def resolve_methods(config: PreTrainedConfig, asked: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return the methods asked for of one model, `all` and `paper` spelled out.
+    """Return the requested methods for a model, with `all` and `paper` expanded.
 
     Raises:
         UserError: a method does not exist for it; the error names those that do.
@@ -66,7 +66,7 @@ def check_scaling(
 
 
 def refuse_idle_options(asked: Options, methods: Collection[str]) -> None:
-    """Raise UserError if an option of scaling was given that no method uses."""
+    """Raise UserError for scaling options that no requested method uses."""
     if asked.factor is not None and set(methods) == {"none"}:
         raise UserError(
             f"--factor {asked.factor:g}: does nothing with --methods none; give a method too"
@@ -79,7 +79,7 @@ def refuse_idle_options(asked: Options, methods: Collection[str]) -> None:
 
 
 def trained_length(folder: Path, config: PreTrainedConfig) -> int | None:
-    """Return the context length of the training as the export, else the configuration, has it."""
+    """Return the training context length from the export record, else from the configuration."""
     length = getattr(read_record(folder), "context_length", None)
     return length if length is not None else getattr(config, "max_position_embeddings", None)
 

@@ -32,7 +32,7 @@ from eval.length_sweep.scaling import (
 from eval.length_sweep.text import sweep_streams
 from eval.length_sweep.token_stream import REASONS
 
-LISTS = ("positions", "document_nlls", "document_tokens")  # in the JSON alone
+LISTS = ("positions", "document_nlls", "document_tokens")  # These values are only in the JSON.
 # What follows `text_tokens` are the reasons to leave tokens out; with `tokens` they are all.
 COLUMNS = tuple(dict.fromkeys(["label", "length", "method", *SweepRow.model_fields]))
 COLUMNS = tuple(name for name in COLUMNS if name not in LISTS)
@@ -42,7 +42,7 @@ COLUMNS += tuple(f"left_out_{reason}" for reason in REASONS)
 def sweep(
     models: Sequence[Path | str], lengths: Sequence[int], out: Path | str, **options: Any
 ) -> list[dict[str, Any]]:
-    """Do as `fill_sweep`, with the fields of `Options` in `options`."""
+    """Call `fill_sweep` with the fields of `Options` given as `options`."""
     return fill_sweep(models, Options(lengths=tuple(lengths), **options), Path(out))
 
 

@@ -32,7 +32,7 @@ def load_tokenizers(subjects: Sequence[Subject]) -> list[PreTrainedTokenizerBase
 
 
 def sweep_streams(subjects: Sequence[Subject], asked: Options) -> list[TokenStream]:
-    """Return each model's tokens of the same text; the first model and `largest` fix the range.
+    """Return each model's tokens of the same text; the first model and `largest` fix its range.
 
     Raises:
         UserError: the text has no window of the largest length in a model's own tokens.

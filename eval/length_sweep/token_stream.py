@@ -71,20 +71,20 @@ class TokenStream:
 
     @property
     def scored(self) -> int:
-        """Count the tokens that a model's score is taken over."""
+        """Return the number of scored tokens."""
         if self.spans is not None:
             return sum(stop - start for start, stop in self.spans)
         return len(self.tokens) - 1
 
     @property
     def counts(self) -> dict[str, int]:
-        """Count the tokens scored, and those left out for each reason; together `text_tokens`."""
+        """Return the tokens scored and those omitted by reason; their sum is `text_tokens`."""
         parts = {f"left_out_{reason}": self.left_out.get(reason, 0) for reason in REASONS}
         return {"text_tokens": self.scored + sum(self.left_out.values()), **parts}
 
     @property
     def account(self) -> str:
-        """Describe `counts` in a line for people."""
+        """Return one line that describes `counts`."""
         total = self.counts["text_tokens"]
         parts = [f"{n:,} {REASONS[reason]}" for reason, n in self.left_out.items() if n]
         left_out = f"; left out: {', '.join(parts)}" if parts else ""
@@ -92,7 +92,7 @@ class TokenStream:
 
     @property
     def sha256(self) -> str:
-        """Hash what is scored, so that equal streams are known to be equal."""
+        """Return the hash of the scored tokens."""
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i8").tobytes())
         if self.spans is not None:  # Words and bytes are not those of these tokens.
             digest.update(repr((self.spans, self.num_words, self.num_bytes)).encode())
@@ -116,7 +116,7 @@ class TokenStream:
         ]
 
     def part(self, tokens: np.ndarray, left_out: Mapping[str, int]) -> TokenStream:
-        """Return the stream of other tokens of the text, with what else is left out of it.
+        """Return a stream of other tokens of the text, with further omitted tokens counted.
 
         Bytes and words are exact but for a character or word that is cut at either end.
         """
@@ -181,7 +181,7 @@ class TokenStream:
         return replace(self.part(cut.tokens, left_out), spans=cut.spans)
 
     def _apart(self, parts: Sequence[np.ndarray]) -> TokenStream:
-        """Return the stream of parts that may lack an end; one before each is not scored."""
+        """Return a stream of documents that may lack an end; the one before each is not scored."""
         starts = np.cumsum([0] + [len(part) + 1 for part in parts[:-1]]).tolist()
         spans = tuple((start, start + len(part)) for start, part in zip(starts, parts, strict=True))
         tokens = np.concatenate([each for part in parts for each in ([self.eod_id], part)])

@@ -119,7 +119,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _counted(task: Task, split: str, examples: Examples) -> str:
-    """Describe in a line what a split has, and how many rows the paper's data has."""
+    """Return one line with a split's number of rows, beside the paper's."""
     lengths, parts = examples.lengths, [task.counted(split, len(examples))]
     if len(examples):
         parts.append(f"length {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}")
@@ -145,7 +145,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def make_cell(arguments: argparse.Namespace) -> Cell:
-    """Make the cell that options of `run` name; what they leave out is the task's in the paper."""
+    """Build the cell of `run`'s options; omitted ones have the paper's values for the task."""
     task, place = _task_and_place(arguments)
     values = vars(arguments)
     if "pool" in values and task.scored:

@@ -65,7 +65,7 @@ def with_option(specification: str, option: str) -> str:
 
 
 def fitted(mixer: str, task: str) -> str:
-    """Make a mixer with the paper's widths and bounds for a task, where it names none."""
+    """Return a mixer with the paper's widths and bounds for a task, unless it gives its own."""
     name, given = parse_specification(mixer)
     options = mixers.VARIANTS.get(name, {}) | given
     if options.get("values", "none") != "none" and task in _WIDTHS and "width" not in given:
@@ -163,7 +163,7 @@ class Cell(cell.Cell):
         return {"task": self.make_task().describe(), "mixer": self.make_mixer().describe()}
 
     def rows_of(self, split: str) -> int:
-        """Count a split's rows at most, before data are looked at."""
+        """Return the most rows of a split, before data are read."""
         chosen, task = getattr(self, f"{split}_rows"), self.make_task()
         there = getattr(task, split, None) or task.official.get(split)
         there = there or task.official.get("test") or 0  # of a held-out tenth, more than enough
@@ -191,14 +191,14 @@ class Cell(cell.Cell):
         return f"{record['metric']} {record['value']:.4f}"
 
     def origins(self) -> dict[str, Any]:
-        """Return where each split is from today, as a record would say it."""
+        """Return the current origin of each split, in the form of records."""
         task = self.make_task()
         found = {split: dict(task.load(split, self.place).origin) for split in SPLITS}
         return json.loads(json.dumps(found))
 
 
 def check_origins(cells: Iterable[Cell], out: Path) -> None:
-    """Check that what is finished of these cells was made from the data of their place.
+    """Check that finished cells were trained on the data that is there now.
 
     Only tasks that read files are compared with what is there; all cells of a task with each other.
 

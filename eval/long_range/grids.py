@@ -21,7 +21,7 @@ from eval.long_range import mixers
 from eval.long_range.cell import Cell, check_origins, fitted, recipe_of, with_option
 from eval.long_range.tasks import Place, Task, check_read, make_task
 
-_SHARE = 0.9  # of the best model, which steps are counted to
+_SHARE = 0.9  # Steps are counted until this share of the best model's score.
 LEARNS = {"cummax": 0.95, "cumsum": 0.95, "select": 0.9}  # R² that the first model must have
 GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
 _DEVIATIONS = 5  # of an accuracy
@@ -223,7 +223,7 @@ def _row(
 
 
 def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
-    """Yield the cells of a line, and what its axis is."""
+    """Yield the cells of a line, and the name of its axis."""
     if figure == "context":
         for chunk in scale.chunks:
             yield replace(cell, mixer=with_option(cell.mixer, f"chunk={chunk}")), "chunk"
@@ -238,7 +238,7 @@ def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
 
 
 def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
-    """Return where a run with its record stands on the figure's axis."""
+    """Return a run's position on the figure's axis."""
     if run.across == "rows":
         return record["data"]["train"]["rows"]
     if run.across == "chunk":
@@ -294,7 +294,7 @@ def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -
 
 
 def _means(of_row: Rows) -> dict[str, float]:
-    """Return each line's mean over seeds, in order; of several cells, at their best."""
+    """Return each line's mean over seeds, in order; for several cells, the best."""
     values: dict[str, dict[Any, list[float]]] = {}
     for run, record in of_row:
         if run.line != NEGATIVE:
@@ -304,12 +304,12 @@ def _means(of_row: Rows) -> dict[str, float]:
 
 
 def _bound(record: dict[str, Any], share: float) -> float:
-    """Return a share of correct answers and five deviations of a test's accuracy at it."""
+    """Return a share of correct answers plus five standard deviations of a test's accuracy."""
     return share + _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
 
 
 def _guessed(record: dict[str, Any]) -> float:
-    """Return what a model that knows nothing of a row reaches at most."""
+    """Return the highest accuracy of a model that knows nothing of a row."""
     return _bound(record, record["data"]["test"]["most_frequent"])
 
 
@@ -326,7 +326,7 @@ def _at_most(row: str, what: str, mixer: str, value: float, bound: float) -> Con
 
 
 def steps_and_tasks(rows: Rows) -> dict[str, Any]:
-    """Return each task's facts, and the steps of each line until validation was at its level.
+    """Return the facts of each task, and the steps of each line to the required score.
 
     The level is the same for all lines of a task: nine tenths of the largest mean of a test.
     """
@@ -360,7 +360,7 @@ def steps_and_tasks(rows: Rows) -> dict[str, Any]:
 
 
 def steps_to(record: Mapping[str, Any], level: float | None) -> int | None:
-    """Count the steps until validation was at a level for the first time; None if it never was."""
+    """Return the first step with at least this validation score; None if there is none."""
     if level is None:
         return None
     return next((p["step"] for p in record["history"] if p["value"] >= level), None)

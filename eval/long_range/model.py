@@ -135,7 +135,7 @@ class Attention(nn.Module):
         return self.out_proj(y.flatten(2))
 
     def _visible(self, x: Tensor, real: Tensor | None) -> Tensor | None:
-        """Return what keys a row's queries read, [B or 1, 1, T, T] without memory of its own."""
+        """Return the visible keys of a row's queries, [B or 1, 1, T, T], as a view."""
         if real is None and self.scores is None:
             return None
         time = x.shape[1]
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return real[:, None, None].expand(len(real), 1, time, time)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend by streams [B, H, T, D], to [B, T, H, D]."""
+        """Attend to streams [B, H, T, D]; return [B, T, H, D]."""
         time, scaling = q.shape[2], q.shape[3] ** -0.5
         if self.scores is not None:
             where = torch.arange(time, device=q.device)[None]
@@ -161,7 +161,7 @@ class Attention(nn.Module):
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """Cut rows [B, T, …] into [B n, size, …], the last chunk filled up."""
+    """Split rows [B, T, …] into padded chunks [B n, size, …]."""
     filled = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % size))
     return filled.unflatten(1, (-1, size)).flatten(0, 1)
 
@@ -249,7 +249,7 @@ class LongRangeModel(nn.Module):
     def forward(
         self, inputs: Tensor, lengths: Tensor, losses: list[Tensor] | None = None
     ) -> Tensor:
-        """Answer.
+        """Return the logits or values of rows.
 
         Args:
             inputs: [n, T] ids or [n, T, channels]; of two towers [n, 2, T].
@@ -299,7 +299,7 @@ def _check_lengths(name: str, mixer: Mixer, task: Task) -> None:
 
 
 def _positions(mixer: Mixer, length: int, width: int) -> Tensor | None:
-    """Make the table that is added to embeddings, [T, C]: sinusoidal, learned or none."""
+    """Return the position table added to embeddings, [T, C]: sinusoidal, learned or None."""
     if mixer.learned_positions:
         return nn.Parameter(torch.randn(length, width) * 0.02)
     if mixer.kind is not KIND or mixer.options.position != "sinusoidal":

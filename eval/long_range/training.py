@@ -29,7 +29,7 @@ _ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
 
 
 def _load(cell: Cell, task: Task, split: str) -> Examples:
-    """Return a split's rows, or those that the cell takes of them."""
+    """Return the rows of a split, as far as the cell uses them."""
     examples = task.load(split, cell.place)
     count, there = getattr(cell, f"{split}_rows"), len(examples)
     if not there:
@@ -68,7 +68,7 @@ class Trial(training.Trial):
             self.examples["train"] = self._exchanged("train")
 
     def _exchanged(self, split: str) -> Examples:
-        """Return a split whose rows have others' inputs, as a control."""
+        """Return a split with permuted inputs, as a control."""
         whole = self.examples[split]
         if whole.labels is None:
             raise UserError(f"is_shuffled: {self.cell.task} has no classes to exchange")
@@ -115,7 +115,7 @@ class Trial(training.Trial):
             self.schedule.step(self.history[-1]["value"])
 
     def measure(self, split: str) -> dict[str, float]:
-        """Return the task's number for a split as `value`: accuracy, or R²."""
+        """Return the task's metric on a split as `value`: accuracy, or R²."""
         return {"value": measure(self.model, self.examples[split], 2 * self.cell.batch_size)}
 
     def measure_exchanged(self) -> float | None:
@@ -180,7 +180,7 @@ def _tensors(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def most_frequent(examples: Examples) -> float | None:
-    """Return the share of the most frequent class; None where values are predicted."""
+    """Return the share of the most frequent class; None for regression."""
     if examples.labels is None:
         return None
     return float(np.bincount(examples.labels).max() / len(examples))

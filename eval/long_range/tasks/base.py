@@ -138,13 +138,13 @@ class Task(tasks.Task):
         raise NotImplementedError
 
     def counted(self, split: str, rows: int) -> str:
-        """Count a split's rows in words, beside those of the paper's data where these differ."""
+        """Return a split's number of rows in words, beside the paper's where they differ."""
         official = self.official.get(split) or rows
         beside = f" (official: {official:,})" if official != rows else ""
         return f"{split}: {rows:,} rows{beside}"
 
     def shown(self, inputs: np.ndarray, origin: Mapping[str, Any]) -> str:
-        """Write one sequence [T] or [T, channels] of examples of this origin for people."""
+        """Format one sequence [T] or [T, channels] for display."""
         lines = inputs.T if inputs.ndim == 2 else [inputs]
         return "\n".join(" ".join(f"{value:.4g}" for value in line) for line in lines)
 

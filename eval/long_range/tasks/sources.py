@@ -40,7 +40,7 @@ class Source:
     revision: str = ""
 
     def refuse(self, where: Path | str, what: str) -> NoReturn:
-        """Raise the one line about a file or folder."""
+        """Raise a UserError about a file or folder."""
         raise UserError(f"{where}: {what}; the official one is had at {self.had}")
 
     def find(self, folder: Path | None) -> dict[str, Path]:
@@ -68,7 +68,7 @@ class Source:
             yield from sorted(path.iterdir()) if path.is_dir() else [path]
 
     def key(self, folder: Path | None) -> dict[str, Any]:
-        """Return what tells this data from other, without reading it."""
+        """Return a key that identifies the data without reading it."""
         if folder is None and self.hub:
             return {"hub": self.hub, "revision": self.revision}
         states = [(*path.parts[-3:], path.stat()) for path in self._every_file(folder)]
@@ -122,6 +122,6 @@ class Source:
 
 
 def _either(path: Path) -> Path | None:
-    """Return a path, or that of the unpacked file; None where neither is there."""
+    """Return the path, or that of the unpacked file; None if neither exists."""
     unpacked = path.with_name(path.name.removesuffix(".gz"))
     return next((each for each in (path, unpacked) if each.exists()), None)
