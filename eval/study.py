@@ -89,7 +89,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the study that is asked for."""
     from eval.lab.run import run_study
-    from eval.lab.study import Asked
+    from eval.lab.study import StudyOptions
     from eval.studies import STUDIES
 
     study = STUDIES.get(arguments.name)
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
     if "long_range" in study.options:
         more |= _long_range(arguments)
     chosen = (tuple(more.pop(name, ())) for name in ("models", "rows", "columns"))
-    asked = Asked(arguments.scale, arguments.seeds, *chosen, more)
+    asked = StudyOptions(arguments.scale, arguments.seeds, *chosen, more)
     if run_study(study, asked, arguments.out, execution_of(arguments)):
         print(arguments.out / f"{study.name}.md")
 

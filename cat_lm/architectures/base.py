@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cat_lm.model.attention import Objective
-from cat_lm.model.attention.settings import renamed
+from cat_lm.model.attention.settings import rename_parameter
 from cat_lm.model.hf.sections.base import ModelSection
 from cat_lm.model.rules import tap_problems
 
@@ -159,7 +159,7 @@ class Architecture:
         if re.search(self.old_constants, name):
             return None
         convolved = bool(getattr(config, "convolved_streams", ""))
-        return renamed(name, self.config_class().renamings(convolved))
+        return rename_parameter(name, self.config_class().renamings(convolved))
 
     # Sections
 

@@ -136,14 +136,14 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
     ) -> Tensor:
         ctx.way = received, sent, group
-        return _exchanged(x, sent, received, group)
+        return _exchange_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _Exchange.apply(gradient, *ctx.way), None, None, None
 
 
-def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+def _exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
     """Send the next `sent[r]` rows to rank r, and return the `received[r]` rows from each, in
     order.
     """

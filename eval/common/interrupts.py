@@ -37,7 +37,7 @@ def terminated_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, _: object) -> None:
         raise Stopped(number)
 
-    with _handled(_ENDING, interrupt):
+    with _set_handlers(_ENDING, interrupt):
         yield
 
 
@@ -55,7 +55,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
     """
     came: list[int] = []
     # These handlers only record the signal: an exception could come before the process is known.
-    with _handled(_ENDING, lambda number, _: came.append(number)):
+    with _set_handlers(_ENDING, lambda number, _: came.append(number)):
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, start_new_session=True, **options
         )
@@ -75,7 +75,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
 
 
 @contextmanager
-def held(out: Path) -> Iterator[Lock]:
+def lock_folder(out: Path) -> Iterator[Lock]:
     """Lock a study's folder for this call and the processes that it starts.
 
     These inherit the lock: after a `kill -9` of this program its commands go on, and a new call
@@ -96,7 +96,7 @@ def held(out: Path) -> Iterator[Lock]:
 
 
 @contextmanager
-def _handled(numbers: Sequence[int], handler: Any) -> Iterator[None]:
+def _set_handlers(numbers: Sequence[int], handler: Any) -> Iterator[None]:
     """Set `handler` for signals, but for those that this process was started to ignore (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def aligned(
+def align_columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> str:
     """Lay a table out in columns as wide as their widest cell.

@@ -102,7 +102,7 @@ def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
         kinds[cell.kind].append(cell)
     groups = []
     for kind, alike in kinds.items():
-        most = execution.stack or (_fitting(kind, execution) if len(alike) > 1 else 1)
+        most = execution.stack or (_models_that_fit(kind, execution) if len(alike) > 1 else 1)
         count = -(-len(alike) // most)  # Stacks are as even as possible.
         groups += [
             alike[i * len(alike) // count : (i + 1) * len(alike) // count] for i in range(count)
@@ -110,7 +110,7 @@ def stacks(todo: Sequence[Cell], execution: Execution) -> list[list[Cell]]:
     return groups
 
 
-def _fitting(cell: Cell, execution: Execution) -> int:
+def _models_that_fit(cell: Cell, execution: Execution) -> int:
     """Return how many models fit into memory beside the other workers'."""
     if torch.device(execution.device).type != "cuda":
         return 1

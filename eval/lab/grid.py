@@ -50,7 +50,7 @@ def choose(tried: Mapping[float, float]) -> Choice:
     return Choice(rate, tried, len(rates) > 1 and rate in (rates[0], rates[-1]))
 
 
-def beyond(choice: Choice) -> float | None:
+def next_rate(choice: Choice) -> float | None:
     """Return the next rate of LADDER beyond the boundary that a choice lies on; None inside the
     grid.
     """
@@ -87,7 +87,7 @@ def run_tuned(
     return [(run, _finished(out, run.cell), choice) for run, choice in reported]
 
 
-def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
+def planned_runs(places: Sequence[Place], out: Path) -> list[Run]:
     """Return all runs of places that are known before they begin."""
     trials, later = _planned(places, out)
     return [*trials, *later]
@@ -95,7 +95,7 @@ def foreseen(places: Sequence[Place], out: Path) -> list[Run]:
 
 def all_records(places: Sequence[Place], out: Path) -> Iterator[dict[str, Any]]:
     """Read the records of all runs of finished places, those that chose rates among them."""
-    return (_finished(out, run.cell) for run in foreseen(places, out))
+    return (_finished(out, run.cell) for run in planned_runs(places, out))
 
 
 def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def _finished(out: Path, cell: Cell) -> dict[str, Any] | None:
 
 def _planned(places: Sequence[Place], out: Path) -> tuple[list[Run], list[Run]]:
     trials = [run for place in places for run in _trials(place)]
-    return trials, [run for place in places for run in _later(place, out)]
+    return trials, [run for place in places for run in _final_runs(place, out)]
 
 
 def _trials(place: Place) -> list[Run]:
@@ -118,7 +118,7 @@ def _reported(place: Place, rate: float) -> list[Run]:
     return [place.at(rate, seed) for seed in range(place.seeds)]
 
 
-def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
+def _tuning_scores(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
     """Return the score of each rate; None unless all runs are finished."""
     scores: dict[float, list[float]] = {}
     for run in runs:
@@ -132,8 +132,8 @@ def _tried(runs: Sequence[Run], out: Path) -> dict[float, float] | None:
 
 def _beyond(place: Place, out: Path) -> list[Run]:
     """Return the trials beyond the grid's boundary, if the best rate lies on it."""
-    tried = _tried(_trials(place), out)
-    rate = beyond(choose(tried)) if tried else None
+    tried = _tuning_scores(_trials(place), out)
+    rate = next_rate(choose(tried)) if tried else None
     return [] if rate is None else place.tried_at(rate)
 
 
@@ -142,16 +142,16 @@ def _choice(place: Place, out: Path) -> Choice | None:
     trials = _trials(place)
     if not trials:
         return Choice(place.rates[0], {}, False)
-    tried = _tried([*trials, *_beyond(place, out)], out)
+    tried = _tuning_scores([*trials, *_beyond(place, out)], out)
     return choose(tried) if tried else None
 
 
-def _later(place: Place, out: Path) -> list[Run]:
+def _final_runs(place: Place, out: Path) -> list[Run]:
     """Return the runs after the trials; equally expensive ones while they are unknown."""
     choice = _choice(place, out)
     if choice is not None:
         return [*_beyond(place, out), *_reported(place, choice.rate)]
     wider = _beyond(place, out)
-    if not wider and _tried(_trials(place), out) is None:
+    if not wider and _tuning_scores(_trials(place), out) is None:
         wider = place.tried_at(LADDER[-1])
     return [*wider, *_reported(place, place.rates[len(place.rates) // 2])]

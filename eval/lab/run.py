@@ -13,23 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.files import finite, write_json, write_text
 from cat_lm.core.outputs import PICTURES, claim_outputs, named
-from eval.common.interrupts import held
+from eval.common.interrupts import lock_folder
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
 from eval.lab.contrasts import compute
 from eval.lab.execution import Execution
 from eval.lab.figures import draw
 from eval.lab.frame import Found, Line, diverged_runs, frame, gather_lines, origin_of
-from eval.lab.grid import all_records, foreseen, run_tuned
+from eval.lab.grid import all_records, planned_runs, run_tuned
 from eval.lab.page import report, warnings
 from eval.lab.places import CONTROL, TUNING_SEED, Place
-from eval.lab.study import Asked, Study
+from eval.lab.study import Study, StudyOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> dict[str, Any] | None:
+def run_study(
+    study: Study, asked: StudyOptions, out: Path, execution: Execution
+) -> dict[str, Any] | None:
     """Estimate the time, run what is not finished, and write the study's files.
 
     Returns:
@@ -40,11 +42,11 @@ def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> di
     """
     places = study.places(asked)
     # An estimate may read a folder that another call is using.
-    with nullcontext() if execution.estimate_only else held(out):
+    with nullcontext() if execution.estimate_only else lock_folder(out):
         if not execution.estimate_only:
             claim_outputs(out, f"{study.name}.json", named(study.name, ".md", ".csv", *PICTURES))
         if study.check is not None:
-            study.check([run.cell for run in foreseen(places, out)], out)
+            study.check([run.cell for run in planned_runs(places, out)], out)
         found = run_tuned(f"{study.name} at {asked.scale} scale", places, out, execution)
         if found is None:
             return None
@@ -57,14 +59,14 @@ def run_study(study: Study, asked: Asked, out: Path, execution: Execution) -> di
 
 
 def summarise(
-    study: Study, asked: Asked, places: Sequence[Place], found: Found
+    study: Study, asked: StudyOptions, places: Sequence[Place], found: Found
 ) -> tuple[dict[str, Any], list[Line]]:
     """Return the record of finished runs, and its lines with the values of their documents."""
     rows = [(run, record) for run, record, _ in found]
     lines = gather_lines(found, study.values)
     shown = [line for line in lines if line["row"] != CONTROL]
     known, there = (
-        _names(of) for of in (study.places(Asked(asked.scale, more=asked.more)), places)
+        _names(of) for of in (study.places(StudyOptions(asked.scale, more=asked.more)), places)
     )
     record = {
         "format": 1,

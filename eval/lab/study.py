@@ -21,7 +21,7 @@ Rows = Sequence[tuple[Run, Record]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class StudyOptions:
     """The options that a command passes to a study.
 
     Attributes:
@@ -99,12 +99,12 @@ class Study:
         tables, pictures: further ones of a record, the latter by the end of their files' names.
         check: looks at finished cells, before and after the runs; raises UserError.
         solved: the value from which a run counts as having found its task.
-        options: of `Asked` and of the command that the study takes; scales: that it has.
+        options: of `StudyOptions` and of the command that the study takes; scales: that it has.
     """
 
     name: str
     title: str
-    places: Callable[[Asked], list[Place]]
+    places: Callable[[StudyOptions], list[Place]]
     values: Values
     source: str = ""
     claim: str = ""

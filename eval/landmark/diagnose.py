@@ -30,7 +30,7 @@ from cat_lm.core.outputs import PICTURES, claim_outputs, named
 from cat_lm.pretrained.loading import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
-from eval.common.text_table import aligned
+from eval.common.text_table import align_columns
 from eval.landmark.options import Questions
 from eval.length_sweep.cells import Subject
 from eval.length_sweep.options import Options
@@ -216,7 +216,7 @@ def _weighed(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, 
     return {name: math.fsum(row["far"] * row[name] for row in rows) / total for name in names}
 
 
-def bears(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
+def tolerated_sizes(means: Sequence[dict[str, Any]], wanted: float) -> list[dict[str, Any]]:
     """Return, for each number of blocks, the largest block size with the wanted quality; None
     without one.
     """
@@ -269,7 +269,7 @@ def _write(
         **{name: getattr(questions, name) for name in ("length", "local", "wanted")},
         "rows": rows,
         "means": means,
-        "bears": bears(means, questions.wanted),
+        "bears": tolerated_sizes(means, questions.wanted),
         **provenance(),
     }
     write_json(out / "diagnosis.json", record)
@@ -294,4 +294,4 @@ def table(record: dict[str, Any]) -> str:
         f"{row['caught'] or 'none'} by the weight caught"
         for row in record["bears"]
     ]
-    return "\n".join([aligned(header, lines, left=()), *said])
+    return "\n".join([align_columns(header, lines, left=()), *said])

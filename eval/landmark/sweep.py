@@ -22,7 +22,7 @@ from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.loading import choose_device, model_config, model_folder
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
-from eval.common.text_table import aligned
+from eval.common.text_table import align_columns
 from eval.lab.contrasts import ratio_error
 from eval.lab.store import CellStore
 from eval.landmark.options import LEARNED, STATE, Grid, Selection
@@ -98,10 +98,10 @@ def sweep(
         cells = Cells(out, subject, stream, device, grid)
         for length in sorted(grid.lengths):
             dense = cells.row(length, None)
-            rows.append(dense | _compared(dense, dense))
+            rows.append(dense | _relative_perplexity(dense, dense))
             for choice in grid.choices:
                 row = cells.row(length, choice)
-                rows.append(row | _compared(row, dense))
+                rows.append(row | _relative_perplexity(row, dense))
         _write(out, rows, stream.source)
     _draw(rows, out)
     return rows
@@ -224,7 +224,7 @@ def keys_read(length: int, block: int, top_k: int, local: int) -> tuple[int, int
     return read, length * (length + 1) // 2
 
 
-def _compared(row: dict[str, Any], dense: dict[str, Any]) -> dict[str, float | None]:
+def _relative_perplexity(row: dict[str, Any], dense: dict[str, Any]) -> dict[str, float | None]:
     """Return the relative increase of perplexity over dense attention, and its standard error.
 
     The error is over documents, of the difference.
@@ -268,4 +268,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         parts = (f"{row['share']:.1%}", f"{read:.1%}", f"{row['perplexity']:.4g}")
         lines.append([row["label"], *map(str, (row["length"], *what)), *parts, over * sparse])
     header = ("", "length", "select", "block", "top-k", "keys", "bytes", "perplexity", "over dense")
-    return aligned(header, lines, left=(0, 2))
+    return align_columns(header, lines, left=(0, 2))

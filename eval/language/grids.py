@@ -21,7 +21,7 @@ from eval.lab.cell import finished
 from eval.lab.contrasts import Contrast
 from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
-from eval.lab.study import Asked, Rows, Study, Table, is_finite
+from eval.lab.study import Rows, Study, StudyOptions, Table, is_finite
 from eval.language.cell import NONE, PAPER, YARN, Cell
 from eval.language.models import NOPE, ROOT, configuration, in_order, label
 from eval.language.recalled import BINS, LAST, RARE, RECALL, REST
@@ -117,7 +117,7 @@ def by_position(*contrasts: tuple[Pair, Pair]) -> tuple[tuple[Pair, Pair], ...]:
     return tuple(((a[0], b[0]), (a[1], b[1])) for a, b in contrasts)
 
 
-def places(question: Question, asked: Asked) -> list[Place]:
+def places(question: Question, asked: StudyOptions) -> list[Place]:
     """Return a place for each model.
 
     Raises:
@@ -304,23 +304,23 @@ def contrasts(question: Question, lines: Sequence[Line]) -> list[Contrast]:
         lengths = sorted({x for _, x, _ in at})
         if row == ATTENTION:
             for column in SHARPNESS.values():
-                found += _compared(question, at, (row, column, lengths[0]), pairs, ATTENTION)
+                found += _compare_models(question, at, (row, column, lengths[0]), pairs, ATTENTION)
         elif row == RECALLED:
-            found += _compared(question, at, (row, TRAINED, lengths[0]), pairs)
+            found += _compare_models(question, at, (row, TRAINED, lengths[0]), pairs)
         else:
             trained, longest = int(lengths[-1] / max(question.factors)), lengths[-1]
-            found += _compared(question, at, (row, TRAINED, trained), pairs + gains)
+            found += _compare_models(question, at, (row, TRAINED, trained), pairs + gains)
             for method in question.beyond:
                 place = (row, COLUMNS[method], longest)
-                found += _compared(question, at, place, pairs + gains)
-                found += _grown(question, at, place, trained) if question.growth else []
+                found += _compare_models(question, at, place, pairs + gains)
+                found += _compare_lengths(question, at, place, trained) if question.growth else []
     return found
 
 
 At = dict[tuple[str, int, str], Line]
 
 
-def _compared(
+def _compare_models(
     question: Question,
     at: At,
     place: tuple[str, str, int],
@@ -335,7 +335,7 @@ def _compared(
             yield Contrast(*place, name, tuple(plus), tuple(minus), family)
 
 
-def _grown(
+def _compare_lengths(
     question: Question, at: At, place: tuple[str, str, int], trained: int
 ) -> Iterator[Contrast]:
     """Yield contrasts of each model at a place with itself at the training length."""

@@ -149,7 +149,7 @@ def _draw(rows: list[dict[str, Any]], out: Path) -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return perplexities as aligned text: a line per model and method, a column per length."""
-    from eval.common.text_table import aligned
+    from eval.common.text_table import align_columns
 
     lengths = sorted({row["length"] for row in rows})
     cells = {(row["label"], row["method"], row["length"]): row["perplexity"] for row in rows}
@@ -158,4 +158,4 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         values = [cells.get((label, method, length)) for length in lengths]
         shown = ("n/a" if value is None else f"{value:.4g}" for value in values)
         lines.append([f"{label} ({method})", *shown])
-    return aligned(["", *map(str, lengths)], lines)
+    return align_columns(["", *map(str, lengths)], lines)

@@ -16,7 +16,7 @@ from eval.lab.contrasts import Contrast, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Run
 from eval.lab.places import Place as Point
-from eval.lab.study import Asked, Control, Rows, Study, Table, check_models, choose
+from eval.lab.study import Control, Rows, Study, StudyOptions, Table, check_models, choose
 from eval.long_range import mixers
 from eval.long_range.cell import Cell, check_origins, fitted, recipe_of, with_option
 from eval.long_range.tasks import Place, Task, check_read, make_task
@@ -171,10 +171,10 @@ class Choice:
             raise UserError(f"--protocol {self.protocol}: has no effect on {names}; leave it out")
 
 
-def figure_places(figure: str) -> Callable[[Asked], list[Point]]:
+def figure_places(figure: str) -> Callable[[StudyOptions], list[Point]]:
     """Return a study's `places`: those of a figure's tasks, with their controls."""
 
-    def places(asked: Asked) -> list[Point]:
+    def places(asked: StudyOptions) -> list[Point]:
         scale, choice = SCALES[asked.scale], asked.more.get("long_range", Choice())
         models = check_models(asked.models, mixers.make) or tuple(
             model.format(chunk=scale.chunk) for model in MODELS[figure]
@@ -208,7 +208,9 @@ def _row(
     task = base.make_task()
     rates = tuple(sorted({*scale.rates, base.lr}))
     for model in models:
-        for cell, across in _along(figure, scale, replace(base, mixer=fitted(model, task.name))):
+        for cell, across in _axis_cells(
+            figure, scale, replace(base, mixer=fitted(model, task.name))
+        ):
             yield Point(Run(task.name, "", model, cell, across), rates, seeds)
     nothing, rate = base, (base.lr,)
     if task.classes and base.pool == "last":
@@ -222,7 +224,7 @@ def _row(
         yield Point(Run(CONTROL, task.name, models[0], shuffled), rate, 1)
 
 
-def _along(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
+def _axis_cells(figure: str, scale: Scale, cell: Cell) -> Iterator[tuple[Cell, str]]:
     """Yield the cells of a line, and the name of its axis."""
     if figure == "context":
         for chunk in scale.chunks:
@@ -283,14 +285,14 @@ def _of_values(row: str, of_row: Rows, nothing: dict[str, Any]) -> Iterator[Cont
 def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -> Iterator[Control]:
     best, mean = max(_means(of_row).items(), key=lambda item: item[1])
     share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])  # it may diverge
-    yield _at_least(row, "learns", best, mean, _bound(nothing, share))
+    yield _at_least(row, "learns", best, mean, _accuracy_bound(nothing, share))
     first = next(run.line for run, _ in of_row if run.line != NEGATIVE)
     tested = [record for run, record in of_row if run.line == first]
     most = max(record["exchanged"] for record in tested)
-    yield _at_most(row, "other rows' inputs", first, most, _guessed(tested[0]))
+    yield _at_most(row, "other rows' inputs", first, most, _guessing_accuracy(tested[0]))
     for run, record in beside:
         what = "mixes nothing" if run.line == NEGATIVE else "other rows' labels"
-        yield _at_most(row, what, run.line, record["value"], _guessed(record))
+        yield _at_most(row, what, run.line, record["value"], _guessing_accuracy(record))
 
 
 def _means(of_row: Rows) -> dict[str, float]:
@@ -303,14 +305,14 @@ def _means(of_row: Rows) -> dict[str, float]:
     return {line: max(map(statistics.fmean, cells.values())) for line, cells in values.items()}
 
 
-def _bound(record: dict[str, Any], share: float) -> float:
+def _accuracy_bound(record: dict[str, Any], share: float) -> float:
     """Return a share of correct answers plus five standard deviations of a test's accuracy."""
     return share + _DEVIATIONS * math.sqrt(share * (1 - share) / record["data"]["test"]["rows"])
 
 
-def _guessed(record: dict[str, Any]) -> float:
+def _guessing_accuracy(record: dict[str, Any]) -> float:
     """Return the highest accuracy of a model that knows nothing of a row."""
-    return _bound(record, record["data"]["test"]["most_frequent"])
+    return _accuracy_bound(record, record["data"]["test"]["most_frequent"])
 
 
 def _at_least(row: str, what: str, mixer: str, value: float, bound: float) -> Control:

@@ -173,7 +173,7 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-class OneWay(nn.Module):
+class UnidirectionalMixer(nn.Module):
     """A causal mixer of the registry, which never reads the padding at rows' ends."""
 
     def __init__(self, mixer: Mixer, setting: Setting) -> None:
@@ -185,12 +185,15 @@ class OneWay(nn.Module):
         return self.mixer(x, Context(losses=context.losses))
 
 
-class BothWays(nn.Module):
+class BidirectionalMixer(nn.Module):
     """Two causal mixers of the registry, of which one reads rows from their end; their sum."""
 
     def __init__(self, mixer: Mixer, setting: Setting) -> None:
         super().__init__()
-        self.there, self.back = OneWay(mixer, setting), OneWay(mixer, setting)
+        self.there, self.back = (
+            UnidirectionalMixer(mixer, setting),
+            UnidirectionalMixer(mixer, setting),
+        )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Mix. Padding stands at rows' ends, where neither mixer reads it for a real position."""
@@ -210,7 +213,7 @@ def build_mixer(mixer: Mixer, setting: Setting, is_causal: bool) -> nn.Module:
     if mixer.kind is KIND:
         mixer.check(setting)
         return Attention(mixer.options, setting, is_causal)
-    return (OneWay if is_causal else BothWays)(mixer, setting)
+    return (UnidirectionalMixer if is_causal else BidirectionalMixer)(mixer, setting)
 
 
 class LongRangeModel(nn.Module):

@@ -15,7 +15,7 @@ from cat_lm.mixers import make_mixer
 from eval.lab.contrasts import Contrast, difference_of, first_minus_others
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
-from eval.lab.study import Asked, Control, Rows, Study, check_models, choose, is_finite
+from eval.lab.study import Control, Rows, Study, StudyOptions, check_models, choose, is_finite
 from eval.recall import filter_plots
 from eval.recall.cell import Cell
 from eval.recall.tasks import generate
@@ -167,10 +167,10 @@ LENGTHS_NOTE += ". Items are in proportion to the length, but in the table of as
 Grid = Callable[[Scale], Iterator[Place]]
 
 
-def figure_places(grid: Grid) -> Callable[[Asked], list[Place]]:
+def figure_places(grid: Grid) -> Callable[[StudyOptions], list[Place]]:
     """Return a study's `places`: those of a grid, with the controls of each row."""
 
-    def places(asked: Asked) -> list[Place]:
+    def places(asked: StudyOptions) -> list[Place]:
         scale = SCALES[asked.scale]
         if asked.models:
             models = check_models(asked.models, make_mixer)

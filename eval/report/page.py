@@ -104,7 +104,7 @@ def _grouped(
     return [f"{show(value)} ({', '.join(names)})" for value, names in labels.items()]
 
 
-def unlike(runs: Sequence[Run]) -> list[str]:
+def loss_caveats(runs: Sequence[Run]) -> list[str]:
     """Return why the runs' losses do not measure their models; empty where they do."""
     data = {run.data for run in runs}
     sure = "Not" if len(data - {None}) > 1 else "Not known to be"
@@ -164,7 +164,7 @@ def _lede(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> str:
         text += f" Diverged: {', '.join(diverged)}."
     if not scored:
         return text if diverged else text + " No validation was made."
-    if unlike(runs):
+    if loss_caveats(runs):
         return f"{text} Why their held-out losses are not compared is said below the table."
     best = min(scored, key=lambda row: row["val_loss"])
     subject = "Held-out loss" if len(runs) == 1 else f"Lowest held-out loss: {best['run']},"
@@ -186,7 +186,7 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
         ("tokens", ("tokens", ""), short_count, False),
         ("tokens_per_second", ("training", "tokens/s"), "{:,.0f}".format, False),
     ]
-    comparable = len(runs) > 1 and not unlike(runs)
+    comparable = len(runs) > 1 and not loss_caveats(runs)
     lines = []
     for run, row in zip(runs, summary, strict=True):
         cells = []
@@ -213,7 +213,7 @@ def _results(runs: Sequence[Run], summary: Sequence[dict[str, Any]]) -> dict[str
 
 def _notes(runs: Sequence[Run]) -> list[str]:
     notes = []
-    if reasons := unlike(runs):
+    if reasons := loss_caveats(runs):
         notes.append(f"No value is marked as the best. {' '.join(reasons)}")
     elif len(runs) > 1:
         notes.append("Best values are bold. One seed each: small differences are not findings.")

@@ -83,7 +83,7 @@ def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns, dtype=object)
 
 
-def marks(rows: pd.DataFrame) -> pd.DataFrame:
+def best_and_second(rows: pd.DataFrame) -> pd.DataFrame:
     """Return "best", "second" or "" for each value; equal values share a mark."""
     found = pd.DataFrame("", index=rows.index, columns=COLUMNS)
     for column in COLUMNS:
@@ -95,7 +95,7 @@ def marks(rows: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
-def _shown(column: str, value: Any) -> str:
+def _format_value(column: str, value: Any) -> str:
     """Show as many digits as the paper prints; an accuracy as a fraction."""
     if pd.isna(value):
         return "–"
@@ -109,13 +109,13 @@ def groups(ours: pd.DataFrame, theirs: pd.DataFrame) -> list[dict[str, Any]]:
         ("Runs of this report", ours),
         ("Printed in the paper, not measured here", theirs),
     ):
-        marked, shown = marks(rows), []
+        marked, shown = best_and_second(rows), []
         for index, row in rows.iterrows():
             errors = {column: row[f"{column}_stderr"] for column in COLUMNS}
             cells = [
                 {
-                    "text": _shown(column, row[column]),
-                    "error": "" if pd.isna(error) else _shown(column, error),
+                    "text": _format_value(column, row[column]),
+                    "error": "" if pd.isna(error) else _format_value(column, error),
                     "mark": marked.loc[index, column],
                 }
                 for column, error in errors.items()

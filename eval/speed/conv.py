@@ -89,7 +89,7 @@ def measure(case: ConvCase, options: ConvOptions, copy_rate: float) -> dict[str,
     for contender in contenders:
         name = contender.kernel.name
         rows[name] = {"kernel": name, "timed": contender.kernel.timed}
-        rows[name] |= _checked(contender, expected, case.dtype)
+        rows[name] |= _check_results(contender, expected, case.dtype)
         if rows[name]["refused"] is None:
             calls |= {(name, direction): getattr(contender, direction) for direction in DIRECTIONS}
     device = torch.device(case.device)
@@ -138,7 +138,9 @@ def against_rival(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str,
     return found
 
 
-def _checked(contender: Contender, expected: Mapping[str, Tensor], dtype: str) -> dict[str, Any]:
+def _check_results(
+    contender: Contender, expected: Mapping[str, Tensor], dtype: str
+) -> dict[str, Any]:
     """Return the `errors` of a contender's results, and why it is `refused`, or None."""
     # Memory that is handed out again now holds no number: an element that is never written shows.
     for tensor in expected.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.common.text_table import aligned
+from eval.common.text_table import align_columns
 
 
 def table(record: dict[str, Any]) -> str:
@@ -29,7 +29,7 @@ def _conv_table(record: dict[str, Any]) -> str:
         )
         timed = [row for row in result["kernels"] if not row["refused"]]
         if timed:
-            lines.append(aligned(header, [_conv_cells(row) for row in timed]))
+            lines.append(align_columns(header, [_conv_cells(row) for row in timed]))
         refused = [row for row in result["kernels"] if row["refused"]]
         lines += [f"refused: {row['kernel']}: {row['refused']}" for row in refused]
         lines += [f"absent: {name}: {reason}" for name, reason in result["absent"].items()]
@@ -70,7 +70,7 @@ def _train_table(record: dict[str, Any]) -> str:
         memory = f"{row['peak_memory_bytes'] / 2**20:.0f}"
         speed = (f"{row['tokens_per_second']:.0f}", f"{slow}-{fast}")
         rows.append((row["model"], *speed, *ratios, mfu, memory))
-    return f"{title}\n{aligned(header, rows)}"
+    return f"{title}\n{align_columns(header, rows)}"
 
 
 def _decode_table(record: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def _decode_table(record: dict[str, Any]) -> str:
         for row in record["results"]
     ]
     how = "of shortest: cached tokens/s in parts of those after the model's shortest prompt"
-    return "\n".join([title, aligned(header, rows), how])
+    return "\n".join([title, align_columns(header, rows), how])
 
 
 def _rate(values: dict[str, Any]) -> str:

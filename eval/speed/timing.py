@@ -183,7 +183,7 @@ def _time_on_gpu(
             call()
         torch.cuda.synchronize(device)
         replays[name], timings[name] = (
-            _captured(call) if alone else (call, Timing(cuda_graph=False))
+            _capture_graph(call) if alone else (call, Timing(cuda_graph=False))
         )
         events[name] = []
     for _ in rounds(repeats, title):
@@ -201,7 +201,7 @@ def _time_on_gpu(
     return timings
 
 
-def _captured(call: Callable[[], Any]) -> tuple[Callable[[], Any], Timing]:
+def _capture_graph(call: Callable[[], Any]) -> tuple[Callable[[], Any], Timing]:
     """Return the replay of the call's CUDA graph, or the call where it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -21,7 +21,7 @@ from cat_lm.data.manifest import read_manifest
 from eval.lab.contrasts import compare_pairs
 from eval.lab.frame import Record
 from eval.lab.places import Place, Run
-from eval.lab.study import Asked, Rows, Study
+from eval.lab.study import Rows, Study, StudyOptions
 from eval.landmark.diagnose import retrieval_points
 from eval.landmark.options import LEARNED, SELECTORS
 from eval.landmark.sweep import DENSE
@@ -119,7 +119,7 @@ class Cell(language.Cell):
         return super().tested_rows * (1 + len(self.select) * len(self.top_k))
 
 
-def places(asked: Asked) -> list[Place]:
+def places(asked: StudyOptions) -> list[Place]:
     """Return a place for each model's training, and each of its selectors.
 
     Raises:

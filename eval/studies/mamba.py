@@ -17,7 +17,7 @@ from typing import NamedTuple
 from eval.lab.contrasts import Contrast, compare_pairs
 from eval.lab.frame import Line, Record
 from eval.lab.places import CONTROL, NEGATIVE, Place, Run
-from eval.lab.study import Asked, Control, Rows, Study
+from eval.lab.study import Control, Rows, Study, StudyOptions
 from eval.recall.cell import Cell
 
 FOUND = 0.9  # accuracy above which a run counts as having found its task
@@ -51,7 +51,9 @@ class Scale(NamedTuple):
     how: dict[str, int]
 
 
-def _how(d_model: int, rows: int, epochs: int, batch_size: int, eval_steps: int) -> dict[str, int]:
+def _cell_options(
+    d_model: int, rows: int, epochs: int, batch_size: int, eval_steps: int
+) -> dict[str, int]:
     """Return options of a cell, with `eval_steps` steps between two looks at the accuracy."""
     sizes = {"d_model": d_model, "train_examples": rows, "epochs": epochs}
     return sizes | {"batch_size": batch_size, "eval_steps": eval_steps}
@@ -59,9 +61,9 @@ def _how(d_model: int, rows: int, epochs: int, batch_size: int, eval_steps: int)
 
 _PAPER_RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 SCALES = {
-    "smoke": Scale(64, (8,), (3e-3, 1e-2), 1, _how(16, 128, 2, 32, 4)),
-    "cpu": Scale(128, (16,), (1e-3, 3e-3, 1e-2, 3e-2), 3, _how(64, 16_000, 48, 64, 125)),
-    "paper": Scale(8192, (64, 128), _PAPER_RATES, 3, _how(64, 100_000, 64, 512, 195)),
+    "smoke": Scale(64, (8,), (3e-3, 1e-2), 1, _cell_options(16, 128, 2, 32, 4)),
+    "cpu": Scale(128, (16,), (1e-3, 3e-3, 1e-2, 3e-2), 3, _cell_options(64, 16_000, 48, 64, 125)),
+    "paper": Scale(8192, (64, 128), _PAPER_RATES, 3, _cell_options(64, 100_000, 64, 512, 195)),
 }
 
 
@@ -69,7 +71,7 @@ def _name(dropout: float, start: str) -> str:
     return f"dropout {dropout:g}, start {start}"
 
 
-def places(asked: Asked) -> list[Place]:
+def places(asked: StudyOptions) -> list[Place]:
     """Return a row a length, a line a dropout and a start, and the controls of each length."""
     scale = SCALES[asked.scale]
     task = f"mqar:vocab_size={scale.vocab_size}"

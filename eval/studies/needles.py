@@ -6,7 +6,7 @@ from functools import partial
 
 from eval.lab.contrasts import first_minus_others
 from eval.lab.places import NEGATIVE, Place, Run
-from eval.lab.study import Asked, Study
+from eval.lab.study import Study, StudyOptions
 from eval.recall.cell import Cell
 from eval.recall.grids import controls, values
 
@@ -20,7 +20,7 @@ SCALES = {
 }
 
 
-def places(asked: Asked) -> list[Place]:
+def places(asked: StudyOptions) -> list[Place]:
     """Return a place for each model; no mixing is the negative control."""
     vocabulary, width, length, tested, examples, epochs, rates, seeds = SCALES[asked.scale]
     found = []

@@ -25,7 +25,7 @@ from cat_lm.data.manifest import read_manifest
 from eval.lab.contrasts import Contrast
 from eval.lab.frame import Line, Record
 from eval.lab.places import Place, Run
-from eval.lab.study import Asked, Study, choose
+from eval.lab.study import Study, StudyOptions, choose
 from eval.recall.cell import Cell
 from eval.recall.language import LanguageCell, check_documents
 
@@ -126,7 +126,7 @@ def specification(mixer: str, conv_type: str, line: Streams) -> str:
     return ",".join(options + ["shared_kv=true"] * line.shared_kv)
 
 
-def places(asked: Asked) -> list[Place]:
+def places(asked: StudyOptions) -> list[Place]:
     """Return a row for recall and one a text, and a column for each mixer and kind of filter.
 
     Raises:

@@ -62,8 +62,8 @@ class TaskScores(Callback):
             self._run.record(record)
 
     def _scores(self, step: int, scorer: Scorer) -> dict[str, Any]:
-        from eval.zero_shot.harness_model import agreed
-        from eval.zero_shot.run import described, score
+        from eval.zero_shot.harness_model import raise_on_all_ranks
+        from eval.zero_shot.run import describe_values, score
 
         run, record = self._run, {"step": step, "tokens": step * self._run.config.tokens_per_step}
         for name, task in self._tasks.items():
@@ -71,14 +71,14 @@ class TaskScores(Callback):
                 run.log(f"step {step}: a signal came before task {name}")
                 break
             try:
-                with quiet(), agreed(scorer.ranks):
+                with quiet(), raise_on_all_ranks(scorer.ranks):
                     values, _ = score(name, task, scorer, self._settings)
             except UserError as error:
                 run.log(f"step {step}: {error}")
                 continue
             run.watchdog.progress(f"task {name}")
             if values is not None:
-                run.log(f"step {step}: task {name}: {described(values)}")
+                run.log(f"step {step}: task {name}: {describe_values(values)}")
                 record |= {f"tasks/{name}/{m}": value for m, value in values["metrics"].items()}
         return record
 

@@ -111,7 +111,7 @@ class Scorer(HFLM):
         how = {"mininterval": seconds, "delay": seconds, "leave": False}
         # The environment silences the harness's own bars, but none that says so itself.
         how |= {"desc": self._task, "unit": f" {unit}", "disable": self.rank != 0}
-        with tqdm(total=total, **how) as self._bar, agreed(self.ranks):
+        with tqdm(total=total, **how) as self._bar, raise_on_all_ranks(self.ranks):
             yield
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
@@ -156,7 +156,7 @@ class Scorer(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         if override_bs is None:  # Else these are windows, which are as long as the context.
-            with agreed(self.ranks):
+            with raise_on_all_ranks(self.ranks):
                 longest = max((len(continuation) for *_, continuation in requests), default=0)
                 if longest > self.max_length:
                     raise UserError(
@@ -199,7 +199,7 @@ class Scorer(HFLM):
         The harness joins the ranks' lists end to end, but bootstrapped errors depend on the order.
         """
         parts = super().gather_object(obj, dst)
-        return [_interleaved(parts)] + [_emptied(parts[0])] * (len(parts) - 1) if parts else parts
+        return [_interleave(parts)] + [_emptied(parts[0])] * (len(parts) - 1) if parts else parts
 
     def _batch_size_for_cpu(self) -> int:
         """Return the rows whose logits (three copies in fp32) take a quarter of free memory."""
@@ -252,7 +252,7 @@ def launched_accelerator(device: str) -> Accelerator | None:
 
 
 @contextlib.contextmanager
-def agreed(accelerator: Accelerator | None) -> Iterator[None]:
+def raise_on_all_ranks(accelerator: Accelerator | None) -> Iterator[None]:
     """Make an error inside the block on one rank a UserError on all, which else would wait for it.
 
     Every rank must enter; in the block no rank may wait for others before it can have failed.
@@ -280,10 +280,10 @@ def agreed(accelerator: Accelerator | None) -> Iterator[None]:
             raise UserError(said if rank == 0 else f"rank {rank}: {said}") from None
 
 
-def _interleaved(parts: Sequence[Any]) -> Any:
+def _interleave(parts: Sequence[Any]) -> Any:
     """Join nested mappings of lists by taking elements in turn."""
     if isinstance(parts[0], dict):
-        return {key: _interleaved([part[key] for part in parts]) for key in parts[0]}
+        return {key: _interleave([part[key] for part in parts]) for key in parts[0]}
     missing = object()
     turns = itertools.zip_longest(*parts, fillvalue=missing)
     return [value for turn in turns for value in turn if value is not missing]

@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import atomic_write, write_json, write_text
 from cat_lm.core.readers import Versioned
 from eval.common.result_files import TaskValues, ZeroShot, read_result
-from eval.common.text_table import aligned
+from eval.common.text_table import align_columns
 from eval.lab.store import CellStore, key_hash
 
 RESULT, TABLE = "zero_shot.json", "zero_shot.csv"
@@ -56,7 +56,7 @@ class Place:
         values = self._store.read_intact(self._cell, lambda values: values["key"] == self.key)
         if values is not None:
             where = self._store.path(self._cell)
-            line = f"{self.name}: finished before, read from {where} ({counted(values)})"
+            line = f"{self.name}: finished before, read from {where} ({describe_counts(values)})"
             print(line, file=sys.stderr)
         return values
 
@@ -70,7 +70,7 @@ class Place:
         self._store.write(self._cell, values)
 
 
-def counted(values: Mapping[str, Any]) -> str:
+def describe_counts(values: Mapping[str, Any]) -> str:
     """Return what was scored of a task and what was left out."""
     parts = [f"{values['n']} of {values['rows']} rows scored"]
     for reason, rows in values["left_out"].items():
@@ -123,7 +123,9 @@ def table(result: Mapping[str, Any]) -> str:
         (task, metric, number(value), "" if error is None else f"± {number(error)}", str(n), str(v))
         for task, metric, value, error, n, v in _lines(result, "of 7 accuracies")
     ]
-    return aligned(("task", "metric", "value", "± stderr", "rows", "version"), lines, (0, 1, 3))
+    return align_columns(
+        ("task", "metric", "value", "± stderr", "rows", "version"), lines, (0, 1, 3)
+    )
 
 
 def _lines(result: Mapping[str, Any], of_average: str) -> Iterator[tuple[Any, ...]]:

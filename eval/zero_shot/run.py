@@ -43,12 +43,12 @@ from cat_lm.pretrained.loading import (
 from eval.common.models import folder_sha256, joint_sha256
 from eval.common.precision import evaluation_device, evaluation_dtype
 from eval.common.provenance import provenance
-from eval.zero_shot.harness_model import Scorer, agreed, launched_accelerator
+from eval.zero_shot.harness_model import Scorer, launched_accelerator, raise_on_all_ranks
 from eval.zero_shot.results import (
     RESULT,
     TABLE,
     Place,
-    counted,
+    describe_counts,
     earlier_tasks,
     number,
     write_result,
@@ -86,7 +86,7 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
     """
     with quiet():
         accelerator = launched_accelerator(settings.device)
-        with agreed(accelerator):
+        with raise_on_all_ranks(accelerator):
             folder = model_folder(model)
             tasks, source = load_tasks(names, settings, ranks=launched()[1])
             scorer = _load_scorer(folder, settings, accelerator)
@@ -116,7 +116,9 @@ def run(model: Path | str, names: Sequence[str], out: Path, settings: Settings) 
         for name, task in tasks.items():
             place = Place(out, name, _key(name, task, folder) | shared)
             try:
-                with agreed(accelerator):  # Other ranks than the first may not see the files.
+                with raise_on_all_ranks(
+                    accelerator
+                ):  # Other ranks than the first may not see the files.
                     values = place.read(settings.samples) if scorer.rank == 0 else None
                 if not scorer.from_first_rank(values is not None):
                     values = _compute(place, task, scorer, settings)
@@ -186,14 +188,14 @@ def _compute(
         return None
     values["key"] = place.key
     place.write(values, samples)
-    print(f"{place.name}: {described(values)}", file=sys.stderr, flush=True)
+    print(f"{place.name}: {describe_values(values)}", file=sys.stderr, flush=True)
     return values
 
 
-def described(values: Mapping[str, Any]) -> str:
+def describe_values(values: Mapping[str, Any]) -> str:
     """Return a task's metrics, the rows they are of, and the seconds it took."""
     metrics = ", ".join(f"{m} {number(v)}" for m, v in values["metrics"].items())
-    return f"{metrics} ({counted(values)}; {values['seconds']:.1f} s)"
+    return f"{metrics} ({describe_counts(values)}; {values['seconds']:.1f} s)"
 
 
 def score(
@@ -214,7 +216,7 @@ def score(
     torch.manual_seed(SEED)
     scorer.begin(name)
     begin = time.perf_counter()
-    with agreed(scorer.ranks), _named(name, scorer):
+    with raise_on_all_ranks(scorer.ranks), _named(name, scorer):
         found = evaluate(
             scorer,
             {"tasks": {name: task}},

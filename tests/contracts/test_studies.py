@@ -18,7 +18,7 @@ from eval.lab.grid import LADDER
 from eval.lab.page import report
 from eval.lab.places import CONTROL, NEGATIVE, TUNING_SEED
 from eval.lab.run import pictures
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.language import cell as language
 from eval.language import grids
 from eval.studies import STUDIES, landmark
@@ -44,7 +44,7 @@ def texts(monkeypatch, tiny_corpus):
 
 
 def places(name: str, scale: str, **asked):
-    return STUDIES.get(name).places(Asked(scale, **asked))
+    return STUDIES.get(name).places(StudyOptions(scale, **asked))
 
 
 @pytest.mark.parametrize(("name", "scale"), SCALES)

@@ -55,7 +55,7 @@ def render_theory(folder: Path, name: str) -> dict[str, str]:
 
 def render_landmark(folder: Path, name: str) -> dict[str, str]:
     """Return a table of perplexities over dense attention's at the longest length."""
-    from eval.common.text_table import aligned
+    from eval.common.text_table import align_columns
 
     rows = []
     positions = {"no positions": "none", "RoPE": "rope"}
@@ -70,7 +70,7 @@ def render_landmark(folder: Path, name: str) -> dict[str, str]:
             rows.append((*place, *means))
     header = ("", "select", "block", "top-k", "keys", "over dense", "range", "seeds")
     cells = [[str(value) for value in row] for row in sorted(rows)]
-    return {"table": aligned(header, cells, left=(0, 1))}
+    return {"table": align_columns(header, cells, left=(0, 1))}
 
 
 # Study: its record, and what renders it.

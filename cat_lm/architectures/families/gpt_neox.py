@@ -68,7 +68,7 @@ class Transformer(Architecture):
         """Compare two models; options of convolutions are ignored if neither model has
         convolutions.
         """
-        theirs, ours = attention.compared(theirs, ours)
+        theirs, ours = attention.compared_keys(theirs, ours)
         said, added = theirs, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":

@@ -56,7 +56,7 @@ class Options(base.ConvolutionOptions):
             )
 
 
-def plain(options: Any) -> Options:
+def without_filters(options: Any) -> Options:
     """Return the options of a layer's streams and softmax; without `streams` there are no filters.
 
     Raises:
@@ -81,7 +81,7 @@ class ConvolvedLinearAttention(base.MixerKind):
     def build(self, options: Any, setting: base.Setting) -> nn.Module:
         from cat_lm.mixers.parts.linear import LinearAttention
 
-        return LinearAttention(plain(options), setting.d_model)
+        return LinearAttention(without_filters(options), setting.d_model)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class HeadOptions:
     bias: bool = True
 
     def __post_init__(self) -> None:
-        plain(self)
+        without_filters(self)
 
 
 class LinearAttention(ConvolvedLinearAttention):
@@ -113,7 +113,7 @@ class AttentionMixer(base.MixerKind):
 
     Args:
         pattern: of which the options have options by the same names.
-        options: a class that `plain` understands.
+        options: a class that `without_filters` understands.
     """
 
     supports = base.ALL
@@ -125,12 +125,12 @@ class AttentionMixer(base.MixerKind):
         self.__module__ = type(pattern).__module__
 
     def learned_positions(self, options: Any) -> bool:
-        return plain(options).position == "learned"
+        return without_filters(options).position == "learned"
 
     def check(self, options: Any, setting: base.Setting) -> None:
         width, heads = setting.d_model, options.heads
         base.check_heads(heads, f"d_model={width}", width)
-        if plain(options).position == "rope" and width % (2 * heads):
+        if without_filters(options).position == "rope" and width % (2 * heads):
             raise ValueError(f"position=rope: d_model={width} gives odd heads")
         settings = self.settings(options, width)
         if problems := attention.problems(settings, settings._attn_implementation):
@@ -140,7 +140,7 @@ class AttentionMixer(base.MixerKind):
         return {name: getattr(options, name) for name in self.pattern.options}
 
     def settings(self, options: Any, width: int) -> base.StreamSettings:
-        known, able = plain(options), self.pattern.implementations
+        known, able = without_filters(options), self.pattern.implementations
         return base.stream_settings(
             known,
             width,
@@ -155,7 +155,7 @@ class AttentionMixer(base.MixerKind):
     def build(self, options: Any, setting: base.Setting) -> nn.Module:
         from cat_lm.mixers.parts.attention import Attention
 
-        return Attention(plain(options), self.settings(options, setting.d_model))
+        return Attention(without_filters(options), self.settings(options, setting.d_model))
 
     def layout_settings(self, options: Any, width: int) -> base.StreamSettings:
         settings = self.settings(options, width)
@@ -186,7 +186,7 @@ class AttentionOptions:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        plain(self)
+        without_filters(self)
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
     return {kind: entry for kind, entry in chosen.items() if entry is not None}
 
 
-def described(kind: type[Entry], model: Any) -> str:
+def describe_entry(kind: type[Entry], model: Any) -> str:
     """Return the name of a model's entry with the options that are given."""
     named, options = f"{kind.key} {_chosen(kind, model).name!r}", getattr(model, kind.options_key)
     return f"{named}, {kind.options_key}={short(options)}" if options else named
@@ -332,7 +332,7 @@ def build(kind: type[Entry], config: Any) -> Any:
             raise ValueError(problem)
         check_parameters(module, gives_all_starts=True)
     except ValueError as error:
-        raise UserError(f"{described(kind, config)}: {error}") from error
+        raise UserError(f"{describe_entry(kind, config)}: {error}") from error
     return module
 
 
@@ -406,7 +406,7 @@ def length_problems(model: Any, length: int) -> list[str]:
 # Keys that a model must share with another one to reuse its weights
 
 
-def compared(
+def compared_keys(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keys that must be equal in both models, with default options filled in."""

@@ -27,7 +27,7 @@ from cat_lm.model.attention.modules.scores import (
     attend_with_scores,
     scale_queries_and_keys,
 )
-from cat_lm.model.attention.settings import AttentionSettings, renamed
+from cat_lm.model.attention.settings import AttentionSettings, rename_parameter
 from cat_lm.model.context import Context
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
@@ -198,7 +198,7 @@ def rename_library_parameters(
 ) -> None:
     renamings = module.config.renamings(convolved=True)
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[renamed(name, renamings)] = state_dict.pop(name)
+        state_dict[rename_parameter(name, renamings)] = state_dict.pop(name)
 
 
 # The check that a plugin's attention does not read later tokens
@@ -218,7 +218,7 @@ def check_attention(body: nn.Module) -> None:
     is_computed = able and all(entry.computes_on_cpu for entry in foreign.values())
     if not (foreign and is_computed) or attention.length_problems(config, TIME):
         return
-    named = " with ".join(attention.described(kind, config) for kind in foreign)
+    named = " with ".join(attention.describe_entry(kind, config) for kind in foreign)
     small = changed(config, _SMALL | {"_attn_implementation": able[0]})
     shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
     key = type(body), *map(id, foreign.values()), named, able[0], shape

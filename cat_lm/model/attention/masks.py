@@ -30,7 +30,7 @@ from cat_lm.ops.runtime.documents import document_borders, document_positions, d
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _FURTHER = (
     *(*_LENGTHS, "seq_idx"),  # These describe packed documents.
-    "key_positions",  # [B, S] positions of keys beside a prepared mask, see `counted`.
+    "key_positions",  # [B, S] positions of keys beside a prepared mask, see `count_positions`.
     *("auxiliary_losses", "cache_position"),
     # These are outputs of tokenizers.
     *("token_type_ids", "special_tokens_mask", "length", "offset_mapping"),
@@ -303,7 +303,7 @@ class _Rows:
             starts = torch.arange(time, device=device) - positions
             return before - before.gather(1, starts)
         if is_plain:
-            return counted(self.attention_mask)[:, -time:]
+            return count_positions(self.attention_mask)[:, -time:]
         past = 0 if self.cache is None else self.cache.get_seq_length()
         return (torch.arange(time, device=device) + past)[None]
 
@@ -320,7 +320,7 @@ class _Rows:
                     "padding_mask must be [B, S] beside a prepared attention mask, S the cached "
                     "and the new tokens, as positions of all keys are read"
                 )
-        return None if mask is None else counted(mask)
+        return None if mask is None else count_positions(mask)
 
 
 def _is_plain_mask(mask: Any) -> bool:
@@ -343,7 +343,7 @@ def check_gaps(real: Tensor, documents: Tensor | None) -> None:
         raise ValueError(_GAP)
 
 
-def counted(attention_mask: Tensor, length: int = 0) -> Tensor:
+def count_positions(attention_mask: Tensor, length: int = 0) -> Tensor:
     """Return the positions of real tokens [B, S], padded with zeros up to `length` slots."""
     positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return F.pad(positions, (0, max(0, length - positions.shape[1])))

@@ -149,7 +149,7 @@ def refuse(problems: list[str]) -> None:
         raise ValueError(problems[0])
 
 
-def renamed(name: str, renamings: Mapping[str, str]) -> str:
+def rename_parameter(name: str, renamings: Mapping[str, str]) -> str:
     """Rename one parameter by applying the patterns in order."""
     for pattern, replacement in renamings.items():
         name = re.sub(pattern, replacement, name)

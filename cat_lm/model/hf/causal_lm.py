@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from cat_lm.core.parameters import start
 from cat_lm.core.registry import one_of
 from cat_lm.model.attention.core import check_attention
-from cat_lm.model.attention.masks import check_call, context_of, counted, positions_restart
+from cat_lm.model.attention.masks import check_call, context_of, count_positions, positions_restart
 from cat_lm.model.cache import CatCache, attach_layer_state, count_tokens, without_plans
 from cat_lm.model.context import Context, layer_context
 from cat_lm.model.sequence import SequenceGroup, check_divided
@@ -38,7 +38,7 @@ from cat_lm.ops.recurrence.backends import NAMES as MIXER_BACKENDS
 logger = logging.get_logger(__name__)
 
 
-class AsksForStarts:
+class InitialValuesMixin:
     """A mixin, before `PreTrainedModel`, that initialises a module by its own `initial_values`."""
 
     _supports_context_parallel = False  # `cat_lm.model.sequence` does it instead.
@@ -289,7 +289,7 @@ class CausalLanguageModel:
             new = given if is_first else given[:, -time:]
             inputs["padding_mask"] = new.clone(memory_format=torch.contiguous_format)
             if getattr(self.config, "reads_positions", False):
-                inputs["key_positions"] = counted(given, prepared.shape[3])
+                inputs["key_positions"] = count_positions(given, prepared.shape[3])
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ from cat_lm.model.attention.masks import check_attention
 from cat_lm.model.attention.settings import AttentionSettings
 from cat_lm.model.blocks import transformer as blocks
 from cat_lm.model.context import Context
-from cat_lm.model.hf.causal_lm import AsksForStarts, CausalBody, CausalLanguageModel
+from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel, InitialValuesMixin
 from cat_lm.model.hf.configuration import CatConfig, CatLlamaConfig
 from cat_lm.model.rope import CatLlamaRotaryEmbedding, CatRotaryEmbedding
 from cat_lm.model.streams.pipeline import StreamPipeline
@@ -61,7 +61,7 @@ _HUB_OPTIONS = (
 )
 
 
-class PreTrainedMixin(AsksForStarts):
+class PreTrainedMixin(InitialValuesMixin):
     """A mixin, before `PreTrainedModel`, that initialises and loads the models of a family."""
 
     # Layers read the inputs of earlier tokens, which engines with a cache of their own do not keep.

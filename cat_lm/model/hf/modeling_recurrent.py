@@ -29,12 +29,12 @@ from cat_lm.mixers.parts.linear import LinearMixer
 from cat_lm.model.blocks.residual import Block, GatedMLP
 from cat_lm.model.context import Context
 from cat_lm.model.hf import configuration
-from cat_lm.model.hf.causal_lm import AsksForStarts, CausalBody, CausalLanguageModel
+from cat_lm.model.hf.causal_lm import CausalBody, CausalLanguageModel, InitialValuesMixin
 from cat_lm.ops.loss.linear_cross_entropy import LanguageModelHead
 from cat_lm.ops.runtime.fake import is_fake
 
 
-class RecurrentPreTrainedModel(AsksForStarts, PreTrainedModel):
+class RecurrentPreTrainedModel(InitialValuesMixin, PreTrainedModel):
     """The features that transformers may use, and the initialisation.
 
     Linear layers and embeddings start from N(0, `initializer_range`), their biases from 0 and norms

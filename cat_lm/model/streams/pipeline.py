@@ -28,7 +28,7 @@ from cat_lm.model.streams.operations import (
 )
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
-from cat_lm.ops.convolution.maps import mixed_values
+from cat_lm.ops.convolution.maps import mix_values
 from cat_lm.ops.convolution.qkv import STREAM_SLICES, head_conv_qkv
 from cat_lm.ops.convolution.step import can_step, convolve_step
 
@@ -207,7 +207,7 @@ class StreamPipeline(NothingDecays):
     def _with_maps(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]:
         """Add what the mixing of maps takes beside queries, keys and values, if maps are mixed.
 
-        These are the `mixed_values` [B, T, H, H D], or, after a cache, the values' filters
+        These are the `mix_values` [B, T, H, H D], or, after a cache, the values' filters
         [W, H, H], with which `MapMixingCore` goes on. Values are then zero at padding.
         """
         if not self.mixes_maps:
@@ -220,7 +220,7 @@ class StreamPipeline(NothingDecays):
         documents, positions = context.documents, context.document_positions
         groups = filters.shape[1] // value.shape[2]  # heads of queries that share values
         read = value if groups == 1 else value.repeat_interleave(groups, dim=2)
-        mixed = mixed_values(read, filters, documents, context.conv_backend, positions)
+        mixed = mix_values(read, filters, documents, context.conv_backend, positions)
         return query, key, value, mixed
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cat_lm.ops.convolution.api import convolve
 
 
-def mixed_values(
+def mix_values(
     value: Tensor,
     filters: Tensor,
     document_ids: Tensor | None = None,
@@ -44,18 +44,18 @@ def places_of_real_keys(is_real: Tensor) -> Tensor:
     return (is_real.cumsum(dim=1) - 1).where(is_real, is_real.shape[1])
 
 
-def closed_up(maps: Tensor, place: Tensor) -> Tensor:
+def close_gaps(maps: Tensor, place: Tensor) -> Tensor:
     """Move the keys of maps [B, H, T, S] to their places, so that padding leaves no gaps."""
     batch, heads, time, keys = maps.shape
     place = place[:, None, None, :].expand(batch, heads, time, keys)
     return maps.new_zeros(batch, heads, time, keys + 1).scatter(3, place, maps)[..., :keys]
 
 
-def opened(maps: Tensor, place: Tensor) -> Tensor:
-    """Undo `closed_up`, with zeros at padding."""
+def reopen_gaps(maps: Tensor, place: Tensor) -> Tensor:
+    """Undo `close_gaps`, with zeros at padding."""
     return F.pad(maps, (0, 1)).gather(3, place[:, None, None, :].expand(maps.shape))
 
 
 def sum_over_maps(output: Tensor) -> Tensor:
-    """Sum attention's outputs for `mixed_values` to Y_i: [B, T, H, H D] to [B, T, H, D]."""
+    """Sum attention's outputs for `mix_values` to Y_i: [B, T, H, H D] to [B, T, H, D]."""
     return output.unflatten(3, (output.shape[2], -1)).sum(dim=2)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cat_lm.ops.convolution.maps import closed_up, opened
+from cat_lm.ops.convolution.maps import close_gaps, reopen_gaps
 from cat_lm.ops.convolution.multi_token_options import mixings
 from cat_lm.ops.runtime.fake import is_fake
 
@@ -71,10 +71,10 @@ def multi_token_attention(
     time = positions.shape[1]
     scores = (query @ key.mT * scaling).masked_fill(~visible, 0.0)
     if place is not None:
-        scores = closed_up(scores, place)
-    scores = _convolved(scores, kernel.to(scores.dtype), positions)
+        scores = close_gaps(scores, place)
+    scores = _convolve_scores(scores, kernel.to(scores.dtype), positions)
     if place is not None:
-        scores = opened(scores, place)
+        scores = reopen_gaps(scores, place)
     visible = visible[:, :, -time:]
     scores = _over_heads(scores, before)
     # Not -inf: a query of a padding token may see nothing, and must not become NaN.
@@ -85,7 +85,7 @@ def multi_token_attention(
     return (maps @ value).transpose(1, 2), maps
 
 
-def _convolved(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
+def _convolve_scores(scores: Tensor, kernel: Tensor, positions: Tensor) -> Tensor:
     """Return the convolved scores Z [B, H, T, S] of scores S [B, H, P + T, S].
 
     Rows of zeros stand before each document, so that none of its queries reads one of another.
@@ -118,7 +118,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(maps: Tensor, kernel: Tensor) -> Tensor:
         # conv2d correlates: tap b meets the key j + b, and the last of a window its own query.
-        return _correlated(maps, kernel.flip(1))
+        return _correlate(maps, kernel.flip(1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -128,11 +128,11 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         maps, kernel = ctx.saved_tensors
         gap = kernel.shape[1] - 1
-        grad_maps = _correlated(F.pad(grad, (0, 0, gap, gap)), kernel.flip(2))
+        grad_maps = _correlate(F.pad(grad, (0, 0, gap, gap)), kernel.flip(2))
         return grad_maps, _kernel_gradient(maps, grad, kernel)
 
 
-def _correlated(maps: Tensor, kernel: Tensor) -> Tensor:
+def _correlate(maps: Tensor, kernel: Tensor) -> Tensor:
     half = kernel.shape[2] // 2
     maps = F.pad(maps, (half, half)).contiguous()  # oneDNN is slow in fp32 if it is to pad
     return F.conv2d(maps, kernel[:, None], groups=kernel.shape[0])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.long_filter.chunks import powers
+from cat_lm.ops.long_filter.chunks import decay_factors
 from cat_lm.ops.long_filter.filters import Modes
 from cat_lm.ops.runtime.precision import without_autocast
 
@@ -71,9 +71,9 @@ def landmark_keys(
     is_there = (layout.numbers >= 0)[:, None, :, None]
 
     def carry(sums: Tensor, fade: Fade | None) -> Tensor:
-        return carried(sums * is_there, layout.numbers, fade)
+        return carry_over(sums * is_there, layout.numbers, fade)
 
-    landmarks, _ = _summarised(layout.blocks_of(key), weights, carries, carry)
+    landmarks, _ = _summarise_blocks(layout.blocks_of(key), weights, carries, carry)
     return landmarks * is_there if isinstance(weights, Modes) else landmarks
 
 
@@ -94,13 +94,13 @@ def next_landmarks(
         if before is not None:
             sums = torch.cat([before[:, :, None], sums], dim=2)
         numbers = torch.arange(sums.shape[2], device=sums.device)[None]
-        return carried(sums, numbers, fade)[:, :, 0 if before is None else 1 :]
+        return carry_over(sums, numbers, fade)[:, :, 0 if before is None else 1 :]
 
-    landmarks, states = _summarised(blocks, weights, carries, carry)
+    landmarks, states = _summarise_blocks(blocks, weights, carries, carry)
     return landmarks, None if states is None else states[:, :, -1]
 
 
-def _summarised(
+def _summarise_blocks(
     blocks: Tensor,
     weights: Tensor | Modes,
     carries: bool,
@@ -113,8 +113,8 @@ def _summarised(
     with without_autocast(blocks):
         exact = blocks.to(weights.rate.dtype)
         sums = _own_states(exact, weights).flatten(3)
-        states = carry(sums, _fading(weights, blocks.shape[3]))
-        return _read(states, exact, weights).to(blocks.dtype), states
+        states = carry(sums, _state_decay(weights, blocks.shape[3]))
+        return _read_landmarks(states, exact, weights).to(blocks.dtype), states
 
 
 def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def weighted_sums(blocks: Tensor, weights: Tensor) -> Tensor:
     return (weights[:, None, None] @ blocks).squeeze(-2)
 
 
-def carried(sums: Tensor, numbers: Tensor, fade: Fade | None) -> Tensor:
+def carry_over(sums: Tensor, numbers: Tensor, fade: Fade | None) -> Tensor:
     """K̄_j = S_j + fade(K̄_{j−1}, 1) within documents, of S [B, H, n, D] and block numbers [R, n].
 
     By doubling: after a pass a landmark holds twice as many blocks before it.
@@ -148,17 +148,17 @@ def _fade_by_e(states: Tensor, blocks: int) -> Tensor:
 def _own_states(blocks: Tensor, modes: Modes) -> Tensor:
     """Return the contributions of blocks [B, H, n, b, D] to the state, [B, H, n, K, D]."""
     lags = torch.arange(blocks.shape[3] - 1, -1, -1, device=blocks.device)
-    cosines, sines = powers(modes, lags)
+    cosines, sines = decay_factors(modes, lags)
     weights = cosines if sines is None else torch.cat([cosines, sines], dim=1)
     return torch.einsum("hkw,bhnwd->bhnkd", weights, blocks)
 
 
-def _fading(modes: Modes, block: int) -> Fade:
+def _state_decay(modes: Modes, block: int) -> Fade:
     """Return a function that decays states [B, H, n, K·D] over a number of blocks."""
 
     def fade(states: Tensor, blocks: int) -> Tensor:
         lag = torch.tensor([block * blocks], device=states.device)
-        cosine, sine = powers(modes, lag)  # [H, M, 1]
+        cosine, sine = decay_factors(modes, lag)  # [H, M, 1]
         cosine = cosine[:, None]
         if sine is None:
             return (cosine * states.unflatten(3, (cosine.shape[2], -1))).flatten(3)
@@ -170,7 +170,7 @@ def _fading(modes: Modes, block: int) -> Fade:
     return fade
 
 
-def _read(states: Tensor, blocks: Tensor, modes: Modes) -> Tensor:
+def _read_landmarks(states: Tensor, blocks: Tensor, modes: Modes) -> Tensor:
     """Return the landmarks of states [B, H, n, K·D] and blocks [B, H, n, b, D]."""
     weights = modes.real
     if modes.imaginary is not None:

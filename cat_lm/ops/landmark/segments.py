@@ -23,7 +23,7 @@ def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) ->
     """Return why the kernel cannot serve; None where it can."""
     if obstacle := triton_launch.why_not(device, dtype):
         return obstacle
-    held = sides(block)[0] * sides(width)[0]
+    held = padded_sizes(block)[0] * padded_sizes(width)[0]
     if held <= MOST[dtype]:
         return None
     return (
@@ -52,7 +52,7 @@ class Tiles:
     extents: Tensor
 
 
-def sides(*sizes: int) -> list[int]:
+def padded_sizes(*sizes: int) -> list[int]:
     """Return power-of-two sides of matrices that hold these sizes; each product is at least 16."""
     return [max(16, 1 << (size - 1).bit_length()) for size in sizes]
 

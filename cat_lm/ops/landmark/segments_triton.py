@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.triton.tiles import UPCAST
 from cat_lm.ops.landmark.layout import BlockLayout
-from cat_lm.ops.landmark.segments import Tiles, segments_of, sides, tile_segments
+from cat_lm.ops.landmark.segments import Tiles, padded_sizes, segments_of, tile_segments
 from cat_lm.ops.runtime.fake import is_fake
 from cat_lm.ops.runtime.operators import refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import on_device_of, unit_stride
@@ -32,7 +32,7 @@ from cat_lm.ops.runtime.triton_launch import on_device_of, unit_stride
 VARYING = ("time", "keys", "segments")
 
 
-class Sides(NamedTuple):
+class Constants(NamedTuple):
     """What the kernels are compiled for: b and D as powers of 2, a tile's queries, and products."""
 
     block: int
@@ -50,7 +50,7 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.constexpr):
+def _load_queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.constexpr):
     """A tile's queries, the keys that they see, and where their segments stand in a head."""
     pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
     there = pair >= 0
@@ -60,7 +60,7 @@ def _queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.const
 
 
 @triton.jit
-def _rows(x, row, head, place, inside, column, width):
+def _load_rows(x, row, head, place, inside, column, width):
     """Rows of a head, zeros where there is none."""
     x_ptr, stride_b, stride_h, stride_t = x
     x_ptr += row * stride_b + head * stride_h
@@ -88,14 +88,14 @@ def forward_kernel(
     row = group // groups
     head = (group % groups) * (heads // groups) + tl.program_id(1)
     source = head // (heads // shared)
-    there, length, place, within = _queries(
+    there, length, place, within = _load_queries(
         pairs_ptr, lengths_ptr, tile, group, time, segments, SIDES.tile
     )
     column, inner = tl.arange(0, SIDES.width), tl.arange(0, SIDES.block)
     slot, inside = start + inner, start + inner < keys
-    queries = _rows(q, row, head, place, there, column, width)
-    own_keys = _rows(k, row, source, slot, inside, column, width)
-    values = _rows(v, row, source, slot, inside, column, width)
+    queries = _load_rows(q, row, head, place, there, column, width)
+    own_keys = _load_rows(k, row, source, slot, inside, column, width)
+    values = _load_rows(v, row, source, slot, inside, column, width)
     logits = _dot(queries, tl.trans(own_keys), PRECISION) * scaling
     logits = tl.where(inner[None, :] < length[:, None], logits, -float("inf"))
     highest = tl.where(there, tl.max(logits, axis=1), 0.0)
@@ -148,8 +148,8 @@ def backward_kernel(
     source = (group % groups) * (shared // groups) + tl.program_id(1)
     column, inner = tl.arange(0, SIDES.width), tl.arange(0, SIDES.block)
     slot, inside = start + inner, start + inner < keys
-    own_keys = _rows(k, row, source, slot, inside, column, width)
-    values = _rows(v, row, source, slot, inside, column, width)
+    own_keys = _load_rows(k, row, source, slot, inside, column, width)
+    values = _load_rows(v, row, source, slot, inside, column, width)
     BLOCK: tl.constexpr = SIDES.block
     WIDTH: tl.constexpr = SIDES.width
     dk = tl.zeros((BLOCK, WIDTH), tl.float32)
@@ -158,15 +158,15 @@ def backward_kernel(
     for member in range(each):
         head = source * each + member
         for step in range(count):
-            there, length, place, within = _queries(
+            there, length, place, within = _load_queries(
                 pairs_ptr, lengths_ptr, first + step, group, time, segments, SIDES.tile
             )
             at = (row * heads + head) * time * segments + within
             weight = tl.load(weights_ptr + at, there, 0.0)
             log = tl.load(logs_ptr + at, there, 0.0)
             delta = tl.load(deltas_ptr + at, there, 0.0)
-            queries = _rows(q, row, head, place, there, column, width)
-            gradient = _rows(dy, row, head, place, there, column, width)
+            queries = _load_rows(q, row, head, place, there, column, width)
+            gradient = _load_rows(dy, row, head, place, there, column, width)
             logits = _dot(queries, tl.trans(own_keys), PRECISION) * scaling
             seen = inner[None, :] < length[:, None]
             inner_weights = tl.where(seen, tl.exp(logits - log[:, None]), 0.0)
@@ -192,14 +192,14 @@ def options(block: int, width: int, dtype: torch.dtype, backward: bool) -> dict[
     restores matrix descriptors while products are under way (tests/cat_lm/ops/test_triton_sass.py),
     and in fp32, in which each is three, spills up to 2 KB of a thread: tiles are smaller there.
     """
-    keys, columns = sides(block, width)
+    keys, columns = padded_sizes(block, width)
     is_large = keys * columns * dtype.itemsize >= 2**14
     tile = 16 if dtype == torch.float32 else 64 if columns <= keys <= 64 else 32
-    compiled = Sides(keys, columns, tile, "ieee" if torch.version.hip is not None else "tf32x3")
+    compiled = Constants(keys, columns, tile, "ieee" if torch.version.hip is not None else "tf32x3")
     return {"SIDES": compiled, "num_warps": 8 if is_large or backward else 4, "num_stages": 1}
 
 
-def _given(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles) -> dict[str, Any]:
+def _kernel_arguments(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles) -> dict[str, Any]:
     """Return the arguments that both kernels take."""
     given = {n: (x, *x.stride()[:3]) for n, x in zip("qkv", (query, key, value), strict=True)}
     return given | {
@@ -248,7 +248,7 @@ class SegmentAttention(torch.autograd.Function):
         if not is_fake(query):
             with on_device_of(query):
                 forward_kernel[(tiles.codes.shape[0], query.shape[1] // tiles.lengths.shape[1])](
-                    **_given(query, key, value, tiles),
+                    **_kernel_arguments(query, key, value, tiles),
                     parts_ptr=parts,
                     logs_ptr=logs,
                     scaling=scaling,
@@ -270,7 +270,7 @@ class SegmentAttention(torch.autograd.Function):
         of_keys, of_values = (torch.zeros(key.shape, device=key.device) for _ in range(2))
         with on_device_of(query):
             backward_kernel[(tiles.counts.shape[0], key.shape[1] // tiles.lengths.shape[1])](
-                **_given(query, key, value, tiles),
+                **_kernel_arguments(query, key, value, tiles),
                 dy=(gradient, *gradient.stride()[:3]),
                 of_queries=(weights.contiguous(), logs, deltas.contiguous()),
                 results=(of_parts, of_keys, of_values),

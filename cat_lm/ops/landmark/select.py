@@ -78,10 +78,10 @@ def select_blocks(scores: Tensor, layout: BlockLayout, choice: Choice, groups: i
         # Not a number where there is no candidate: none of them is chosen anyway.
         shares = scores.softmax(dim=-1).nan_to_num(0.0).unflatten(1, (groups, -1)).sum(dim=2)
         scores = shares.masked_fill(~candidates, -torch.inf)
-    chosen = _highest(scores, candidates, choice.top_k)
+    chosen = _top_candidates(scores, candidates, choice.top_k)
     if choice.sink:
         chosen = chosen | (old & is_first)
-    return _places(chosen, choice.top_k + choice.sink)
+    return _true_indices(chosen, choice.top_k + choice.sink)
 
 
 def candidates_of(layout: BlockLayout, local: int) -> Tensor:
@@ -94,7 +94,7 @@ def candidates_of(layout: BlockLayout, local: int) -> Tensor:
     return found[:, None]
 
 
-def _highest(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
+def _top_candidates(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
     """Return the `top_k` highest candidates of scores [B, G, T, n]; ties go to the first."""
     if top_k >= scores.shape[-1]:
         return candidates.expand_as(scores)
@@ -106,7 +106,7 @@ def _highest(scores: Tensor, candidates: Tensor, top_k: int) -> Tensor:
     return above | (level & (level.cumsum(dim=-1) <= room))
 
 
-def _places(chosen: Tensor, most: int) -> Tensor:
+def _true_indices(chosen: Tensor, most: int) -> Tensor:
     """Return the indices of the True entries of [B, G, T, n], ascending, padded by −1: [B, G, T,
     m].
     """

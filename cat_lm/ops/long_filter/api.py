@@ -148,13 +148,13 @@ def state_after(
     with without_autocast(x):  # whose products would round the state
         steps = torch.arange(x.shape[1], device=x.device)
         lags = lengths[:, None] - 1 - steps  # [B, T]
-        cosines, sines = chunks.powers(modes, lags.clamp(min=0).flatten())
+        cosines, sines = chunks.decay_factors(modes, lags.clamp(min=0).flatten())
         parts = [part.unflatten(2, lags.shape) for part in (cosines, sines) if part is not None]
         weights = torch.cat(parts, dim=1) * (lags >= 0)  # [H, K, B, T]
         state = torch.einsum("hkbt,bthd->bhkd", weights, x.to(weights.dtype))
         if initial_state is None:
             return state
-        cosines, sines = chunks.powers(modes, lengths)
+        cosines, sines = chunks.decay_factors(modes, lengths)
         if sines is None:
             return state + torch.einsum("hkb,bhkd->bhkd", cosines, initial_state)
         real, imaginary = initial_state.chunk(2, dim=2)

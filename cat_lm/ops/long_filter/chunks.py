@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     carry: Tensor  # [H, K, K]
 
 
-def powers(modes: Modes, lags: Tensor) -> tuple[Tensor, Tensor | None]:
+def decay_factors(modes: Modes, lags: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return e^{−j rate} times cos and sin of j angle, [H, M, lags]; None for sin if nothing
     rotates.
     """
@@ -42,7 +42,7 @@ def powers(modes: Modes, lags: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def taps_of(modes: Modes, length: int) -> Tensor:
     """Return the taps F_0 … F_{length−1} of each head, [H, length]."""
-    cosines, sines = powers(modes, torch.arange(length, device=modes.rate.device))
+    cosines, sines = decay_factors(modes, torch.arange(length, device=modes.rate.device))
     taps = (modes.real[..., None] * cosines).sum(1)
     if sines is not None:
         taps = taps - (modes.imaginary[..., None] * sines).sum(1)
@@ -54,7 +54,7 @@ def chunk_of(modes: Modes, length: int) -> Chunk:
     steps = torch.arange(length, device=modes.rate.device)
     lags = steps[:, None] - steps
     taps = taps_of(modes, length)[:, lags.clamp(min=0)].masked_fill(lags < 0, 0.0)
-    kept, turned = powers(modes, torch.arange(length + 1, device=modes.rate.device))
+    kept, turned = decay_factors(modes, torch.arange(length + 1, device=modes.rate.device))
     read, write, carry = kept[..., 1:], kept[..., :-1].flip(2), kept[..., -1]
     if turned is None:
         return Chunk(taps, (modes.real[..., None] * read).mT, write, torch.diag_embed(carry))
@@ -67,7 +67,7 @@ def chunk_of(modes: Modes, length: int) -> Chunk:
     return Chunk(taps, read.mT, write, torch.cat(rows, dim=1))
 
 
-def borders(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
+def document_factors(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
     """Return the factors 0 and 1 that restrict a chunk's matrices to documents; None without
     documents.
 
@@ -94,14 +94,14 @@ def borders(positions: Tensor | None, length: int, dtype: torch.dtype) -> Chunk:
     )
 
 
-def _in_chunks(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+def _split_chunks(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Reshape [B, T, H, D] to padded chunks [B, C, H, L, D]."""
     behind = -x.shape[1] % length
     x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, behind))
     return x.unflatten(1, (-1, length)).transpose(2, 3)
 
 
-def _joined(x: Tensor, like: Tensor) -> Tensor:
+def _join_chunks(x: Tensor, like: Tensor) -> Tensor:
     """Join chunks [B, C, H, L, D] to [B, T, H, D] in the dtype of `like`."""
     return x.transpose(2, 3).flatten(1, 2)[:, : like.shape[1]].to(like.dtype).contiguous()
 
@@ -113,7 +113,7 @@ def _apply(matrix: Tensor, border: Tensor | None, x: Tensor) -> Tensor:
     return (matrix * border) @ x
 
 
-def _outer(y: Tensor, x: Tensor, border: Tensor | None) -> Tensor:
+def _outer_sums(y: Tensor, x: Tensor, border: Tensor | None) -> Tensor:
     """Return Σ y [B, C, H, n, D] times x [B, C, H, m, D] over all but heads, [H, n, m]."""
     if border is None:
         return torch.einsum("bchnd,bchmd->hnm", y, x)
@@ -130,8 +130,8 @@ def forward(
         every chunk, [B, C, H, K, D]. Sums and states have the dtype of the matrices.
     """
     dtype, length = chunk.taps.dtype, chunk.taps.shape[1]
-    inputs = _in_chunks(x, length, dtype)
-    taps, read, write, carry = borders(positions, length, dtype)
+    inputs = _split_chunks(x, length, dtype)
+    taps, read, write, carry = document_factors(positions, length, dtype)
     added = _apply(chunk.write, write, inputs)
     kept = added.new_empty(added.shape)  # an einsum's axes lie anyhow, and graphs count on these
     state = initial.to(dtype)
@@ -141,7 +141,7 @@ def forward(
         passed = passed if carry is None else passed * carry[:, number]
         state = passed + added[:, number]
     y = _apply(chunk.taps, taps, inputs) + _apply(chunk.read, read, kept)
-    return _joined(y, x), state, kept
+    return _join_chunks(y, x), state, kept
 
 
 def backward(
@@ -149,8 +149,8 @@ def backward(
 ) -> tuple[Tensor, Chunk, Tensor]:
     """Compute the gradients of x, of the matrices, and of the first state."""
     dtype, length = chunk.taps.dtype, chunk.taps.shape[1]
-    inputs, grads = _in_chunks(x, length, dtype), _in_chunks(dy, length, dtype)
-    taps, read, write, carry = borders(positions, length, dtype)
+    inputs, grads = _split_chunks(x, length, dtype), _split_chunks(dy, length, dtype)
+    taps, read, write, carry = document_factors(positions, length, dtype)
     transposed = [None if border is None else border.mT for border in (taps, read, write)]
     read_back = _apply(chunk.read.mT, transposed[1], grads)
     flows = torch.empty_like(kept)  # of the states after every chunk
@@ -162,9 +162,9 @@ def backward(
         flow = passed + read_back[:, number]
     dx = _apply(chunk.taps.mT, transposed[0], grads) + _apply(chunk.write.mT, transposed[2], flows)
     found = Chunk(
-        _outer(grads, inputs, taps),
-        _outer(grads, kept, read),
-        _outer(flows, inputs, write),
-        _outer(flows, kept, carry),
+        _outer_sums(grads, inputs, taps),
+        _outer_sums(grads, kept, read),
+        _outer_sums(flows, inputs, write),
+        _outer_sums(flows, kept, carry),
     )
-    return _joined(dx, x), found, flow
+    return _join_chunks(dx, x), found, flow

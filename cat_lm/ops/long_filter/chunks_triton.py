@@ -49,8 +49,8 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _borders(positions_ptr, row, start, time, length, step):
-    """As `chunks.borders` of the chunk at `start`: what may be read, kept and carried on."""
+def _document_factors(positions_ptr, row, start, time, length, step):
+    """Return `chunks.document_factors` of the chunk at `start`: read, kept and carried on."""
     position = tl.load(positions_ptr + row * time + start + step, start + step < time, 0)
     at_end = start + length - 1
     # Beyond the row's end nothing is read, so that what is carried there is nobody's.
@@ -59,7 +59,7 @@ def _borders(positions_ptr, row, start, time, length, step):
     return taps, position > step, (length - 1 - step) <= last, last >= length
 
 
-class Sides(NamedTuple):
+class Constants(NamedTuple):
     """What the kernels are compiled for: L, K and channels, as powers of 2, and products."""
 
     block: int
@@ -69,7 +69,7 @@ class Sides(NamedTuple):
 
 
 @triton.jit
-def _matrices(chunk, head, length, state, SIDES: tl.constexpr):
+def _load_matrices(chunk, head, length, state, SIDES: tl.constexpr):
     """The four matrices of a head, see chunks.py."""
     taps_ptr, read_ptr, write_ptr, carry_ptr = chunk
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
@@ -107,7 +107,7 @@ def forward_kernel(
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
-    taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
+    taps, read, write, carry = _load_matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     held = _load(initial_ptr + ends_at, state, width, number, column)
     chunks = tl.cdiv(time, length)
@@ -122,7 +122,9 @@ def forward_kernel(
             y = _dot(taps, inputs, PRECISION) + _dot(read, held, PRECISION)
             held = _dot(carry, held, PRECISION) + _dot(write, inputs, PRECISION)
         else:
-            near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
+            near, before, after, on = _document_factors(
+                positions_ptr, row, start, time, length, step
+            )
             y = _dot(tl.where(near, taps, 0.0), inputs, PRECISION)
             y += tl.where(before[:, None], _dot(read, held, PRECISION), 0.0)
             passed = tl.where(on, _dot(carry, held, PRECISION), 0.0)
@@ -154,7 +156,7 @@ def backward_kernel(
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
-    taps, read, write, carry = _matrices(matrices, head, length, state, SIDES)
+    taps, read, write, carry = _load_matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
     flow = _load(dlast_ptr + ends_at, state, width, number, column)  # of the state after a chunk
     dtaps, dread = tl.zeros_like(taps), tl.zeros_like(read)
@@ -177,7 +179,9 @@ def backward_kernel(
             dcarry += _dot(flow, held.T, PRECISION)
             flow = _dot(read.T, grads, PRECISION) + _dot(carry.T, flow, PRECISION)
         else:
-            near, before, after, on = _borders(positions_ptr, row, start, time, length, step)
+            near, before, after, on = _document_factors(
+                positions_ptr, row, start, time, length, step
+            )
             reading = tl.where(before[:, None], grads, 0.0)
             dx = _dot(tl.where(near, taps, 0.0).T, grads, PRECISION)
             dx += tl.where(after[:, None], _dot(write.T, flow, PRECISION), 0.0)
@@ -201,7 +205,7 @@ def options(length: int, state: int, width: int, hip: bool) -> dict[str, Any]:
     """Return what a kernel is compiled for, and how; `hip` for AMD's GPUs."""
     sizes = (length, state, min(width, COLUMNS))
     sides = (max(_LEAST, next_power_of_2(size)) for size in sizes)
-    sides = Sides(*sides, precision="ieee" if hip else "tf32x3")
+    sides = Constants(*sides, precision="ieee" if hip else "tf32x3")
     return {"SIDES": sides, "num_warps": 8 if sides.block > 32 else 4, "num_stages": 1}
 
 
@@ -218,7 +222,7 @@ def forward(
         forward_kernel[(batch * heads, cdiv(width, compiled["SIDES"].columns))](
             initial_ptr=initial.contiguous(),
             results=(y, last, kept),
-            **_given(x, chunk, positions),
+            **_kernel_arguments(x, chunk, positions),
             **compiled,
         )
     return y, last, kept
@@ -241,13 +245,13 @@ def backward(
             dlast_ptr=dlast.contiguous(),
             kept_ptr=kept.contiguous(),
             results=(dx, *parts, dinitial),
-            **_given(x, chunk, positions),
+            **_kernel_arguments(x, chunk, positions),
             **compiled,
         )
     return dx, Chunk(*(part.sum((0, 2)) for part in parts)), dinitial
 
 
-def _given(x: Tensor, chunk: Chunk, positions: Tensor | None) -> dict[str, Any]:
+def _kernel_arguments(x: Tensor, chunk: Chunk, positions: Tensor | None) -> dict[str, Any]:
     """Return the arguments that both kernels take."""
     length, state = chunk.read.shape[1:]
     return {

@@ -114,7 +114,7 @@ class LongFilter:
         return self.modes(fixed, coefficients, now[:, 0])
 
 
-def _spread(heads: int, count: int) -> Tensor:
+def _log_spaced_rates(heads: int, count: int) -> Tensor:
     """Return rates [H, count], spaced evenly in the logarithm; a head's are adjacent."""
     import torch
 
@@ -130,7 +130,7 @@ def _within(logarithm: Tensor) -> Tensor:
 
 def _start_exponential(heads: int, state: int) -> Tensor:
     # σ(θ) = e^{−rate}
-    return -_spread(heads, state).expm1().log()
+    return -_log_spaced_rates(heads, state).expm1().log()
 
 
 def _paced_exponential(state: int, tokens: int) -> Tensor:
@@ -159,7 +159,7 @@ def _start_ssm(heads: int, state: int) -> Tensor:
     pairs = state // 2
     real = torch.full((heads, pairs), math.log(0.5))
     turning = (math.pi * torch.arange(pairs)).expand(heads, -1)
-    return torch.cat([real, turning, _spread(heads, 1).log()], dim=1)
+    return torch.cat([real, turning, _log_spaced_rates(heads, 1).log()], dim=1)
 
 
 def _paced_ssm(state: int, tokens: int) -> Tensor:

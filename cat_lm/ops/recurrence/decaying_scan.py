@@ -25,7 +25,7 @@ from cat_lm.ops.recurrence import EVERY, decaying_scan_cpu, decaying_scan_torch
 from cat_lm.ops.recurrence.backends import SELECTIVE_SCAN, choose_backend
 from cat_lm.ops.runtime.documents import check_document_ids, document_starts
 from cat_lm.ops.runtime.flops import flops
-from cat_lm.ops.runtime.operators import custom_op, folded
+from cat_lm.ops.runtime.operators import custom_op, fold_vmap_axis
 from cat_lm.ops.runtime.precision import without_autocast
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 
@@ -86,14 +86,16 @@ def decaying_scan(
     q, k, values, rate, a, initial_state = (s.to(widest) for s in given)
     if document_ids is not None:
         check_document_ids(document_ids, *q.shape[:2])
-        rate = _cut(rate, a, document_ids)  # after the cast: half precision has no TOTAL
+        rate = _reset_at_starts(
+            rate, a, document_ids
+        )  # after the cast: half precision has no TOTAL
     inputs = (q, k, values, rate, a, initial_state)
     out, last, _ = _forward(backend, *(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)
     return (out, last.squeeze(0)) if return_state else out
 
 
-def _cut(rate: Tensor, a: Tensor, document_ids: Tensor) -> Tensor:
+def _reset_at_starts(rate: Tensor, a: Tensor, document_ids: Tensor) -> Tensor:
     """Make the decay total at each document start, except at a row's first step."""
     starts = document_starts(document_ids)[:, 1:]
     total = torch.where(a > 0, -TOTAL, TOTAL).to(rate.dtype)
@@ -182,17 +184,17 @@ def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, _: Any) -> tuple[Tenso
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def _stacked(operator: Any) -> Any:
+def _vmap_rule(operator: Any) -> Any:
     """Return torch.vmap's rule: its dimension is joined with the first, the models."""
 
     def run(info: Any, axes: tuple[Any, ...], backend: str, *tensors: Tensor) -> Any:
         size, pairs = info.batch_size, zip(tensors, axes[1:], strict=True)
-        joined = (folded(size, tensor, axis, 0) for tensor, axis in pairs)
+        joined = (fold_vmap_axis(size, tensor, axis, 0) for tensor, axis in pairs)
         found = operator(backend, *joined)
         return tuple(s.unflatten(0, (size, -1)) for s in found), (0,) * len(found)
 
     return run
 
 
-_forward.register_vmap(_stacked(_forward))
-_backward.register_vmap(_stacked(_backward))
+_forward.register_vmap(_vmap_rule(_forward))
+_backward.register_vmap(_vmap_rule(_backward))

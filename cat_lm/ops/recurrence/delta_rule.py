@@ -76,10 +76,10 @@ def delta_rule(
     widest = functools.reduce(torch.promote_types, (s.dtype for s in given), torch.float32)
     time, chunk = q.shape[1], max(1, min(CHUNK, q.shape[1]))
     q = q.to(widest) * q.shape[-1] ** -0.5
-    q, k, v = (_chunks(s.to(widest), chunk) for s in (q, k, v))
-    beta = _chunks(beta.to(widest)[..., None], chunk)
+    q, k, v = (_split_chunks(s.to(widest), chunk) for s in (q, k, v))
+    beta = _split_chunks(beta.to(widest)[..., None], chunk)
     if log_decay is not None:
-        log_decay = _chunks(log_decay.to(widest)[..., None], chunk)
+        log_decay = _split_chunks(log_decay.to(widest)[..., None], chunk)
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     if initial_state is not None:
         state = initial_state.to(widest)
@@ -87,8 +87,8 @@ def delta_rule(
         check_document_ids(document_ids, *given[0].shape[:2])
     starts_empty = initial_state is None and q.shape[2] == 1  # no state is ever read
     with without_autocast(q):
-        within, before = _decays(q, log_decay, document_ids if time else None)
-        y, state = _solved(q, k, v, beta, within, before, state, starts_empty)
+        within, before = _chunk_decays(q, log_decay, document_ids if time else None)
+        y, state = _solve_chunks(q, k, v, beta, within, before, state, starts_empty)
     y = y.flatten(2, 3)[:, :, :time].transpose(1, 2).to(given[2].dtype)
     return (y, state) if return_state else y
 
@@ -111,14 +111,14 @@ def _check(
         raise ValueError(f"initial_state is {list(initial_state.shape)}, not {list(state)}")
 
 
-def _chunks(x: Tensor, chunk: int) -> Tensor:
+def _split_chunks(x: Tensor, chunk: int) -> Tensor:
     """Split [B, T, H, D] into [B, H, N, C, D]; zeros at the end leave the state unchanged."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
     x = x.contiguous()  # once, else every product copies it for itself, and keeps the copy
     return x.unflatten(2, (x.shape[2] // chunk, chunk))
 
 
-def _decays(
+def _chunk_decays(
     like: Tensor, log_decay: Tensor | None, document_ids: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute Γ between the steps of a chunk and from the state before it to each of them.
@@ -155,7 +155,7 @@ def _decays(
     return within, before if goes_on is None else before * goes_on
 
 
-def _solved(
+def _solve_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,

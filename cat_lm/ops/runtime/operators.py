@@ -76,7 +76,7 @@ def refuse_second_derivative(name: str, advice: str = "") -> None:
         raise NotImplementedError(f"{name} has no second derivative (create_graph=True){end}")
 
 
-def folded(size: int, tensor: Tensor | None, axis: int | None, into: int) -> Tensor | None:
+def fold_vmap_axis(size: int, tensor: Tensor | None, axis: int | None, into: int) -> Tensor | None:
     """Join the axis of torch.vmap, which has S models, with axis `into`, the models outside."""
     if tensor is None:
         return None
@@ -87,7 +87,9 @@ def folded(size: int, tensor: Tensor | None, axis: int | None, into: int) -> Ten
     return tensor.flatten(into, into + 1)
 
 
-def in_turn(operator: Any, info: Any, axes: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+def run_sequentially(
+    operator: Any, info: Any, axes: tuple[Any, ...], *given: Any
+) -> tuple[Any, Any]:
     """Run an operator once for each model of torch.vmap: its results and their axes."""
     pairs = list(zip(given, axes, strict=True))
     found = [
@@ -102,4 +104,4 @@ def in_turn(operator: Any, info: Any, axes: tuple[Any, ...], *given: Any) -> tup
 def register_in_turn(*operators: torch.library.CustomOpDef) -> None:
     """Have torch.vmap run these operators once for each model."""
     for operator in operators:
-        operator.register_vmap(functools.partial(in_turn, operator))
+        operator.register_vmap(functools.partial(run_sequentially, operator))

@@ -126,7 +126,9 @@ def row_splits(rows: np.ndarray) -> np.ndarray:
     return np.where(bits == 3, SPLITS.index("validation"), bits >> 2)
 
 
-def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: int) -> np.ndarray:
+def draw_distinct(
+    rng: np.random.Generator, rows: int, count: int, low: int, high: int
+) -> np.ndarray:
     """[rows, count] of low..high−1, distinct within a row, all ordered choices equally likely."""
     values = distinct_ngrams(rng, rows, count, 1, high - low)
     return values[:, :, 0] + low
@@ -188,7 +190,7 @@ def weighted_order(
     return np.argsort(-(np.log(weights) + noise), axis=1)[:, :count]
 
 
-def unused(
+def draw_unused(
     rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, taken: np.ndarray
 ) -> np.ndarray:
     """Tokens [rows, n] uniform over the vocabulary without those that a row has taken.

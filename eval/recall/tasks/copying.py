@@ -21,7 +21,7 @@ import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers.parts.base import check_choice, check_counts
-from eval.recall.tasks.base import Task, distinct, require
+from eval.recall.tasks.base import Task, draw_distinct, require
 
 MODES = ("autoregressive", "oneshot")
 
@@ -78,10 +78,10 @@ class SelectiveCopying(Task):
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         m, body = self.copies, self.seq_len - self.copies
         if self.unique:
-            signal = distinct(rng, count, m, 0, self.signals) + self.noises
+            signal = draw_distinct(rng, count, m, 0, self.signals) + self.noises
         else:
             signal = rng.integers(0, self.signals, (count, m)) + self.noises
-        positions = np.sort(distinct(rng, count, m, 0, body), axis=1)
+        positions = np.sort(draw_distinct(rng, count, m, 0, body), axis=1)
         inputs = np.full((count, self.seq_len), self.vocabulary - 1, dtype=np.int64)  # all ⊥
         inputs[:, :body] = rng.integers(0, self.noises, (count, body))
         np.put_along_axis(inputs[:, :body], positions, signal, axis=1)

@@ -32,10 +32,10 @@ from cat_lm.mixers.parts.base import check_choice, check_counts, check_positive
 from eval.recall.tasks.base import (
     Examples,
     Task,
-    distinct,
     distinct_ngrams,
+    draw_distinct,
+    draw_unused,
     require,
-    unused,
     weighted_order,
 )
 
@@ -211,7 +211,7 @@ class MultiQueryRecall(Task):
         width = n + 1
         keys = self._keys(rng, count)  # the last of them are asked without standing in the context
         half = self.vocab_size // 2
-        values = distinct(rng, count, k, half, self.vocab_size)
+        values = draw_distinct(rng, count, k, half, self.vocab_size)
         inputs = np.zeros((count, self.seq_len), dtype=np.int64)
         labels = np.full((count, self.seq_len), IGNORE_INDEX, dtype=np.int64)
         given = np.zeros((count, self.seq_len), dtype=bool)
@@ -227,7 +227,7 @@ class MultiQueryRecall(Task):
         answers = np.pad(values, ((0, 0), (0, self.unmatched)), constant_values=self.vocab_size)
         np.put_along_axis(labels, first + n - 1, answers, axis=1)
         if self.filler == "unused":
-            drawn = unused(rng, inputs.shape, self.vocab_size, keys.reshape(count, -1))
+            drawn = draw_unused(rng, inputs.shape, self.vocab_size, keys.reshape(count, -1))
             np.copyto(inputs, drawn, where=~given)
         elif self.filler == "random":
             np.copyto(inputs, rng.integers(0, self.vocab_size, inputs.shape), where=~given)
@@ -237,6 +237,6 @@ class MultiQueryRecall(Task):
         k, n, pool = self.queries, self.ngram, self.pool_tokens
         if pool is None:
             return distinct_ngrams(rng, count, k, n, self.key_tokens) + 1
-        tokens = distinct(rng, count, pool, 1, self.key_tokens + 1)
+        tokens = draw_distinct(rng, count, pool, 1, self.key_tokens + 1)
         ngrams = distinct_ngrams(rng, count, k, n, pool).reshape(count, k * n)
         return np.take_along_axis(tokens, ngrams, axis=1).reshape(count, k, n)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers.parts.base import check_counts
-from eval.recall.tasks.base import Task, distinct, require, unused
+from eval.recall.tasks.base import Task, draw_distinct, draw_unused, require
 
 PARTS = ("early", "middle", "late")  # thirds of the haystack
 
@@ -58,12 +58,12 @@ class NeedleRecall(Task):
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         k, half, hay = self.keys, self.vocab_size // 2, self.seq_len - self.keys
-        keys = distinct(rng, count, k, 1, half)
-        values = distinct(rng, count, k, half, self.vocab_size)
+        keys = draw_distinct(rng, count, k, 1, half)
+        values = draw_distinct(rng, count, k, half, self.vocab_size)
         inputs = np.empty((count, self.seq_len), dtype=np.int64)
-        inputs[:, :hay] = unused(rng, (count, hay), self.vocab_size, keys)
+        inputs[:, :hay] = draw_unused(rng, (count, hay), self.vocab_size, keys)
         # Pairs of two tokens that do not touch each other's: as if each were one token.
-        places = np.sort(distinct(rng, count, k, 0, hay - k), axis=1) + np.arange(k)
+        places = np.sort(draw_distinct(rng, count, k, 0, hay - k), axis=1) + np.arange(k)
         np.put_along_axis(inputs, places, keys, axis=1)
         np.put_along_axis(inputs, places + 1, values, axis=1)
         order = rng.random((count, k)).argsort(axis=1)

@@ -16,7 +16,7 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers.parts.base import check_choice, check_counts
-from eval.recall.tasks.base import Examples, Task, distinct, distinct_ngrams, require
+from eval.recall.tasks.base import Examples, Task, distinct_ngrams, draw_distinct, require
 
 LAYOUTS = ("pairs", "free")
 _ROUNDS = 1000  # draws of the rows that have accidental copies
@@ -114,7 +114,7 @@ class SingleQueryRecall(Task):
     def _pairs(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         k, n, half = self.num_keys, self.ngram, self.vocab_size // 2
         keys = distinct_ngrams(rng, count, k, n, half - 1) + 1
-        values = distinct(rng, count, k, half, self.vocab_size)
+        values = draw_distinct(rng, count, k, half, self.vocab_size)
         asked, rows = rng.integers(0, k, count), np.arange(count)
         inputs = np.zeros((count, self.seq_len), dtype=np.int64)
         pairs = np.concatenate([keys, values[:, :, None]], axis=2).reshape(count, k * (n + 1))

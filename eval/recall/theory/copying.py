@@ -153,15 +153,20 @@ def theorem_4(
             "α = 3TW θ and β = 3α are far enough apart, W = N and T = L + N + 1",
             setting,
             check,
-            _apart(count),
-            {"α = TW/30 θ": _apart(count, near=1 / 30), "β = 0": _apart(count, above=0.0)},
+            _separated_layer(count),
+            {
+                "α = TW/30 θ": _separated_layer(count, near=1 / 30),
+                "β = 0": _separated_layer(count, above=0.0),
+            },
             "The proof bounds p* p_i by 1, but the convolved position reaches W; ρ^i − ρ^{i+1} is "
             "at least log 2/(2T).",
         ),
     ]
 
 
-def _apart(window: int, near: float = 3.0, above: float = 3.0) -> Callable[[Prompts], CopyLayer]:
+def _separated_layer(
+    window: int, near: float = 3.0, above: float = 3.0
+) -> Callable[[Prompts], CopyLayer]:
     """θ = 1, α = near T W, β = above α."""
 
     def make(prompts: Prompts) -> CopyLayer:

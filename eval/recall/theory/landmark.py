@@ -208,7 +208,7 @@ def chance(t: float) -> float:
     return 1 - 3 * math.exp(-(t**2) / 4)
 
 
-def _promised(thresholds: Mapping[Any, np.ndarray], law: Law, at: Sequence[float]) -> Verdict:
+def _check_promised(thresholds: Mapping[Any, np.ndarray], law: Law, at: Sequence[float]) -> Verdict:
     """The least success at what a law says, by t, against what is promised."""
     success = {
         t: min(float((v <= law(key, t)).mean()) for key, v in thresholds.items()) for t in at
@@ -226,7 +226,7 @@ def _sufficiency(trials: int, seed: int) -> Claim:
         "d ≥ 2σ²B(√log L̄ + t)² solves recall with probability at least 1 − 3e^{−t²/4}",
         f"L = 2^20, B = {min(thresholds)}…{max(thresholds)}, {trials} trials each; least "
         "success over B",
-        lambda law: _promised(thresholds, law, (2.2, 2.5, 3.0, 4.0)),
+        lambda law: _check_promised(thresholds, law, (2.2, 2.5, 3.0, 4.0)),
         lambda block, t: sufficient(block, t=t),
         {
             "without the factor B": lambda block, t: sufficient(block, t=t) / block,
@@ -313,7 +313,7 @@ def _uniform(trials: int, seed: int) -> Claim:
         "probability at least 1 − 3e^{−t²/4}",
         f"r = dim(S) = {', '.join(map(str, ranks))}, B = {', '.join(map(str, blocks))}, {trials} "
         f"trials each; least success; d at 50% (formula at t = 0), B = 32: {halves}",
-        lambda law: _promised(found, law, (2.5, 3.0, 4.0)),
+        lambda law: _check_promised(found, law, (2.5, 3.0, 4.0)),
         lambda of, t: sufficient(of[1], math.sqrt(of[0]), t),
         {"without √dim(S)": lambda of, t: sufficient(of[1], t=t)},
     )
@@ -327,7 +327,7 @@ def _exponential(trials: int, seed: int) -> Claim:
 
     def check(rate: float) -> Verdict:
         found = {b: exponential_thresholds(b, trials, seed, rate=rate) for b in blocks}
-        measured, passes = _promised(found, law, (2.2, 2.5, 3.0))
+        measured, passes = _check_promised(found, law, (2.2, 2.5, 3.0))
         halves = ", ".join(f"B={b} {law(b, 0) / np.median(v):.2g}" for b, v in found.items())
         return Verdict(f"{measured}; 50B log L̄ over d at 50%: {halves}", passes)
 

@@ -140,7 +140,7 @@ def proposition_4(trials: int, seed: int) -> Claim:
         "40 vectors of any norm × 3-sparse": (cloud, [(1.0, sets[5].support)], 16),
         "40 × 30 vectors of any norm": (cloud, scattered, 10),
     }
-    sides = {name: _sides(*case, trials, rng) for name, case in cases.items()}
+    sides = {name: _draw_sides(*case, trials, rng) for name, case in cases.items()}
 
     def check(combine: Callable[[np.ndarray], np.ndarray]) -> Verdict:
         said, passes = [], True
@@ -168,7 +168,7 @@ def proposition_4(trials: int, seed: int) -> Claim:
     )
 
 
-def _sides(
+def _draw_sides(
     table: np.ndarray,
     others: list[tuple[float, Support]],
     width: int,

@@ -340,7 +340,7 @@ def _of_all_but_the_query(
             ends = (tokens[:, t - n + 1 : t + 1] == query).all(axis=1) & ~planted
             other = tokens[ends, t] + rng.integers(1, count, int(ends.sum()))
             tokens[ends, t] = other % count
-    return _asked(tokens, query, place)
+    return _with_query(tokens, query, place)
 
 
 def _of_two_ngrams(problem: Problem, length: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -356,10 +356,10 @@ def _of_two_ngrams(problem: Problem, length: int, most: int) -> tuple[np.ndarray
     )
     tokens = filler[:, np.arange(length) % n]
     np.put_along_axis(tokens, place[:, None] + np.arange(n), query, axis=1)
-    return _asked(tokens, query, place)
+    return _with_query(tokens, query, place)
 
 
-def _asked(
+def _with_query(
     tokens: np.ndarray, query: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sequences that end with the query, where it stands at one place before, and the answers."""

@@ -11,10 +11,10 @@ import pytest
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.folders import Busy, hold
-from eval.common.interrupts import held
+from eval.common.interrupts import lock_folder
 from eval.lab import execution
 from eval.lab.run import run_study
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.studies import STUDIES
 
 
@@ -101,12 +101,12 @@ def test_file_system_without_locks_holds_nobody_back(place):
 
 def test_study_that_runs_has_its_folder_alone(tmp_path, monkeypatch):
     def run(how):
-        return run_study(STUDIES.get("accuracy"), Asked("smoke"), tmp_path, how)
+        return run_study(STUDIES.get("accuracy"), StudyOptions("smoke"), tmp_path, how)
 
     started = []
     monkeypatch.setattr(execution, "_estimate", lambda *_: None)
     monkeypatch.setattr(execution, "execute", lambda *_: started.append(1))
-    with held(tmp_path):
+    with lock_folder(tmp_path):
         with pytest.raises(UserError, match="another call of the study works in it"):
             run(execution.Execution())
         assert run(execution.Execution(estimate_only=True)) is None

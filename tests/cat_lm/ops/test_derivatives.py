@@ -49,6 +49,6 @@ def test_decoding_kernel_leaves_tangents_to_torch():
 
 
 def test_exchange_of_rows_is_differentiable_twice(monkeypatch):
-    monkeypatch.setattr("cat_lm.model.sequence._exchanged", lambda x, *_: x.detach().clone())
+    monkeypatch.setattr("cat_lm.model.sequence._exchange_rows", lambda x, *_: x.detach().clone())
     x = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: _Exchange.apply(x.sin(), [1], [1], None).cos(), x)

@@ -13,7 +13,7 @@ from cat_lm.core.files import write_sealed
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import model_label
 from eval.common.html import render
-from eval.common.text_table import aligned, markdown_table
+from eval.common.text_table import align_columns, markdown_table
 from eval.lab.store import CellStore, DamagedCell, key_hash
 
 
@@ -102,8 +102,8 @@ class TestCellStore:
 class TestTables:
     def test_columns_are_as_wide_as_their_widest_cell(self):
         rows = [("a", "1.5", "x"), ("long", "10", "yy")]
-        assert aligned(("", "n", "w"), rows) == "        n   w\na     1.5   x\nlong   10  yy"
-        assert aligned(("", "n", "w"), rows, left=(0, 2)).splitlines()[1] == "a     1.5  x"
+        assert align_columns(("", "n", "w"), rows) == "        n   w\na     1.5   x\nlong   10  yy"
+        assert align_columns(("", "n", "w"), rows, left=(0, 2)).splitlines()[1] == "a     1.5  x"
 
     def test_markdown_keeps_its_columns(self):
         text = markdown_table(["a", "b"], [["x|y", "1"]], right=[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eval.lab import cell as cells
 from eval.lab import execution as running
 from eval.lab.execution import Execution
-from eval.lab.grid import LADDER, all_records, beyond, choose, run_tuned
+from eval.lab.grid import LADDER, all_records, choose, next_rate, run_tuned
 from eval.lab.places import TUNING_SEED, Place, Run
 from eval.recall.cell import Cell
 from eval.recall.training import Trial
@@ -33,7 +33,7 @@ def test_beyond_is_the_next_of_the_ladder_outside_of_what_was_tried(tried):
     choice = choose(tried)
     assert tried[choice.rate] >= max(tried.values()) - 0.005
     assert choice.on_edge == (choice.rate in (min(tried), max(tried)))
-    if (rate := beyond(choice)) is None:
+    if (rate := next_rate(choice)) is None:
         assert not choice.on_edge or choice.rate in (LADDER[0], LADDER[-1])
     else:
         assert rate in LADDER and not min(tried) <= rate <= max(tried)

@@ -15,7 +15,7 @@ from eval.lab.execution import Execution
 from eval.lab.frame import frame
 from eval.lab.page import report
 from eval.lab.run import run_study
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.recall import grids
 from eval.studies import STUDIES
 from tests.calls import call_main
@@ -31,7 +31,7 @@ def small(monkeypatch, in_this_process):
 
 
 def test_study_resumes_and_writes_its_files(small, tmp_path, capsys):
-    record = run_study(small, Asked("smoke"), tmp_path, Execution("cpu"))
+    record = run_study(small, StudyOptions("smoke"), tmp_path, Execution("cpu"))
     said = capsys.readouterr().out
     assert "5 runs, 5 to do" in said and "hours" in said and "positive control" in said
     files = {path.name for path in tmp_path.glob("length*")}
@@ -48,10 +48,10 @@ def test_study_resumes_and_writes_its_files(small, tmp_path, capsys):
     assert "control failed: MQAR" in (tmp_path / "length.svg").read_text()
     # One cell is gone: it alone is trained again, to the same numbers.
     next((tmp_path / "cells").iterdir()).unlink()
-    again = run_study(small, Asked("smoke"), tmp_path, Execution("cpu"))
+    again = run_study(small, StudyOptions("smoke"), tmp_path, Execution("cpu"))
     assert "5 runs, 1 to do" in capsys.readouterr().out
     assert again["lines"] == record["lines"] and again["contrasts"] == record["contrasts"]
-    more = run_study(small, Asked("smoke", models=("cat",)), tmp_path, Execution("cpu"))
+    more = run_study(small, StudyOptions("smoke", models=("cat",)), tmp_path, Execution("cpu"))
     assert more["not_run"] == ["attention"] and "Not run: `attention`" in report(small, more)
 
 

@@ -266,7 +266,7 @@ def test_diagnosis_of_drawn_products():
         {"block": b, "top_k": 1, "predicted": p, "retrieved": 0.95, "caught": 0.2}
         for b, p in ((4, 0.99), (8, 0.91), (16, 0.5))
     ]
-    assert diagnosing.bears(means, 0.9) == [
+    assert diagnosing.tolerated_sizes(means, 0.9) == [
         {"top_k": 1, "predicted": 8, "retrieved": 16, "caught": None}
     ]
 

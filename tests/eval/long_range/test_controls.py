@@ -9,7 +9,7 @@ import pytest
 
 from eval.lab.page import warnings
 from eval.lab.places import CONTROL, NEGATIVE
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.long_range.grids import Choice, controls
 from eval.long_range.tasks import Place
 from eval.studies import STUDIES
@@ -18,7 +18,7 @@ from eval.studies import STUDIES
 def _arena(*rows: str):
     """The places of the arena at the paper's scale, as if its files were there."""
     choice = Choice(place=Place(Path("official"), Path("cache")))
-    return STUDIES.get("lra").places(Asked("paper", rows=rows, more={"long_range": choice}))
+    return STUDIES.get("lra").places(StudyOptions("paper", rows=rows, more={"long_range": choice}))
 
 
 def found(
@@ -35,7 +35,7 @@ def found(
         share: of the most frequent class; exchanged: accuracy on rows with others' inputs.
     """
     of = []
-    for place in STUDIES.get(figure).places(Asked("smoke")):
+    for place in STUDIES.get(figure).places(StudyOptions("smoke")):
         name = CONTROL if place.run.row == CONTROL else place.run.line
         for seed, more in ((0, -0.01), (1, 0.01)) if name != CONTROL else ((0, 0.0),):
             value = values.get(name, 0.5) + (0.0 if name == NEGATIVE else more)

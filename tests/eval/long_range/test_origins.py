@@ -12,7 +12,7 @@ from cat_lm.core.errors import UserError
 from eval.lab import cell as cells
 from eval.lab.execution import Execution
 from eval.lab.run import run_study
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.long_range import training
 from eval.long_range.__main__ import main
 from eval.long_range.cell import check_origins
@@ -65,7 +65,7 @@ def test_study_refuses_other_data_before_it_estimates(tmp_path, monkeypatch, cap
     monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], of_task=small))
     study, out = STUDIES.get("smnist"), tmp_path / "out"
     there, other = (
-        Asked("smoke", rows=("smnist",), more={"long_range": Choice(place=place)})
+        StudyOptions("smoke", rows=("smnist",), more={"long_range": Choice(place=place)})
         for place in (Place(tmp_path / name, tmp_path / "cache") for name in "ab")
     )
     point = study.places(there)[0]
@@ -79,7 +79,7 @@ def test_study_refuses_other_data_before_it_estimates(tmp_path, monkeypatch, cap
 
 
 def test_runs_of_other_data_are_not_compared(tmp_path, monkeypatch):
-    point = STUDIES.get("atomic").places(Asked("smoke"))[0]
+    point = STUDIES.get("atomic").places(StudyOptions("smoke"))[0]
     runs = [point.at(1e-3, seed).cell for seed in (0, 1)]
     origins = {runs[0]: "a", runs[1]: "a"}
     monkeypatch.setattr(

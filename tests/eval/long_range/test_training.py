@@ -15,7 +15,7 @@ from cat_lm.core.errors import UserError
 from eval import study as study_command
 from eval.lab import cell as cells
 from eval.lab.places import CONTROL, NEGATIVE
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.long_range import training
 from eval.long_range.__main__ import main
 from eval.long_range.cell import Cell, fitted
@@ -60,7 +60,7 @@ def plan(name: str, scale: str, choice: Choice | None = None, rows: tuple[str, .
         task for task in TASKS[name] if task in SCALES[scale].tasks])  # fmt: skip
     if needs_files:
         choice = dataclasses.replace(choice, place=Place(Path("official"), Path("cache")))
-    return STUDIES.get(name).places(Asked(scale, rows=rows, more={"long_range": choice}))
+    return STUDIES.get(name).places(StudyOptions(scale, rows=rows, more={"long_range": choice}))
 
 
 def loaded(which) -> training.Trial:

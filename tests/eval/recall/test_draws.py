@@ -11,7 +11,7 @@ import pytest
 
 from cat_lm.core.numbers import IGNORE_INDEX
 from eval.recall.tasks import generate, make_task
-from eval.recall.tasks.base import distinct_ngrams, unused, weighted_order
+from eval.recall.tasks.base import distinct_ngrams, draw_unused, weighted_order
 
 
 def equally_likely(drawn: np.ndarray, choices: Iterable[tuple[int, ...]]) -> None:
@@ -37,7 +37,7 @@ def test_random_fillers_are_uniform_and_unused_ones_avoid_keys():
     frequencies = np.bincount(fillers, minlength=20) / len(fillers)
     assert np.abs(frequencies * 20 - 1).max() < 0.05
     taken = np.array([[3, 1, 3], [0, 4, 2]])
-    drawn = unused(np.random.default_rng(0), (2, 9000), 5, taken)
+    drawn = draw_unused(np.random.default_rng(0), (2, 9000), 5, taken)
     first, second = (np.bincount(row, minlength=5) / 9000 for row in drawn)
     assert np.abs(first - np.array([1, 0, 1, 0, 1]) / 3).max() < 0.02
     assert np.abs(second - np.array([0, 1, 0, 1, 0]) / 2).max() < 0.02

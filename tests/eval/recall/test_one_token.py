@@ -11,7 +11,7 @@ import torch
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.context import Context
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.recall.tasks import generate, make_task
 from eval.studies import STUDIES
 from tests.conftest import REPOSITORY
@@ -112,7 +112,7 @@ def test_one_token_does_not_suffice_in_the_figures(scale):
     tasks = {
         place.run.cell.make_task()
         for name in ("accuracy", "length")
-        for place in STUDIES.get(name).places(Asked(scale))
+        for place in STUDIES.get(name).places(StudyOptions(scale))
         if place.run.row == "hard MQNAR"
     }
     assert tasks and all(task.one_token_expected < 0.6 for task in tasks)

@@ -46,7 +46,7 @@ class TestTable2:
 
     def test_marks_are_the_paper_s(self):
         rows = table2.paper_rows().set_index("model")
-        marked = table2.marks(rows)
+        marked = table2.best_and_second(rows)
         for column, model in SECOND.items():
             assert [name.rstrip("*") for name in marked.index[marked[column] == "second"]] == [
                 model

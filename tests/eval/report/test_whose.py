@@ -12,7 +12,7 @@ import pytest
 from cat_lm.core.files import write_json
 from cat_lm.data.opening import open_splits
 from eval.common.runs import read_run, unigram_loss
-from eval.report.page import _data_facts, _length_warning, _notes, unlike
+from eval.report.page import _data_facts, _length_warning, _notes, loss_caveats
 from tests.eval.report.results import (
     change_weights,
     edit_config,
@@ -104,20 +104,20 @@ class TestWhichData:
         found = [read_run(run) for run in pair]
         assert [run.data for run in found] == [None, None]
         said = "Not known to be trained on the same data, by fingerprint: unknown (cat, pythia)."
-        assert unlike(found) == [said] and unigram_loss(found) is None
+        assert loss_caveats(found) == [said] and unigram_loss(found) is None
         assert _data_facts(found) == {"data of cat, pythia": "unknown"}
-        assert unlike(found[:1]) == [], "of one run nothing is compared"
+        assert loss_caveats(found[:1]) == [], "of one run nothing is compared"
         edit_export(pair[0], data_fingerprint="e" * 64)
         one = [read_run(run) for run in pair]
         named = f"{'e' * 16} (cat); unknown (pythia)"
-        assert unlike(one) == [said.replace("unknown (cat, pythia)", named)]
+        assert loss_caveats(one) == [said.replace("unknown (cat, pythia)", named)]
 
     def test_a_copy_elsewhere_has_the_unigram_model_s_loss(self, pair, prepared, tiny_corpus):
         edit_config(pair[0], "path: .*", "path: gone")
         edit_export(pair[0], data_fingerprint=prepared)
         found = [read_run(run) for run in pair]
         expected = json.loads((tiny_corpus / "manifest.json").read_text())["unigram_loss"]
-        assert unlike(found) == [] and unigram_loss(found) == expected
+        assert loss_caveats(found) == [] and unigram_loss(found) == expected
 
     def test_without_a_record_in_the_export_the_newest_checkpoint_says(
         self, run, prepared, tiny_corpus
@@ -153,19 +153,19 @@ class TestWhichData:
 
     def test_losses_of_more_and_of_less_held_out_text_are_not_ranked(self, pair):
         found = [read_run(run) for run in pair]
-        assert unlike(found) == []
+        assert loss_caveats(found) == []
         edit_config(pair[1], r"(validation:\n.*\n *max_tokens): .*", r"\1: 64")
         edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: null")
         said = "Perhaps not scored on as much held-out text: no limit (cat); 64 tokens (pythia)."
-        assert unlike([read_run(run) for run in pair]) == [said]
+        assert loss_caveats([read_run(run) for run in pair]) == [said]
         # As many whole windows of 32 tokens.
         edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: 65")
-        assert unlike([read_run(run) for run in pair]) == []
+        assert loss_caveats([read_run(run) for run in pair]) == []
         edit_config(pair[0], r"mask_documents: .*", "mask_documents: true")
         edit_config(pair[1], "context_length: 32", "context_length: 1024")
         edit_config(pair[1], r"(validation:\n.*\n *max_tokens): .*", r"\1: null")
         edit_config(pair[0], r"(validation:\n.*\n *max_tokens): .*", r"\1: null")
-        assert unlike([read_run(run) for run in pair]) == [
+        assert loss_caveats([read_run(run) for run in pair]) == [
             "Not trained at one context length: 32 tokens (cat); 1,024 tokens (pythia).",
             "Documents of a window are not read alike: apart (cat); joined (pythia).",
         ]

@@ -10,7 +10,7 @@ import pytest
 from cat_lm.config import load_config
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.landmark import __main__ as program
 from eval.landmark.options import LEARNED, SELECTORS
 from eval.studies import landmark as study
@@ -18,7 +18,7 @@ from tests.commands import python
 
 
 def places(data, scale="cpu", **more):
-    return study.places(Asked(scale, more={"data": (str(data),)}, **more))
+    return study.places(StudyOptions(scale, more={"data": (str(data),)}, **more))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from cat_lm.mixers import make_mixer
 from eval.lab.contrasts import compute
 from eval.lab.places import CONTROL, NEGATIVE
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.long_range.grids import steps_to
 from eval.recall import grids
 from eval.recall.grids import SCALES, TWO_LAYERS
@@ -21,7 +21,7 @@ NAMES = ("accuracy", "length", "one-layer", "one-layer-length", "width", "select
 
 
 def plan(name: str, scale: str, **asked):
-    return STUDIES.get(name).places(Asked(scale, **asked))
+    return STUDIES.get(name).places(StudyOptions(scale, **asked))
 
 
 def shown(places):

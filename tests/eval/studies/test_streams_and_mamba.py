@@ -15,12 +15,12 @@ from eval.lab.contrasts import compute
 from eval.lab.frame import gather_lines
 from eval.lab.grid import Choice
 from eval.lab.places import CONTROL
-from eval.lab.study import Asked
+from eval.lab.study import StudyOptions
 from eval.studies import mamba, streams
 
 
-def asked(*data, **more) -> Asked:
-    return Asked("smoke", more={"data": tuple(map(str, data))}, **more)
+def asked(*data, **more) -> StudyOptions:
+    return StudyOptions("smoke", more={"data": tuple(map(str, data))}, **more)
 
 
 def choose(monkeypatch, **documents: int) -> None:
@@ -48,7 +48,7 @@ def test_streams_differ_in_what_they_name_alone(tiny_corpus, monkeypatch):
             assert options.window == (2 if run.line.endswith("W = 2") else 4)
             assert run.column.endswith(f", {options.conv_type}")
     columns = ("DeltaNet, head", "softmax attention, head")
-    found = streams.places(Asked("smoke", columns=columns, rows=(streams.RECALL,)))
+    found = streams.places(StudyOptions("smoke", columns=columns, rows=(streams.RECALL,)))
     assert [*dict.fromkeys(p.run.column for p in found)] == [*reversed(columns)]
 
 
@@ -81,7 +81,7 @@ def test_streams_are_compared_with_the_same_without_filters_and_both_mixers():
 
 
 def test_mamba_has_every_dropout_and_initialization():
-    runs = [place.run for place in mamba.places(Asked("paper")) if place.run.row != CONTROL]
+    runs = [place.run for place in mamba.places(StudyOptions("paper")) if place.run.row != CONTROL]
     assert len(runs) == 4 * len(mamba.SCALES["paper"].lengths)
     for run in runs:
         start = run.cell.resolved()["mixer"]["options"]["init"]
@@ -89,7 +89,7 @@ def test_mamba_has_every_dropout_and_initialization():
 
 
 def test_mamba_is_compared_by_when_it_finds_the_task():
-    runs = [place.run for place in mamba.places(Asked("smoke"))]
+    runs = [place.run for place in mamba.places(StudyOptions("smoke"))]
     shown, control = ([r for r in runs if (r.row == CONTROL) == is_c] for is_c in (False, True))
     record = {"history": [{"step": 4, "accuracy": 0.9}, {"step": 8, "accuracy": 0.95}]}
     record["accuracy"] = 0.97

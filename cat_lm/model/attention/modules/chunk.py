@@ -68,12 +68,12 @@ class ChunkCore(nn.Module):
         where = (call.query_positions % self.size).expand(batch, time)
         runs = chunk_numbers(where, call.documents)
         slots = torch.arange(size, device=query.device)
-        their_runs = _pairs(runs[:, None, :, None], size, fill=-1)[:, 0, :, 0]
+        their_runs = _block_pairs(runs[:, None, :, None], size, fill=-1)[:, 0, :, 0]
         own_runs = their_runs[:, size:]
         is_earlier = torch.cat([slots - size, slots]) <= slots[:, None]
         mask = (own_runs[:, :, None] == their_runs[:, None]) & is_earlier
-        their_places = _pairs(where[:, None, :, None], size)[:, 0, :, 0]
-        pairs = (_pairs(x, size) for x in (key, value))
+        their_places = _block_pairs(where[:, None, :, None], size)[:, 0, :, 0]
+        pairs = (_block_pairs(x, size) for x in (key, value))
         output, _ = call.attend(
             _blocks(query, size), *pairs, mask[:, None], their_places[:, size:], their_places
         )
@@ -88,19 +88,19 @@ def chunk_numbers(where: Tensor, documents: Tensor | None) -> Tensor:
     return starts.cumsum(dim=1)
 
 
-def _cut(x: Tensor, size: int, fill: int = 0) -> Tensor:
+def _split_blocks(x: Tensor, size: int, fill: int = 0) -> Tensor:
     """Split [B, heads, T, D] into n padded blocks, [B, n, heads, b, D]."""
     missing = -x.shape[2] % size
     return F.pad(x, (0, 0, 0, missing), value=fill).unflatten(2, (-1, size)).transpose(1, 2)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    return _cut(x, size).flatten(0, 1)
+    return _split_blocks(x, size).flatten(0, 1)
 
 
-def _pairs(x: Tensor, size: int, fill: int = 0) -> Tensor:
+def _block_pairs(x: Tensor, size: int, fill: int = 0) -> Tensor:
     """Return each block joined to the one before it, [B n, heads, 2 b, D]."""
-    own = _cut(x, size, fill)
+    own = _split_blocks(x, size, fill)
     earlier = F.pad(own, (0, 0, 0, 0, 0, 0, 1, 0), value=fill)[:, :-1]
     return torch.cat([earlier, own], dim=3).flatten(0, 1)
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from cat_lm.model.attention.modules.call import AttentionCall, softmax, visible_keys
-from cat_lm.ops.convolution.maps import closed_up, opened, places_of_real_keys, sum_over_maps
+from cat_lm.ops.convolution.maps import close_gaps, places_of_real_keys, reopen_gaps, sum_over_maps
 
 
 class MapMixingCore(nn.Module):
@@ -57,9 +57,9 @@ def _mixed_maps(maps: Tensor, filters: Tensor, place: Tensor | None) -> Tensor:
     batch, _, time, _ = maps.shape
     if place is not None:
         # The index m+j counts real keys: padding after a prompt must not separate them.
-        maps = closed_up(maps, place)
+        maps = close_gaps(maps, place)
     windows = F.pad(maps, (0, filters.shape[0] - 1)).transpose(1, 2).flatten(0, 1)
     # conv1d correlates: tap j multiplies the map at m + j.
     mixed = F.conv1d(windows, filters.permute(1, 2, 0).to(maps.dtype))
     mixed = mixed.unflatten(0, (batch, time)).transpose(1, 2)
-    return mixed if place is None else opened(mixed, place)
+    return mixed if place is None else reopen_gaps(mixed, place)

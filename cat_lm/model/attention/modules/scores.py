@@ -139,7 +139,7 @@ def attend_with_scores(
     visible = visible_keys(call.mask, query, key)
     is_sdpa = implementation == "sdpa"
     logits = query.new_zeros(1, 1, 1, 1) if is_sdpa else query @ key.mT * call.scaling
-    where = _places(module, query, call.positions, call.key_positions)
+    where = _broadcast_positions(module, query, call.positions, call.key_positions)
     scores = module.score(logits, *where, *module()).to(query.dtype)
     if is_sdpa:
         scores = only_visible(scores, visible)
@@ -151,7 +151,7 @@ def attend_with_scores(
     return (maps @ value).transpose(1, 2).contiguous(), maps
 
 
-def _places(
+def _broadcast_positions(
     module: ScoreModule, query: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return positions of queries and keys, and head indices, that broadcast to logits [B, H, T,
@@ -225,7 +225,7 @@ def attend_by_rows(
         grouped = query[:, :, part].reshape(batch, shared, -1, width)
         logits = (grouped @ key[:, :, read].mT * call.scaling).view(batch, heads, -1, read.stop)
         positions = call.positions[:, part], call.key_positions[:, read]
-        scores = module.score(logits, *_places(module, query, *positions), *tensors)
+        scores = module.score(logits, *_broadcast_positions(module, query, *positions), *tensors)
         maps = softmax(scores, visible, call.dropout, value.dtype)
         output = maps.view(batch, shared, -1, read.stop) @ value[:, :, read]
         return output.view(batch, heads, -1, value.shape[3])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.runtime.operators import custom_op, folded, in_turn
+from cat_lm.ops.runtime.operators import custom_op, fold_vmap_axis, run_sequentially
 
 Forward, Backward = Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]
 _PLACES = "Tensor? positions, Tensor? cos, Tensor? sin"
@@ -65,12 +65,16 @@ def convolution_operator(
         size, of_tensors = info.batch_size, axes[1:]
         x, filters, bias, positions, *rotary = tensors
         if rotary[0] is None and axes[2] is None and axes[3] is None:
-            x, positions = (folded(size, s, of_tensors[i], 0) for s, i in ((x, 0), (positions, 3)))
+            x, positions = (
+                fold_vmap_axis(size, s, of_tensors[i], 0) for s, i in ((x, 0), (positions, 3))
+            )
             y = convolve(conv_type, x, filters, bias, positions, None, None)
             return y.unflatten(0, (size, -1)), 0
         if not _joins_heads(conv_type, axes[4], rotary):
-            return in_turn(convolve, info, axes, conv_type, *tensors)
-        joined = (folded(size, *how) for how in zip(tensors, of_tensors, (2, 0, 0), strict=False))
+            return run_sequentially(convolve, info, axes, conv_type, *tensors)
+        joined = (
+            fold_vmap_axis(size, *how) for how in zip(tensors, of_tensors, (2, 0, 0), strict=False)
+        )
         y = convolve(conv_type, *joined, positions, None, None)
         return y.unflatten(2, (size, -1)), 2
 
@@ -79,8 +83,10 @@ def convolution_operator(
         size, (*tensors, wanted) = info.batch_size, given
         positions, *rotary = tensors[3:]
         if not _joins_heads(conv_type, axes[4], rotary):
-            return in_turn(differentiate, info, axes, conv_type, *given)
-        joined = (folded(size, *how) for how in zip(tensors, axes[1:], (2, 2, 0), strict=False))
+            return run_sequentially(differentiate, info, axes, conv_type, *given)
+        joined = (
+            fold_vmap_axis(size, *how) for how in zip(tensors, axes[1:], (2, 2, 0), strict=False)
+        )
         found = differentiate(conv_type, *joined, positions, None, None, wanted)
         split = tuple(
             x.unflatten(axis, (size, -1)).movedim(axis, 0) if want else x.new_empty(size, 0)

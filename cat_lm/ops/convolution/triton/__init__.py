@@ -23,7 +23,7 @@ KINDS: tuple[str, ...] = ()
 if INSTALLED:
     from cat_lm.ops.convolution.kinds.operators import convolution_operator
     from cat_lm.ops.convolution.triton import convolution, multihead, rotation
-    from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, turns_apart, uses_dot
+    from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, rotates_separately, uses_dot
 
     KINDS = ("head", "depthwise", "multihead")
 
@@ -54,7 +54,7 @@ def convolve(
 
     Returns:
         [B, T, H, D] in x's dtype, contiguous: attention's output then is, too, and needs no copy.
-        What is rotated is rounded once more where a kernel of its own does it (`turns_apart`).
+        A separate rotation kernel (`rotates_separately`) rounds once more.
     """
     cos, sin = (None, None) if rotary is None else rotary
     return triton_conv(conv_type, x, filters, bias, positions, cos, sin)
@@ -74,7 +74,7 @@ def describe(conv_type: str, dtype: torch.dtype, window: int) -> str:
     if conv_type == "depthwise":
         return f"{interpreter}sum over lags (filters per channel)"
     if uses_dot(dtype, window, False):
-        turns = ", rotation by a kernel of its own" if turns_apart(dtype, window) else ""
+        turns = ", rotation by a kernel of its own" if rotates_separately(dtype, window) else ""
         return f"{interpreter}banded Toeplitz matrices on matrix units{turns}"
     reason = "fp32 is exact so" if dtype == torch.float32 else f"W is above {WIDEST_DOT_WINDOW}"
     return f"{interpreter}sum over lags ({reason})"

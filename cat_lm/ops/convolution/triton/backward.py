@@ -24,13 +24,13 @@ import triton.language as tl
 
 from cat_lm.ops.convolution.triton.tiles import (
     VARYING,
-    add_apart,
     add_product,
+    add_separately,
     earliest_inputs,
+    has_rotated_tile,
     load_rows,
     rotary_partners,
     rotated_columns,
-    rotates_apart,
     store_rows,
     taps_of_channels,
     taps_of_lags,
@@ -179,7 +179,7 @@ def backward_dot_stream(
                 found = add_product(found, matrix, gradient)
                 if HALO > 0:
                     matrix = within_documents(far, far_earliest, DOCUMENTS)
-                    found = add_apart(found, matrix, after)
+                    found = add_separately(found, matrix, after)
         if dx_ptr is not None:
             dx_row = dx_ptr + batch * dx_stride_b
             store_rows(dx_row, found, first, rows, length, columns, inside, dx_stride_t)
@@ -292,7 +292,7 @@ def backward_stream(
     here = (segment, chunk, chunks)
     if not TILE.use_dot:
         backward_shift_stream(streams, sums, angles, here, sizes, ROTARY, TILE)
-    elif not rotates_apart(ROTARY, TILE.columns):
+    elif not has_rotated_tile(ROTARY, TILE.columns):
         backward_dot_stream(streams, sums, angles, here, sizes, TILE.columns, 0, None, ROTARY, TILE)
     elif chunk == 0:
         COLUMNS: tl.constexpr = rotated_columns(ROTARY, TILE.columns)
@@ -342,7 +342,7 @@ def backward_kernel(
     x_ptr, x_stride_b, x_stride_t, x_stride_h, x_stride_s = x
     heads, width = shape
     program = tl.program_id(0)
-    APART: tl.constexpr = 1 if TILE.use_dot and rotates_apart(TILE.rotary, TILE.columns) else 0
+    APART: tl.constexpr = 1 if TILE.use_dot and has_rotated_tile(TILE.rotary, TILE.columns) else 0
     chunks = tl.cdiv(width, TILE.columns) + APART
     chunk = program % chunks
     stream = program // chunks % TILE.streams

@@ -15,9 +15,9 @@ from cat_lm.ops.convolution.triton.launch import (
     angle_arguments,
     choose_launch,
     rotated,
-    turns_apart,
+    rotates_separately,
 )
-from cat_lm.ops.convolution.triton.rotation import rotate, turn
+from cat_lm.ops.convolution.triton.rotation import rotate, rotate_into
 from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
@@ -67,7 +67,7 @@ def _convolve(
     x, window = unit_stride(x), _window_of(filters)
     outputs = tuple(x.new_empty(*x.shape[:3], x.shape[-1]) for _ in filters)
     how = {"per_channel": _per_channel(filters), "documents": positions is not None}
-    apart = cos is not None and turns_apart(x.dtype, window, how["per_channel"])
+    apart = cos is not None and rotates_separately(x.dtype, window, how["per_channel"])
     angles = (None, None) if apart else (cos, sin)
     launch = choose_launch(x, window, rotary=rotated(angles[0]), **how)
     per_program = launch.tiles_per_program(x, most=8 if launch.tile.use_dot else 1)
@@ -82,7 +82,7 @@ def _convolve(
         )
     if apart:
         for stream in outputs[:2]:
-            turn(stream, stream, cos, sin)
+            rotate_into(stream, stream, cos, sin)
     return outputs
 
 
@@ -100,7 +100,7 @@ def _differentiate(
     Programs leave their sums apart, and these are summed in a fixed order.
     """
     x, window, per_channel = unit_stride(x), _window_of(filters), _per_channel(filters)
-    if cos is not None and turns_apart(x.dtype, window, per_channel):
+    if cos is not None and rotates_separately(x.dtype, window, per_channel):
         gradients = [rotate(g, cos, sin, True) if i < 2 else g for i, g in enumerate(gradients)]
         cos = sin = None
     how = {"per_channel": per_channel, "documents": positions is not None}

@@ -33,7 +33,9 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP: tl.constexpr):
+def _convolve_step(
+    x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP: tl.constexpr
+):
     """The token's convolution at some channels of a head, [COLUMNS] in fp32."""
     heads, rows, _next_rows, width, x_step, past_step = sizes
     KIND: tl.constexpr = STEP.kind
@@ -91,12 +93,14 @@ def _decode_stream(stream, angles, batch, head, sizes, ROTARY: tl.constexpr, STE
     if f_ptr is not None:
         past_ptr += batch * rows * heads * past_step
         next_ptr += batch * next_rows * heads * past_step
-    y = _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP)
+    y = _convolve_step(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP)
     if ROTARY > 0:
         cos_ptr, sin_ptr, cos_stride_b = angles
         rotated = columns < ROTARY
         partners = rotary_partners(columns, ROTARY)
-        others = _convolved(x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, partners, rotated, STEP)
+        others = _convolve_step(
+            x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, partners, rotated, STEP
+        )
         others = tl.where(columns < ROTARY // 2, -others, others)
         at = batch * cos_stride_b + columns
         cosines = tl.load(cos_ptr + at, mask=rotated, other=1.0).to(tl.float32)

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from cat_lm.ops.convolution.triton.tiles import (
     VARYING,
-    add_apart,
     add_product,
+    add_separately,
     earliest_inputs,
     load_rows,
     rotary_partners,
@@ -65,7 +65,7 @@ def convolve_tile(
             before = load_rows(x_ptr, first - HALO, halo, length, columns, inside, x_stride, True)
             if DOCUMENTS:
                 far = tl.where((halo - HALO)[None, :] >= earliest[:, None], far, 0.0)
-                outputs = add_apart(outputs, far, before)
+                outputs = add_separately(outputs, far, before)
             else:  # four warps, and the unit's own sum takes fewer registers
                 outputs = add_product(outputs, far, before)
     else:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution.triton.tiles import Tile, rotates_apart
+from cat_lm.ops.convolution.triton.tiles import Tile, has_rotated_tile
 from cat_lm.ops.runtime.triton_launch import cdiv, contiguous, next_power_of_2
 
 # Wider windows would need more shared memory for the halo than older GPUs have.
 WIDEST_DOT_WINDOW = 129
-# The widest of a halo of 64 steps: see `turns_apart`.
+# The widest of a halo of 64 steps: see `rotates_separately`.
 WIDEST_FUSED_ROTATION = 65
 
 # About eight programs for each multiprocessor of a large GPU; a constant, so that sums over
@@ -50,7 +50,7 @@ class Launch:
         """Return how many parts x's columns are divided into, including the rotated ones for
         gradients.
         """
-        apart = self.tile.use_dot and rotates_apart(self.tile.rotary, self.tile.columns)
+        apart = self.tile.use_dot and has_rotated_tile(self.tile.rotary, self.tile.columns)
         return cdiv(x.shape[-1], self.tile.columns) + bool(backward and apart)
 
     def tiles(self, x: Tensor) -> int:
@@ -90,9 +90,9 @@ def choose_launch(
     angles leave such kernels registers for half of them.
 
     Raises:
-        ValueError: the rotation must have a kernel of its own, see `turns_apart`.
+        ValueError: the rotation must have a kernel of its own, see `rotates_separately`.
     """
-    if rotary > 0 and turns_apart(x.dtype, window, per_channel):
+    if rotary > 0 and rotates_separately(x.dtype, window, per_channel):
         raise ValueError(
             f"window={window}: a rotation within the kernel gives wrong numbers on Hopper above "
             f"{WIDEST_FUSED_ROTATION} taps; rotate by triton/rotation.py"
@@ -111,7 +111,7 @@ def launch_of(tile: Tile, documents: bool, backward: bool, shared: int) -> Launc
     if not tile.use_dot:
         return Launch(tile, 8 if backward else 4, 1)
     warps = 8 if backward or documents else 4
-    if warps == 8 and tile.rotary > 0 and not rotates_apart(tile.rotary, tile.columns):
+    if warps == 8 and tile.rotary > 0 and not has_rotated_tile(tile.rotary, tile.columns):
         tile = tile._replace(columns=min(32, tile.columns))
     registers = 128 if backward != documents and tile.halo <= 32 else None
     # Two stages load the next tile while one is worked on; that takes shared memory which
@@ -120,7 +120,7 @@ def launch_of(tile: Tile, documents: bool, backward: bool, shared: int) -> Launc
     return Launch(tile, warps, stages, registers)
 
 
-def turns_apart(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
+def rotates_separately(dtype: torch.dtype, window: int, per_channel: bool = False) -> bool:
     """Return True if a separate kernel rotates channels, before or after the convolution.
 
     So they are beside a halo of more than 64 steps. On an H100 (triton 3.6.0) the forward kernel of

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cat_lm.ops.convolution.kinds.operators import empty_gradients
 from cat_lm.ops.convolution.triton import launch
-from cat_lm.ops.convolution.triton.rotation import rotate, turn
+from cat_lm.ops.convolution.triton.rotation import rotate, rotate_into
 from cat_lm.ops.convolution.triton.tiles import VARYING, add_product
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
@@ -38,7 +38,7 @@ HEADS = tl.constexpr(16)
 PARTS = 64
 
 
-class Mix(NamedTuple):
+class MixingConstants(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
@@ -223,7 +223,7 @@ def mix_filters_kernel(
     tl.store(df_ptr + places, sums, mask=used)
 
 
-def _options(x: Tensor, mix: Mix) -> dict[str, Any]:
+def _options(x: Tensor, mix: MixingConstants) -> dict[str, Any]:
     """Return the compile-time arguments and compiler options of a kernel."""
     stages = 1
     if x.dtype != torch.float32:
@@ -242,7 +242,7 @@ def _mix(
     half = x.dtype != torch.float32
     columns = min(128 if half else 64, max(16, next_power_of_2(width)))
     joined = max(1, 256 // columns) if half and positions is None else 1
-    mix = Mix(filters.shape[0], 8, 4 if half else 2, columns, joined)
+    mix = MixingConstants(filters.shape[0], 8, 4 if half else 2, columns, joined)
     x, y = unit_stride(x), x.new_empty(x.shape)
     blocks = batch * cdiv(time, mix.steps)
     programs = cdiv(heads, HEADS.value) * cdiv(width, mix.columns)
@@ -279,7 +279,7 @@ def forward(
     """
     y = _mix(x, filters, bias, positions, reverse=False)
     if cos is not None:
-        turn(y, y, cos, sin)
+        rotate_into(y, y, cos, sin)
     return y
 
 
@@ -310,7 +310,7 @@ def _filter_gradient(dy: Tensor, x: Tensor, window: int, positions: Tensor | Non
     """Return the gradient of the filters, [W, H, H], summed in fp32 in a fixed order."""
     batch, time, heads, width = x.shape
     half = x.dtype != torch.float32
-    mix = Mix(window, 8, 8 if half else 4, 64 if half else 16)
+    mix = MixingConstants(window, 8, 8 if half else 4, 64 if half else 16)
     x, dy = unit_stride(x), unit_stride(dy)
     blocks = batch * cdiv(time, mix.steps)
     blocks_per_program = cdiv(blocks, PARTS)

@@ -25,7 +25,7 @@ from cat_lm.ops.runtime.triton_launch import (
 ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
 
 
-class Turn(NamedTuple):
+class RotationConstants(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
@@ -86,7 +86,7 @@ def rotate_kernel(x, y, angles, length, shape, TURN: tl.constexpr):
             tl.store(y_rows + columns, tl.load(x_rows + columns, mask=passed), mask=passed)
 
 
-def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
+def rotate_into(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> None:
     """Fill y with the rotated x [B, T, H, D]; they may be the same."""
     if cos.shape[-1] == 0:
         if x is not y:
@@ -95,7 +95,7 @@ def turn(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> 
     batch, time, heads, width = x.shape
     rotary, half = rotated(cos), next_power_of_2(rotated(cos) // 2)
     passed = 0 if x is y or width == rotary else min(64, 2 * half)
-    compiled = Turn(rotary, max(1, ELEMENTS // half), half, passed, back)
+    compiled = RotationConstants(rotary, max(1, ELEMENTS // half), half, passed, back)
     if x is y:  # said to be no more than what is touched
         x = y = y[..., :rotary]
     with on_device_of(x):
@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         [B, T, H, D] in x's dtype, contiguous.
     """
     x, y = unit_stride(x), x.new_empty(x.shape)
-    turn(x, y, cos, sin, back)
+    rotate_into(x, y, cos, sin, back)
     return y
 
 

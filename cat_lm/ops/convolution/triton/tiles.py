@@ -60,7 +60,7 @@ def add_product(sums, a, b):
 
 
 @triton.jit
-def add_apart(sums, a, b):
+def add_separately(sums, a, b):
     """sums + a b for sums that are a product themselves.
 
     Not in one: of products that go into products the compiler makes a chain, in which the warps
@@ -137,7 +137,7 @@ def rotated_columns(rotary, columns):
 
 
 @triton.constexpr_function
-def rotates_apart(rotary, columns):
+def has_rotated_tile(rotary, columns):
     """Whether there is such a tile beside the others."""
     return rotary > 0 and rotated_columns(rotary, columns) < columns
 
