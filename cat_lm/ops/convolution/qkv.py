@@ -4,7 +4,7 @@
 
 with a filter per head, or none, for each stream, and rotary positions on q and k. The convolution
 comes before the rotation (CAT, Definition 1: filters act on the embeddings, before attention).
-On a GPU this is one kernel each way, or more where the rotation has its own (`turns_apart`);
+On a GPU this is one kernel each way, or more where the rotation has its own (`rotates_separately`);
 elsewhere it is composed of `head_conv` and the rotation.
 """
 

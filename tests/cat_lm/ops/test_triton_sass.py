@@ -38,7 +38,9 @@ def test_convolutions_do_not_endanger_products(window, rotary, documents, packs)
 
 def test_fused_rotation_above_65_taps_is_found_and_refused(monkeypatch):
     monkeypatch.setattr(launch, "rotates_separately", lambda *_: False)
-    monkeypatch.setattr("cat_lm.ops.convolution.triton.convolution.rotates_separately", lambda *_: False)
+    monkeypatch.setattr(
+        "cat_lm.ops.convolution.triton.convolution.rotates_separately", lambda *_: False
+    )
     kernel = compiled(partial(packed, "qkv", 128, rotary=20))[0]
     found = hazards(read_cubin(kernel.asm["cubin"], "-sass"))
     assert len(found) > 20 and all("restored descriptor" in line for line in found)

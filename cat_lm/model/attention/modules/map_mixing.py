@@ -11,7 +11,7 @@ maps to the values:
     Y_i = sum_h A_h (F_{i,h} * V_i),     (F_{i,h} * V_i)[m] = sum_j F[j,i,h] V_i[m−j],
 
 so that any attention function serves: head h attends to the H D channels of all F_{i,h} * V_i side
-by side (`mixed_values` of `cat_lm.ops.convolution.maps`), and its outputs are summed over h
+by side (`mix_values` of `cat_lm.ops.convolution.maps`), and its outputs are summed over h
 (`sum_over_maps`). With a cache few queries meet many keys, and the maps, then small, are mixed.
 
 V_i includes its bias. With one head this is the convolution of the values, except that the filter
@@ -39,7 +39,7 @@ class MapMixingCore(nn.Module):
         """Attend with values that are zero at padding; the returned maps are the unmixed A.
 
         Args:
-            extra: `mixed_values` [B, T, H, H D], or after a cache the filters [W, H, H].
+            extra: `mix_values` [B, T, H, H D], or after a cache the filters [W, H, H].
         """
         shared = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, shared), repeat_kv(value, shared)
