@@ -69,7 +69,7 @@ def _name_adapter_modules(constants: ModuleType) -> None:
             if family.library_type in table:
                 table.setdefault(family.model_type, table[family.library_type])
             elif family.adapter_modules and known <= table.keys():
-                # (IA)³ scales the inputs of feed-forward modules, the outputs of others.
+                # (IA)³ scales the inputs of feed-forward modules, and the outputs of all others.
                 modules = () if "FEEDFORWARD" in name else family.adapter_modules
                 table.setdefault(family.model_type, list(modules))
 

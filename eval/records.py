@@ -16,7 +16,7 @@ from eval.common.text_table import markdown_table
 
 FOLDER = Path(__file__).with_name("records")
 _NOTE_WORDS = 120
-_DPI, _COLOURS = 90, 96  # of pictures
+_DPI, _COLOURS = 90, 96  # The resolution and number of colours of pictures.
 # The folders of a web sample in SlimPajama's layout, which committed records name their text by.
 _TEXT, _SHOWN = re.compile(r"\bslimpajama(-held-out)?\b"), "web text (13 MB)"
 

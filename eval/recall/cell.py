@@ -142,7 +142,7 @@ class Cell(FilterCell):
             raise UserError("fixed_items: needs test_lengths, at which items are fixed")
 
     def make_task(self) -> Task:
-        """The task, or a UserError for options that do not fit."""
+        """Build the task. Raises UserError for options that do not fit."""
         name, options = parse_specification(self.task)
         return make_task(name, self.seq_len, options)
 
@@ -172,7 +172,7 @@ class Cell(FilterCell):
         return found
 
     def resolved(self) -> dict[str, Any]:
-        """The task and the mixer with all options, and the layers, defaults too; plain values."""
+        """Return the task and mixer with all options, and the layers, including defaults."""
         mixer = make_mixer(self.mixer)
         return {
             "task": self.make_task().describe(),
@@ -183,14 +183,16 @@ class Cell(FilterCell):
 
     @property
     def rows(self) -> int:
-        """Rows in a batch."""
+        """Return the number of rows in a batch."""
         if self.batch_size is not None:
             return self.batch_size
         return next((rows for length, rows in BATCHES.items() if self.seq_len <= length), 64)
 
     @property
     def kind(self) -> Cell:
-        """Equal for cells that differ in learning rate and seed alone, which can stack."""
+        """Return a key that is equal for cells that differ only in learning rate and seed, which
+        can stack.
+        """
         return dataclasses.replace(self, lr=1.0, seed=0)
 
     def plan(self) -> Iterator[Step]:
@@ -221,10 +223,10 @@ class Cell(FilterCell):
         return 4 * counted + 8 * self.train_examples * (length + 2 * scored)
 
     def score(self, record: dict[str, Any]) -> float:
-        """Return what a rate is chosen by: validation rows."""
+        """Return the score that tunes the learning rate, from validation rows."""
         return record["validation"]["accuracy"]
 
 
 def dropout_of(mixer: Mixer, chosen: float | None = None) -> float:
-    """Return the share of the embeddings that is dropped; none chosen: the block's in Zoology."""
+    """Return the dropout of the embeddings; by default that of the mixer's block in Zoology."""
     return DROPOUT[mixer.kind.block] if chosen is None else chosen

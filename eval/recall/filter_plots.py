@@ -37,8 +37,9 @@ _RULE = "delay(k) = delay(q) + delay(v) + 1"
 
 
 def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Plain values for a figure: the best run of each panel, mixer and length that has filters,
-    where it stands, and its heads' delays."""
+    """Return the values of a figure: for each panel, mixer and length the best run with filters,
+    and its heads' delays.
+    """
     best: dict[tuple, tuple[Run, dict[str, Any]]] = {}
     for run, record in rows:
         place = (run.row, run.column, run.line, run.cell.seq_len, run.cell.d_model)
@@ -61,7 +62,7 @@ def table(rows: Sequence[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def save_portrait(record: dict[str, Any], path: Path) -> Path | None:
-    """The filters of one run as FOLDER/NAME-filters.png and .svg beside its FOLDER/NAME.json.
+    """Draw the filters of one run beside its record; None without filters.
 
     Returns:
         The PNG, or none where the mixer has no such filters.
@@ -165,7 +166,7 @@ def _heads_of(
 
 
 def verdict(head: dict[str, Any]) -> str:
-    """Return whether the rule holds for a head of which it speaks; nothing for others."""
+    """Return whether a head follows the rule; "" if the rule does not apply."""
     if "key_is_one_more" not in head:
         return ""
     return {True: "yes", False: "no", None: "several taps"}[head["key_is_one_more"]]

@@ -189,7 +189,7 @@ def figure_places(grid: Grid) -> Callable[[StudyOptions], list[Place]]:
 
 
 def _task_row(place: Place) -> str:
-    """The row of panels, that of one layer where a place is of two."""
+    """Return the panel row of a place; places of two layers stand in the row of one."""
     return place.run.row.removesuffix(TWO_LAYERS)
 
 
@@ -211,7 +211,7 @@ def positive_controls(places: Sequence[Place]) -> Iterator[Place]:
 
 
 def _tasks(scale: Scale) -> Iterator[tuple[str, Callable[[int], str], tuple[int, ...], int]]:
-    """(row, task at a length, lengths, examples)."""
+    """Return (row, task at a length, lengths, examples) for each task."""
     vocabulary = f"vocab_size={scale.vocab_size}"
     yield "MQAR", lambda length: f"mqar:{vocabulary}", scale.lengths, scale.examples
     for task in scale.bigrams:
@@ -224,7 +224,7 @@ def _tasks(scale: Scale) -> Iterator[tuple[str, Callable[[int], str], tuple[int,
 
 
 def accuracy(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
-    """Accuracy by length of each task, of models with as many layers as in the paper or one."""
+    """Yield places for accuracy by length of each task, with one layer or the paper's number."""
     yield from _by_length(scale, scale.models, one_layer)
     # What one layer is compared with: the cells of the figure `accuracy`.
     two = [mixer for mixer in scale.models if make_mixer(mixer).layers == 2]
@@ -243,7 +243,7 @@ def _by_length(scale: Scale, models: Sequence[str], one_layer: bool) -> Iterator
 
 
 def other_lengths(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
-    """Models trained at one length and tested at others."""
+    """Yield places for models that are trained at one length and tested at others."""
     for row, task, _, examples in _tasks(scale):
         length = scale.trained
         for width, mixer in itertools.product(scale.widths, (*scale.models, NEGATIVE)):
@@ -253,7 +253,7 @@ def other_lengths(scale: Scale, one_layer: bool = False) -> Iterator[Place]:
 
 
 def copying(scale: Scale) -> Iterator[Place]:
-    """Selective copying by length, with one and two layers."""
+    """Yield places for selective copying by length, with one and two layers."""
     task = f"selective-copy:copies={scale.copies},signals={scale.signals}"
     models = (*(mixer.format(copies=scale.copies) for mixer in scale.copy_models), NEGATIVE)
     every = itertools.product((1, 2), scale.widths, models, scale.copy_lengths)
@@ -265,7 +265,7 @@ def copying(scale: Scale) -> Iterator[Place]:
 
 
 def widths(scale: Scale) -> Iterator[Place]:
-    """Accuracy by width."""
+    """Yield places for accuracy by width."""
     task, length = f"mqar:vocab_size={scale.memory_vocab}", scale.memory_len
     for mixer in (*scale.memory_models, NEGATIVE):
         one = mixer.partition(":")[0] in scale.memory_one_layer
@@ -297,7 +297,7 @@ def _base(
 
 
 def _layers(mixer: str, layers: int) -> int | None:
-    """So many layers, none where the mixer has as many anyway: one hash for one thing."""
+    """Return None if `layers` is the mixer's default, so that equal configurations hash equally."""
     return None if make_mixer(mixer).layers == layers else layers
 
 

@@ -153,12 +153,12 @@ class LanguageCell(FilterCell):
 
     @property
     def tested_rows(self) -> int:
-        """Rows of seq_len tokens that are scored at most."""
+        """Return the largest number of rows of seq_len tokens that are scored."""
         documents = self.documents + self.choosing_documents
         return documents * -(-self.document_tokens // self.seq_len)
 
     def resolved(self) -> dict[str, Any]:
-        """The mixer with all options, defaults too, and the frame's; plain values."""
+        """Return the mixer with all options and the model's options, including defaults."""
         mixer = make_mixer(self.mixer)
         return {"mixer": mixer.describe(), "embedding_dropout": dropout_of(mixer)}
 
@@ -167,7 +167,7 @@ class LanguageCell(FilterCell):
         return dataclasses.replace(self, lr=1e-9, seed=0, steps=1, **few)
 
     def score(self, record: dict[str, Any]) -> float:
-        """Return what a rate is chosen by: the loss on documents that are not reported."""
+        """Return minus the loss on unreported documents, to tune the learning rate."""
         return -record["validation"]["loss"]
 
 
@@ -261,17 +261,17 @@ class Trial(training.Trial):
         return {**found, "documents": {**by_document, "tokens": tokens.long().tolist()}}
 
     def _tensors(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T] and labels [B·T]."""
+        """Return tokens [B, T] and labels [B·T]."""
         tokens, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
         return tokens.to(self.device), labels.to(self.device).flatten()
 
     def _logits(self, tokens: Tensor, losses: list[Tensor] | None = None) -> Tensor:
-        """[B·T, vocabulary]."""
+        """Return logits [B·T, vocabulary]."""
         return self.model(tokens, torch.ones_like(tokens, dtype=torch.bool), losses)
 
 
 def _rate(step: int, steps: int) -> float:
-    """The share of the learning rate at update `step` of `steps`."""
+    """Return the fraction of the learning rate at update `step` of `steps`."""
     warmup = max(1, steps // 10)
     if step <= warmup:
         return step / warmup

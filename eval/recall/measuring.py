@@ -26,7 +26,7 @@ _SQUARES = 2**22  # squares of rows' lengths at once
 
 
 def scored_positions(labels: Tensor) -> Tensor:
-    """[…, B, n], the positions of labels [..., B, T] that are scored: as many in every row."""
+    """Return the scored positions […, B, n] of labels [..., B, T]: the same number in every row."""
     found = (labels != IGNORE_INDEX).nonzero()[:, -1]
     return found.view(*labels.shape[:-1], -1)
 
@@ -86,7 +86,7 @@ def measure(
 def _shares(
     answered: Answered, examples: Sequence[Examples], most: int, device: torch.device | str
 ) -> list[dict[str, float]]:
-    """Return each model's shares of right answers; at most so many rows are read at once."""
+    """Return each model's shares of right answers, reading at most `most` rows at once."""
     inputs, labels = (np.stack([getattr(e, x) for e in examples]) for x in ("inputs", "labels"))
     most = min(most, max(1, _SQUARES // inputs.shape[-1] ** 2))
     right, sound = [], torch.ones(len(examples), dtype=torch.bool)
@@ -109,7 +109,7 @@ def _shares(
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens [S, B·n], and of each model whether all of them have a number."""
+    """Return the likeliest tokens [S, B·n], and for each model whether all logits are numbers."""
     found = logits.argmax(dim=-1)
     highest = logits.gather(-1, found[..., None])
     return found, highest.isfinite().flatten(1).all(dim=1).cpu()

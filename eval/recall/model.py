@@ -76,7 +76,7 @@ class RecallModel(nn.Module):
         initialise(self, layers)
 
     def forward(self, tokens: Tensor, scored: Tensor, losses: list[Tensor] | None = None) -> Tensor:
-        """Logits [N, vocabulary] at N positions, row after row.
+        """Return logits [N, vocabulary] at N positions, row after row.
 
         Args:
             tokens: [B, T].
@@ -94,7 +94,7 @@ class RecallModel(nn.Module):
 
 
 def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
-    """[N, C] of hidden [B, T, C]."""
+    """Return the hidden states [N, C] at the scored positions of hidden [B, T, C]."""
     if scored.dtype == torch.bool:
         return hidden[scored]
     index = scored[..., None].expand(-1, -1, hidden.shape[-1])
@@ -102,7 +102,7 @@ def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
 
 
 def initialise(model: nn.Module, layers: int) -> None:
-    """The initialisation above; what a module gives in `initial_values` decides, parts first."""
+    """Initialise a model as described above; a module's own `initial_values` take precedence."""
     kept = kept_parts(model)
     for name, module in model.named_modules():
         if module in kept:
@@ -132,7 +132,7 @@ def _filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]
 
 
 def learned_filters(model: nn.Module) -> list[dict[str, list[list[float]]]]:
-    """For each layer with filters, stream -> [N][W] of its N heads or pairs of heads, lag 0 first.
+    """Return stream -> filters [N][W] for each layer with filters, lag 0 first.
 
     Filters of single channels, too many to look at, are left out.
     """

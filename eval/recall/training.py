@@ -179,7 +179,7 @@ class Stack:
             return self._all(self.parameters, self.buffers, tokens, positions)
 
     def update(self, batches: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """One update of every model, each by its own loss; the task's losses [S] before it."""
+        """Update every model by its own loss; return the tasks' losses [S] before the update."""
         for model in self.models:
             model.train()
         tokens, positions, targets = (torch.stack(x) for x in zip(*batches, strict=True))
@@ -211,7 +211,7 @@ def stacked_step(cell: Cell, size: int, device: str) -> Callable[[int], object]:
 
 
 def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Trains and tests cells of one kind together; each with its record when it has stopped.
+    """Train and test cells of one kind together; yield each with its record when it stops.
 
     A record is that of `Cell.run`, with `stacked`, the number of cells that began together. The
     seconds are a cell's share of the time that it was in the stack; `training of the stack` is how

@@ -54,7 +54,7 @@ NOTE = (
 
 
 def own_rows(runs: Sequence[Run]) -> pd.DataFrame:
-    """Return a row for every run, with all digits; absent where eval.zero_shot was not run."""
+    """Return one row for every run, with all digits; missing if eval.zero_shot was not run."""
     rows = []
     for run in runs:
         tasks, model = run.zero_shot.get("tasks", {}), run.zero_shot.get("model", {})
@@ -139,7 +139,7 @@ def markdown(ours: pd.DataFrame, theirs: pd.DataFrame, warning: str) -> str:
 
 
 def warnings(runs: Sequence[Run]) -> str:
-    """Return which runs were not measured on whole tasks, or not as the others; empty if none."""
+    """Return warnings about runs that were not measured on whole tasks, or not like the others."""
     said, rows = [], own_rows(runs)
     for column, due, sentence, show in ALIKE:
         models = rows.dropna(subset=[column]).groupby(column)["model"].agg(", ".join)

@@ -69,7 +69,7 @@ def decoding_models() -> tuple[str, ...]:
 
 
 def _decodes(model: Model) -> bool:
-    """Return True unless it is of a mixer without a state; this project's all have one."""
+    """Return False for a mixer without a state; all of this project's mixers have one."""
     family, name = architectures.get(model.architecture), model.variant
     is_mixer = "mixer" in family.Section.model_fields and name not in mixers.MIXERS.own_names()
     return not is_mixer or "state" in mixers.get(name).supports

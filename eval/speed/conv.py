@@ -27,7 +27,8 @@ from eval.speed.kernels import Contender, ConvCase, work_of
 from eval.speed.timing import copy_bandwidth, log, time_in_turn, times_as_fast, without_home
 
 DIRECTIONS = ("forward", "forward_backward")
-RIVAL = "conv1d"  # what one would write without this project; its layouts' names begin with it
+# The baseline that users would write without this project; its layouts' names begin with it.
+RIVAL = "conv1d"
 # Rounding in float32 stays far below; tf32, near 3e-4, does not pass for float32.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
 
@@ -53,7 +54,7 @@ def conv_speed(options: ConvOptions, device: torch.device) -> dict[str, Any]:
         for conv_type in options.conv_types
         for window in options.windows
     ]
-    # cuDNN would round float32 inputs to tf32; what is called float32 here is float32 for all.
+    # cuDNN would round float32 inputs to tf32; here float32 means float32 for all kernels.
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     log(f"copy bandwidth of {device}")
     copy = copy_bandwidth(device, [case.tensor_bytes for case in cases], options.repeats)
@@ -79,7 +80,7 @@ def measure(case: ConvCase, options: ConvOptions, copy_rate: float) -> dict[str,
     if case.conv_type == QKV:
         names = [name for name in names if name in ops.BACKENDS]
     elif case.kind.name not in kinds.BUILT_IN:
-        names = dict.fromkeys(("reference", *names))  # which is all that a plugin's kind has
+        names = dict.fromkeys(("reference", *names))  # A plugin's kind has only this backend.
     contenders, absent = work.contenders(names)
     choice = ops.choose_backend(**case.backend_arguments)
     runs = ops.BACKENDS.get(choice.name).describe(case.kind.name, case.torch_dtype, case.window)
@@ -142,7 +143,7 @@ def _check_results(
     contender: Contender, expected: Mapping[str, Tensor], dtype: str
 ) -> dict[str, Any]:
     """Return the `errors` of a contender's results, and why it is `refused`, or None."""
-    # Memory that is handed out again now holds no number: an element that is never written shows.
+    # Fill reused memory with NaN, so that an element that is never written shows.
     for tensor in expected.values():
         torch.full(tensor.shape, float("nan"), dtype=getattr(torch, dtype), device=tensor.device)
     try:
@@ -155,7 +156,7 @@ def _check_results(
     wrong = [
         f"{name} is off by {kinds['norm']:.2g} in norm, {kinds['largest']:.2g} at most"
         for name, kinds in errors.items()
-        # Not `>`: a NaN must not pass.
+        # The comparison must be False for NaN.
         if not all(value <= tolerance for value in kinds.values())
     ]
     refused = f"{'; '.join(wrong)} (tolerance {tolerance:g})" if wrong else None

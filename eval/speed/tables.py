@@ -15,7 +15,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def _conv_table(record: dict[str, Any]) -> str:
-    """For each case: milliseconds, share of the copy bandwidth, and times as fast as conv1d."""
+    """Format for each case: milliseconds, share of the copy bandwidth, speed relative to conv1d."""
     columns = ("range", "of copy", "vs conv1d", "range")
     header = ("", "forward ms", *columns, "fwd+bwd ms", *columns)
     lines = [_where(record)]
@@ -51,7 +51,7 @@ def _conv_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _train_table(record: dict[str, Any]) -> str:
-    """Tokens a second, relative speeds, MFU and memory of each model."""
+    """Format tokens per second, relative speeds, MFU and memory of each model."""
     case = record["case"]
     title = (
         f"{_size(case['size'])}, batch {case['batch_size']} x {case['context_length']}, "
@@ -74,7 +74,7 @@ def _train_table(record: dict[str, Any]) -> str:
 
 
 def _decode_table(record: dict[str, Any]) -> str:
-    """Tokens a second with and without the cache, by model and prompt."""
+    """Format tokens per second with and without the cache, by model and prompt."""
     case = record["results"][0]["case"]
     title = f"{_size(case['size'])}, batch {case['batch_size']}; {_where(record)}"
     header = ("", "prompt", "prompt s", "cached tokens/s", "of shortest", "cold")

@@ -123,7 +123,7 @@ def times_as_fast(seconds: Sequence[float], rival: Sequence[float]) -> dict[str,
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Return median, quartiles (the inclusive method), extremes, and all values in order."""
+    """Return median, quartiles (inclusive method), extremes and all values in order."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     ends = [min(values), max(values)]
     return {"median": middle, "quartiles": [low, high], "range": ends, "all": values}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LARGEST_BATCH, _LARGEST_CPU_BATCH = 64, 8
-_LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
+_LINE_SECONDS = 30  # The interval between progress lines if stderr is no terminal.
 
 
 class Scorer(HFLM):

@@ -286,7 +286,7 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
-    """Return all of a task that its numbers depend on, and how the model generates if it does."""
+    """Return all values of a task that its numbers depend on, including how the model generates."""
     # With its functions: the harness's text of one that has no source has an address in it.
     found = task.config.to_dict(keep_callable=True)
     definition = {key: v for key, v in found.items() if key not in _OF_DATA}
@@ -309,7 +309,7 @@ def _key(name: str, task: ConfigurableTask, folder: Path) -> dict[str, Any]:
 
 
 def _shared_key(model: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return all else that numbers depend on; not the batch size and not the number of ranks."""
+    """Return all other values that the numbers depend on; not batch size or number of ranks."""
     used = plugins.describe()  # The model may have a part of a plugin.
     return ({"plugins": used} if used else {}) | {
         "harness": metadata.version("lm_eval"),
@@ -350,7 +350,7 @@ def _describe_model(folder: Path, scorer: Scorer) -> dict[str, Any]:
 
 
 def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Hash what the loaded tokenizer does, whatever files it was read from."""
+    """Hash the loaded tokenizer's behaviour, whatever files it was read from."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     if tokenizer.is_fast:
         values = json.loads(tokenizer.backend_tokenizer.to_str())

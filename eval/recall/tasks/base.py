@@ -57,15 +57,15 @@ class Task(tasks.Task):
 
     @property
     def chance(self) -> float:
-        """Accuracy of the best answers that look at one token alone: what no mixing can reach."""
+        """Return the best accuracy of answers from one token alone: the limit without mixing."""
         raise NotImplementedError
 
     def at_length(self, seq_len: int) -> Task:
-        """The same task at another length, its number of items scaled as the paper scales it."""
+        """Return the same task at another length, with its items scaled as in the paper."""
         return replace(self, seq_len=seq_len)
 
     def with_as_many_keys(self, seq_len: int) -> Task | None:
-        """The same task at another length with its number of keys; None for tasks without one."""
+        """Return the same task at another length with as many keys; None without keys."""
         return None
 
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -73,11 +73,11 @@ class Task(tasks.Task):
         raise NotImplementedError
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Kinds of scored positions of rows [rows, T]: name -> [rows, n] bool."""
+        """Return name -> bool [rows, n]: the kinds of scored positions of rows [rows, T]."""
         return {}
 
     def one_token(self, examples: Examples) -> dict[str, float]:
-        """Return what matching the last token of a query scores on these rows; {} for N = 1."""
+        """Return the accuracy of matching only a query's last token on these rows; {} for N = 1."""
         return {}
 
 
@@ -88,7 +88,7 @@ def require(holds: object, problem: str) -> None:
 
 
 def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
-    """`count` rows of a task: the same ones for the same arguments.
+    """Return `count` rows of a task, the same for the same arguments.
 
     Args:
         split: train, test or validation; no row is in two. Rows of the latter two have groups.
@@ -116,7 +116,7 @@ def generate(task: Task, count: int, *, seed: int, split: str) -> Examples:
 
 
 def row_splits(rows: np.ndarray) -> np.ndarray:
-    """The split [n], an index of SPLITS, of each row [n, T] of whole numbers, by a hash of it."""
+    """Return the split of each row [n, T], an index of SPLITS [n], from a hash of the row."""
     value = np.zeros(len(rows), dtype=np.uint64)
     for column in rows.T.astype(np.uint64):
         value = (value ^ column) * np.uint64(0x9E3779B97F4A7C15)
@@ -137,7 +137,8 @@ def draw_distinct(
 def distinct_ngrams(
     rng: np.random.Generator, rows: int, count: int, ngram: int, tokens: int
 ) -> np.ndarray:
-    """[rows, count, ngram] of 0..tokens−1: n-grams distinct within a row, uniform over all choices.
+    """Draw [rows, count, ngram] of 0..tokens−1: n-grams distinct within a row, all choices equally
+    likely.
 
     Repeats within a row are drawn again until there are none. No step tells one n-gram from
     another, so by symmetry every choice of distinct n-grams is equally likely.
@@ -161,7 +162,7 @@ def distinct_ngrams(
 
 
 def _repeats(ngrams: np.ndarray, tokens: int) -> np.ndarray:
-    """[rows, count] whether an n-gram of [rows, count, ngram] stands earlier in its row.
+    """Return [rows, count] bool: whether an n-gram [rows, count, ngram] occurs earlier in its row.
 
     N-grams are compared by codes modulo 2^64, exact while tokens^ngram is below that; beyond, a
     clash of codes only makes one more draw.
@@ -181,7 +182,7 @@ def _repeats(ngrams: np.ndarray, tokens: int) -> np.ndarray:
 def weighted_order(
     rng: np.random.Generator, rows: int, count: int, weights: np.ndarray
 ) -> np.ndarray:
-    """[rows, count] indices drawn one after the other without replacement.
+    """Draw [rows, count] indices one after the other without replacement.
 
     Each draw has probabilities in proportion to the weights that are left, as numpy's
     `choice(replace=False, p=weights)`. (Gumbel's trick: sort log weights plus Gumbel noise.)

@@ -111,12 +111,12 @@ class MultiQueryRecall(Task):
 
     @property
     def queries(self) -> int:
-        """Queries of a row, those without a match too."""
+        """Return the number of queries in a row, including unmatched ones."""
         return self.num_keys + self.unmatched
 
     @property
     def key_tokens(self) -> int:
-        """Number of tokens that keys may have: 1..V/2−1."""
+        """Return the number of tokens that keys may have: 1..V/2−1."""
         return self.vocab_size // 2 - 1
 
     @property
@@ -139,8 +139,7 @@ class MultiQueryRecall(Task):
         return dataclasses.replace(self, seq_len=seq_len, keys=self.num_keys)
 
     def at_length(self, seq_len: int) -> MultiQueryRecall:
-        """k in proportion: as many as fit, or the same share of that; queries without a match
-        too."""
+        """Return the task with a proportional number of keys and unmatched queries."""
 
         def scaled(count: int) -> int:
             return max(1, count * seq_len // self.seq_len)
@@ -162,7 +161,7 @@ class MultiQueryRecall(Task):
         return found
 
     def one_token(self, examples: Examples) -> dict[str, float]:
-        """The accuracy of the best answers that see of a query its last token alone.
+        """Return the accuracy of the best answers from a query's last token alone.
 
         A query whose last token m keys have is answered with one of their m values, or, where that
         is more often right, with the token for no match.
@@ -197,8 +196,9 @@ class MultiQueryRecall(Task):
         return n / k * (1 - absent)
 
     def _sharing(self, inputs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, n] for each query: how many keys have its last token, and whether it has a
-        match."""
+        """Return, for each query [rows, n], how many keys share its last token, and whether it has
+        a match.
+        """
         scored = labels != IGNORE_INDEX
         width, shape = self.ngram + 1, (len(inputs), self.queries)
         last = inputs[:, self.ngram - 1 : self.num_keys * width : width]

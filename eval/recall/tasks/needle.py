@@ -50,7 +50,7 @@ class NeedleRecall(Task):
         return 1 / (self.vocab_size - self.vocab_size // 2)
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """The third of the haystack in which a needle is: `early`, `middle` and `late`."""
+        """Return the third of the haystack that a needle is in: `early`, `middle` or `late`."""
         hay, asked = inputs[:, : -self.keys], inputs[:, -self.keys :]
         places = (hay[:, None, :] == asked[:, :, None]).argmax(axis=2)
         third = places * len(PARTS) // hay.shape[1]

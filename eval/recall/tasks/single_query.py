@@ -56,7 +56,7 @@ class SingleQueryRecall(Task):
 
     @property
     def num_keys(self) -> int:
-        """Pairs before the query; what is left over of seq_len is zeros in front."""
+        """Return the number of pairs before the query; the rest of seq_len is leading zeros."""
         return (self.seq_len - self.ngram) // (self.ngram + 1)
 
     @property
@@ -75,7 +75,7 @@ class SingleQueryRecall(Task):
         return max((1 - beside) / (self.vocab_size - 2), beside)
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """`shared`: rows whose last token could mean another key too; `unshared`: the others."""
+        """Return the groups `shared` (another key has the row's last token) and `unshared`."""
         if self.ngram == 1:
             return {}
         shared = self._meant(inputs).sum(axis=1, keepdims=True) > 1
@@ -97,11 +97,11 @@ class SingleQueryRecall(Task):
         return {"one_token_ceiling": float(np.mean(best))}
 
     def _meant(self, inputs: np.ndarray) -> np.ndarray:
-        """[rows, T − 1] bool: where the row's last token stands as a key's end."""
+        """Return [rows, T − 1] bool: positions where a key ends with the row's last token."""
         n, ends = self.ngram, np.zeros(self.seq_len - 1, dtype=bool)
         if self.layout == "pairs":
             ends[self.seq_len - n - 2 - (n + 1) * np.arange(self.num_keys)] = True
-        else:  # of a copy that does not overlap the query
+        else:  # Draw tokens [rows, T]; for N = 1 without the query, so that no copy is accidental.
             ends[n - 1 : self.seq_len - n] = True
         return (inputs[:, :-1] == inputs[:, -1:]) & ends
 
@@ -149,7 +149,7 @@ class SingleQueryRecall(Task):
 
 
 def copies(inputs: np.ndarray, ngram: int) -> np.ndarray:
-    """[rows]: how often a row's last n-gram stands in it, its end included."""
+    """Return [rows]: how often a row's last n-gram occurs in it, including its end."""
     time = inputs.shape[1]
     same = np.ones((len(inputs), time - ngram + 1), dtype=bool)
     for i in range(ngram):

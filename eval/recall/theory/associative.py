@@ -76,7 +76,7 @@ class Construction:
 
     @classmethod
     def draw(cls, ngram: int, seed: int, size: Size = SIZES[0]) -> Construction:
-        """Random directions and a Gaussian filter ("for almost all F")."""
+        """Draw random directions and a Gaussian filter ("for almost all F")."""
         generator = torch.Generator().manual_seed(seed)
         table = torch.randn(size.vocabulary, size.width, generator=generator, dtype=torch.float64)
         filters = torch.randn(ngram, generator=generator, dtype=torch.float64)
@@ -84,11 +84,11 @@ class Construction:
 
     @property
     def distance(self) -> float:
-        """ε: the least distance between two embeddings."""
+        """Return ε, the least distance between two embeddings."""
         return float(torch.pdist(self.embeddings).min())
 
     def windows(self, length: int) -> tuple[Tensor, Tensor]:
-        """All windows of so many tokens after zeros, oldest first, and their signatures."""
+        """Return all windows of so many tokens after zeros, oldest first, and their signatures."""
         count = len(self.embeddings)
         tokens = torch.tensor(list(itertools.product(range(count), repeat=length)))
         taps = self.filters[:length]
@@ -97,7 +97,7 @@ class Construction:
 
     @cached_property
     def separation_of_grams(self) -> float:
-        """The least 1 − cosine of two N-grams' signatures."""
+        """Return the least 1 − cosine of two N-grams' signatures."""
         _, signatures = self.windows(len(self.filters))
         cosine = signatures @ signatures.T
         cosine.fill_diagonal_(-1)
@@ -105,7 +105,7 @@ class Construction:
 
     @cached_property
     def nearest(self) -> tuple[float, Tensor, Tensor]:
-        """The least 1 − cosine of a zero-padded window and an N-gram, and both.
+        """Return the least 1 − cosine of a zero-padded window and an N-gram, and both.
 
         The windows of the first N − 1 positions; not one that begins with a beside (a, …, a).
         """
@@ -121,17 +121,17 @@ class Construction:
 
     @property
     def separation(self) -> float:
-        """δ: the least 1 − cosine of an N-gram's signature and another window's."""
+        """Return δ, the least 1 − cosine of an N-gram's signature and another window's."""
         return min(self.separation_of_grams, self.nearest[0])
 
     def temperature(self, length: int, padded: bool = True) -> float:
-        """c = c₀ log(4L/ε) with c₀ = 1/δ; without the padded windows δ is of N-grams alone."""
+        """Return c = c₀ log(4L/ε) with c₀ = 1/δ; without padded windows δ is of N-grams alone."""
         separation = self.separation if padded else self.separation_of_grams
         return math.log(4 * length / self.distance) / separation
 
 
 def layer(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
-    """f(X) [B, d] in fp64 for tokens [B, L]: the answer to the last token's query."""
+    """Return f(X) [B, d] in fp64 for tokens [B, L]: the answer to the last token's query."""
     queries, keys, values = _streams(construction, tokens, recipe)
     c = recipe.heat * construction.temperature(tokens.shape[1], recipe.padded)
     weights = (c * torch.einsum("btd,bd->bt", keys, queries[:, -1])).softmax(dim=1)
@@ -139,7 +139,9 @@ def layer(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
 
 
 def everywhere(construction: Construction, tokens: Tensor, recipe: Recipe) -> Tensor:
-    """The outputs [B, L, d] with every position as a query, as a trained layer computes them."""
+    """Return the outputs [B, L, d] with every position as a query, as a trained layer computes
+    them.
+    """
     queries, keys, values = _streams(construction, tokens, recipe)
     scores = construction.temperature(tokens.shape[1]) * queries @ keys.mT
     if recipe.masked:
@@ -151,7 +153,7 @@ def everywhere(construction: Construction, tokens: Tensor, recipe: Recipe) -> Te
 def _streams(
     construction: Construction, tokens: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, L, d]."""
+    """Return queries, keys and values [B, L, d]."""
     x = construction.embeddings[tokens]
     filters = construction.filters.clone()
     if recipe.taps is not None:
@@ -165,7 +167,7 @@ def _streams(
 
 
 def convolve(x: Tensor, filters: Tensor) -> Tensor:
-    """X * F [B, L, d] for a causal filter [W] over x [B, L, d]."""
+    """Return X * F [B, L, d] for a causal filter [W] over x [B, L, d]."""
     return head_conv(x[:, :, None], filters[None], backend="reference")[:, :, 0]
 
 
@@ -187,7 +189,7 @@ class Found(NamedTuple):
 
 
 def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed: int) -> Found:
-    """Asks a construction as many sequences as `rows`, and for N > 1 that of `hardest`."""
+    """Test a construction on `rows` sequences and, for N > 1, on that of `hardest`."""
     options = dict(ngram=str(ngram), layout="free", vocab_size=str(1 + size.vocabulary))
     examples = generate(make_task("nar", length, options), rows, seed=seed, split="test")
     construction = Construction.draw(ngram, seed, size)
@@ -269,7 +271,7 @@ def theorem_1(rows: int, seed: int = 0, seeds: int = 3) -> list[Claim]:
 
 
 def _recalls(recipe: Recipe, rows: int, seeds: range) -> Verdict:
-    """Every case is right; stops at the first that is not."""
+    """Check that every case is right; stop at the first that is not."""
     shares: dict[int, list[float]] = {}
     for size, ngram, length, seed in _cases(seeds):
         found = measure(recipe, size, ngram, length, rows, seed)
@@ -287,7 +289,7 @@ def _recalls(recipe: Recipe, rows: int, seeds: range) -> Verdict:
 
 
 def _cases(seeds: range) -> Iterator[tuple[Size, int, int, int]]:
-    """Size, N, length, seed; large N first, where wrong constructions show soonest."""
+    """Yield size, N, length and seed; large N first, where wrong constructions fail soonest."""
     widest = SIZES[0], max(SIZES[0].ngrams)
     near = seed_with_near_window(*widest, seeds.start)
     yield from ((*widest, length, near) for length in LENGTHS)
@@ -360,6 +362,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, steps: int) -> Tensor:
-    """x [B, L, d] delayed by `steps`, or advanced where it is negative; zeros enter."""
+    """Return x [B, L, d] delayed by `steps`, or advanced if negative; zeros enter."""
     length = x.shape[1]
     return F.pad(x, (0, 0, max(steps, 0), max(-steps, 0)))[:, max(-steps, 0) :][:, :length]

@@ -304,7 +304,7 @@ def _exponent_in_length(case: Case, curve: Curve) -> list[float]:
 
 
 def _slope(x: list[float], y: list[float]) -> list[float]:
-    """The exponent fitted to y(x); none where there is one x."""
+    """Return the exponent fitted to y(x); empty for a single x."""
     return [float(np.polyfit(np.log(x), np.log(y), 1)[0])] if len(set(x)) > 1 else []
 
 
@@ -313,14 +313,14 @@ def _range(values: list[float]) -> str:
 
 
 def distance_unit(layer: TwoSidedLayer) -> float:
-    """1/Δ, Δ = √(1 − max cosine²) of the embeddings: Theorem 2's ε₀/ε."""
+    """Return 1/Δ, Δ = √(1 − max cosine²) of the embeddings: Theorem 2's ε₀/ε."""
     cosine = layer.embeddings @ layer.embeddings.T
     cosine.fill_diagonal_(0)
     return 1 / math.sqrt(1 - float(cosine.abs().max()) ** 2)
 
 
 def ngram_unit(layer: TwoSidedLayer) -> float:
-    """Proposition 3's ε₀/ε: 1/Δ under Assumption 1.a, 1/δ under 1.b."""
+    """Return Proposition 3's ε₀/ε: 1/Δ under Assumption 1.a, 1/δ under 1.b."""
     if layer.problem.bounded:
         cosine = layer.embeddings @ layer.embeddings.T
         cosine.fill_diagonal_(-1)
@@ -329,32 +329,32 @@ def ngram_unit(layer: TwoSidedLayer) -> float:
 
 
 def gamma(case: Case, m: Measured) -> float:
-    """Γ, Lemma 1's bound on s_v/s_q (Eq. 6 of the workshop version)."""
+    """Return Γ, Lemma 1's bound on s_v/s_q (Eq. 6 of the workshop version)."""
     unit = case.unit * m.error
     return unit / (1 - 4 * unit)
 
 
 def _inverse_mass(case: Case, m: Measured) -> float:
-    """The bound on 1/s_q at length L."""
+    """Return the bound on 1/s_q at length L."""
     unit = case.unit * m.error
     return (2 + (case.problem.length - 10) * unit) / (1 - 4 * unit)
 
 
 def filter_bound(case: Case, m: Measured) -> float:
-    """D: F₋₁ from above and from below, then all other taps."""
+    """Return D: the bounds of F₋₁ from above and from below, then of all other taps."""
     unit, mass = case.unit * m.error, _inverse_mass(case, m)
     own = max((1 + 2 * unit) * mass - 2, 8 * unit + unit * mass)
     return own + (case.problem.reach + 0.5) * unit * mass
 
 
 def off_map(case: Case, m: Measured, length: int) -> float:
-    """M: what attention may spend beside the query's two places."""
+    """Return M, the attention that may lie outside the query's two positions."""
     others = (length - 2) * gamma(case, m)
     return others / (2 + others)
 
 
 def error_bound(case: Case, m: Measured, length: int) -> float:
-    """The error at length L' (Eq. 20 to 24, their constants kept)."""
+    """Return the error at length L' (Eq. 20 to 24, with their constants)."""
     far, past = filter_bound(case, m), 1.5 * case.unit * m.error * _inverse_mass(case, m)
     return (3 + far) * off_map(case, m, length) + (far + past) / 2
 

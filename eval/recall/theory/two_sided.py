@@ -119,7 +119,7 @@ class TwoSidedLayer(nn.Module):
         return signatures / signatures.norm(dim=2, keepdim=True)
 
     def attention(self, keys: Tensor) -> Tensor:
-        """The last token's attention map [B, L]."""
+        """Return the last token's attention map [B, L]."""
         scores = torch.einsum("btd,de,be->bt", keys, self.weight, keys[:, -1])
         if self.beyond is not None:
             before = torch.arange(keys.shape[1]).flip(0)
@@ -151,7 +151,7 @@ class TwoSidedLayer(nn.Module):
 
     @torch.no_grad()
     def largest_ratio(self) -> float:
-        """o_q: the largest s_v/s_q of a key v against a query q ≠ v."""
+        """Return o_q: the largest s_v/s_q of a key v against a query q ≠ v."""
         return math.exp(min(float(self._gaps()[0].max()), _LARGEST_GAP))
 
     def _gaps(self) -> tuple[Tensor, Tensor]:
@@ -371,7 +371,7 @@ def _with_query(
 
 
 def places(tokens: Tensor, ngram: int) -> Tensor:
-    """Where [B, L] the last N-gram of each row ends, the last place included."""
+    """Return where [B, L] the last N-gram of each row ends, including the last position."""
     same = tokens == tokens[:, -1:]
     for lag in range(1, ngram):
         same[:, lag:] &= tokens[:, :-lag] == tokens[:, -1 - lag, None]
