@@ -200,7 +200,7 @@ class Architecture:
         ]
 
     def problems(self, section: Any, context_length: int) -> list[str]:
-        """Return contradictions between a section's keys, lines that begin with the key."""
+        """Return contradictions between a section's keys, in lines that begin with the key."""
         return [*section.shape_problems(), *tap_problems(section.windows, context_length)]
 
     def objective(self, section: Any, train: Any) -> Objective:

@@ -104,11 +104,11 @@ class Entry:
         return True
 
     def problems(self, model: Any, options: dict[str, Any]) -> list[str]:
-        """Return problems of the options or the model, lines that begin with a key."""
+        """Return problems of the options or the model, in lines that begin with a key."""
         return []
 
     def length_problems(self, model: Any, length: int) -> list[str]:
-        """Return why rows of `length` tokens cannot be read, lines that begin with a key."""
+        """Return why rows of `length` tokens cannot be read, in lines that begin with a key."""
         return []
 
     def holds_state(self, model: Any) -> bool:

@@ -33,7 +33,7 @@ VARYING = ("time", "keys", "segments")
 
 
 class Constants(NamedTuple):
-    """What the kernels are compiled for: b and D as powers of 2, a tile's queries, and products."""
+    """Compile-time constants: b and D as powers of 2, a tile's queries, and products."""
 
     block: int
     width: int
@@ -51,7 +51,7 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.constexpr):
-    """A tile's queries, the keys that they see, and where their segments stand in a head."""
+    """Load a tile's queries, the keys that they see, and their segments' indices in a head."""
     pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
     there = pair >= 0
     length = tl.load(lengths_ptr + pair, there, 0)
@@ -61,7 +61,7 @@ def _load_queries(pairs_ptr, lengths_ptr, tile, group, time, segments, TILE: tl.
 
 @triton.jit
 def _load_rows(x, row, head, place, inside, column, width):
-    """Rows of a head, zeros where there is none."""
+    """Load rows of a head, with zeros for missing rows."""
     x_ptr, stride_b, stride_h, stride_t = x
     x_ptr += row * stride_b + head * stride_h
     at = x_ptr + place[:, None] * stride_t + column[None, :]

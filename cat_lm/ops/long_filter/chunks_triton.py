@@ -32,7 +32,7 @@ VARYING = ("time", "length")
 
 @triton.jit
 def _load(matrix_ptr, rows, columns, row, column):
-    """A matrix [rows, columns] with zeros beyond."""
+    """Load a matrix [rows, columns], with zeros beyond it."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(matrix_ptr + row[:, None] * columns + column[None, :], inside, 0.0)
 
@@ -60,7 +60,7 @@ def _document_factors(positions_ptr, row, start, time, length, step):
 
 
 class Constants(NamedTuple):
-    """What the kernels are compiled for: L, K and channels, as powers of 2, and products."""
+    """Compile-time constants: L, K and channels as powers of 2, and products."""
 
     block: int
     state: int
@@ -70,7 +70,7 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _load_matrices(chunk, head, length, state, SIDES: tl.constexpr):
-    """The four matrices of a head, see chunks.py."""
+    """Load the four matrices of a head, see chunks.py."""
     taps_ptr, read_ptr, write_ptr, carry_ptr = chunk
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
     taps = _load(taps_ptr + head * length * length, length, length, step, step)
@@ -82,7 +82,7 @@ def _load_matrices(chunk, head, length, state, SIDES: tl.constexpr):
 
 @triton.jit
 def _load_rows(x, row, head, place, inside, column):
-    """The numbers of a head at some places of a row, in fp32."""
+    """Load a head's channels at some places of a row, in fp32."""
     x_ptr, stride_b, stride_t, stride_h = x
     at = x_ptr + row * stride_b + place * stride_t + head * stride_h
     return tl.load(at + column[None, :], inside, 0.0).to(tl.float32)

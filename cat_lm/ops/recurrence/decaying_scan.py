@@ -86,9 +86,8 @@ def decaying_scan(
     q, k, values, rate, a, initial_state = (s.to(widest) for s in given)
     if document_ids is not None:
         check_document_ids(document_ids, *q.shape[:2])
-        rate = _reset_at_starts(
-            rate, a, document_ids
-        )  # after the cast: half precision has no TOTAL
+        # Reset after the cast, because half precision cannot represent TOTAL.
+        rate = _reset_at_starts(rate, a, document_ids)
     inputs = (q, k, values, rate, a, initial_state)
     out, last, _ = _forward(backend, *(s[None] for s in inputs))
     out = out.squeeze(0).to(v.dtype)

@@ -36,7 +36,7 @@ def _places(key, value, keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _sum_to(x, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    """x [K, V] summed over the dimensions that an array does not have."""
+    """Sum x [K, V] over the dimensions that an array does not have."""
     if not KEYS:
         x = tl.sum(x, axis=0, keep_dims=True)
     if not VALUES:
@@ -46,7 +46,7 @@ def _sum_to(x, KEYS: tl.constexpr, VALUES: tl.constexpr):
 
 @triton.jit
 def _size(keys, values, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    """Numbers in an array that has these dimensions or not."""
+    """Return the size of an array that may lack these dimensions."""
     size = 1
     if KEYS:
         size *= keys
@@ -73,7 +73,7 @@ class Scan(NamedTuple):
 
 @triton.jit
 def _item(heads, values, SCAN: tl.constexpr):
-    """This program's row, head and chunk of columns, and the keys and values that it has."""
+    """Return this program's row, head and column chunk, and its keys and values."""
     chunks = tl.cdiv(values, SCAN.columns)
     program = tl.program_id(0)
     item, chunk = program // chunks, program % chunks
@@ -94,7 +94,7 @@ def _load_a(a_ptr, row, head, model_rows, heads, state, SCAN: tl.constexpr):
 
 @triton.jit
 def _load_step(k_ptr, v_ptr, rate_ptr, a, at, state, SCAN: tl.constexpr):
-    """k, v, the rate and the decay of a step, whose number `at` counts rows, steps and heads."""
+    """Load k, v, rate and decay of a step, numbered `at` over rows, steps and heads."""
     key, value, keys, values = state
     k = tl.load(k_ptr + at * keys + key, key < keys, 0.0)
     v = tl.load(v_ptr + at * values + value, value < values, 0.0)
@@ -106,7 +106,7 @@ def _load_step(k_ptr, v_ptr, rate_ptr, a, at, state, SCAN: tl.constexpr):
 
 @triton.jit
 def _next(state, decay, k, v, inside):
-    """The state after a step; what is not in it stays 0, which an infinity times 0 would not."""
+    """Return the state after a step; entries outside the state stay 0, even next to infinities."""
     return tl.where(inside, decay * state + k[:, None] * v[None, :], 0.0)
 
 

@@ -137,7 +137,7 @@ def trained(
 
 
 def theorem_2(found: Trained) -> list[Claim]:
-    """The theorem's three statements and Lemma 1's bound on attention."""
+    """Return claims for the theorem's three statements and Lemma 1's bound on attention."""
     return [
         bounded(
             found,
@@ -175,7 +175,7 @@ def theorem_2(found: Trained) -> list[Claim]:
 
 
 def proposition_3(found: Trained) -> list[Claim]:
-    """Lemma 3's and the proposition's statements on layers trained under either assumption."""
+    """Return claims for Proposition 3 and Lemma 3, on layers trained under either assumption."""
 
     def order(case: Case, m: Measured, length: int) -> float:
         return length * m.error * case.unit

@@ -39,7 +39,7 @@ from cat_lm.ops.convolution.triton.tiles import (
 
 @triton.jit
 def load_gradient(dy, angles, batch, first, rows, length, columns, inside, ROTARY: tl.constexpr):
-    """The gradient of the convolution's outputs: that of the results, rotated back."""
+    """Load the gradient of the convolution's outputs: the results' gradient, rotated back."""
     dy_ptr, stride_b, stride_t = dy
     dy_ptr += batch * stride_b
     gradient = load_rows(dy_ptr, first, rows, length, columns, inside, stride_t)
@@ -61,13 +61,13 @@ def load_gradient(dy, angles, batch, first, rows, length, columns, inside, ROTAR
 
 @triton.constexpr_function
 def in_two_loops(halo):
-    """Whether products with a halo are summed in a loop of their own: they fill the registers."""
+    """Return True if products with a halo get their own loop, because they fill the registers."""
     return halo > 64
 
 
 @triton.jit
 def within_documents(numbers, earliest, DOCUMENTS: tl.constexpr):
-    """Numbers [BLOCK, K], zero where output k does not read input i, but from earliest[k] on."""
+    """Zero entries of [BLOCK, K] where output k does not read input i, for earliest[k]."""
     if DOCUMENTS:
         rows = tl.arange(0, numbers.shape[0])
         numbers = tl.where(rows[:, None] >= earliest[None, :], numbers, 0.0)
@@ -76,7 +76,7 @@ def within_documents(numbers, earliest, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def add_products(sums, inputs, gradient, earliest, DOCUMENTS: tl.constexpr):
-    """sums + X dYᵀ [BLOCK, K], within documents."""
+    """Return sums + X dYᵀ [BLOCK, K], within documents."""
     if DOCUMENTS:
         product = tl.zeros(sums.shape, dtype=tl.float32)
         product = add_product(product, inputs, tl.trans(gradient))
@@ -284,7 +284,7 @@ def backward_stream(
     ROTARY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One head of one stream, in the way that TILE.use_dot says."""
+    """Compute the backward pass of one head of one stream, as TILE.use_dot selects."""
     head, segment, chunk, chunks = program
     if f_ptr is not None:
         f_ptr += head * (TILE.window * sizes[3] if TILE.per_channel else TILE.window)
@@ -306,7 +306,7 @@ def backward_stream(
 
 @triton.jit
 def rows_of_head(x, head):
-    """A pointer to a head of x [B, T, H, D], and the strides of rows and steps."""
+    """Return a pointer to a head of x [B, T, H, D], and the strides of rows and steps."""
     x_ptr, stride_b, stride_t, stride_h = x
     return x_ptr + head * stride_h, stride_b, stride_t
 

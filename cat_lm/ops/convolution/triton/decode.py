@@ -36,7 +36,7 @@ class Step(NamedTuple):
 def _convolve_step(
     x_ptr, past_ptr, f_ptr, bias_ptr, head, sizes, columns, inside, STEP: tl.constexpr
 ):
-    """The token's convolution at some channels of a head, [COLUMNS] in fp32."""
+    """Return the token's convolution at some channels of a head, [COLUMNS] in fp32."""
     heads, rows, _next_rows, width, x_step, past_step = sizes
     KIND: tl.constexpr = STEP.kind
     LAGS: tl.constexpr = STEP.lags
@@ -84,7 +84,7 @@ def _convolve_step(
 
 @triton.jit
 def _decode_stream(stream, angles, batch, head, sizes, ROTARY: tl.constexpr, STEP: tl.constexpr):
-    """One head of one stream; pointers are to the stream's first number."""
+    """Decode one head of one stream; pointers are to the stream's first number."""
     x_ptr, past_ptr, f_ptr, bias_ptr, y_ptr, next_ptr = stream
     heads, rows, next_rows, width, x_step, past_step = sizes
     columns = tl.arange(0, STEP.columns)

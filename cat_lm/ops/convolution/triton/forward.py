@@ -21,7 +21,7 @@ from cat_lm.ops.convolution.triton.tiles import (
 
 @triton.jit
 def toeplitz_matrix(f_ptr, TILE: tl.constexpr):
-    """The two parts of the matrix that all tiles of a head share, near and far."""
+    """Load the two parts, near and far, of the Toeplitz matrix that all tiles of a head share."""
     rows = tl.arange(0, TILE.block)
     near = rows
     far = rows

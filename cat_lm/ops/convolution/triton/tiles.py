@@ -52,7 +52,7 @@ UPCAST = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def add_product(sums, a, b):
-    """sums + a b, in fp32; for fp32 inputs without a rounding to tf32."""
+    """Return sums + a b in fp32, without tf32 rounding for fp32 inputs."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -111,7 +111,7 @@ def earliest_inputs(positions_ptr, batch, first, length, BEGIN: tl.constexpr, CO
 
 @triton.jit
 def taps_of_lags(f_ptr, lags, WINDOW: tl.constexpr):
-    """The filter at a tensor of lags, zero where a lag is outside the window."""
+    """Load the filter at a tensor of lags, zero outside the window."""
     return tl.load(f_ptr + lags, mask=(lags >= 0) & (lags < WINDOW), other=0.0)
 
 
@@ -138,13 +138,15 @@ def rotated_columns(rotary, columns):
 
 @triton.constexpr_function
 def has_rotated_tile(rotary, columns):
-    """Whether there is such a tile beside the others."""
+    """Return True if the rotated channels have a tile of their own."""
     return rotary > 0 and rotated_columns(rotary, columns) < columns
 
 
 @triton.constexpr_function
 def aligned(rotary):
-    """The largest power of two up to 16 that divides ROTARY / 2: partners run in such groups."""
+    """Return the largest power of two up to 16 that divides ROTARY / 2: partners come in such
+    groups.
+    """
     half = rotary // 2
     return min(16, half & -half) if half else 1
 
