@@ -218,7 +218,7 @@ def check_attention(body: nn.Module) -> None:
     is_computed = able and all(entry.computes_on_cpu for entry in foreign.values())
     if not (foreign and is_computed) or attention.length_problems(config, TIME):
         return
-    named = " with ".join(attention.describe_entry(kind, config) for kind in foreign)
+    named = " with ".join(attention.described(kind, config) for kind in foreign)
     small = changed(config, _SMALL | {"_attn_implementation": able[0]})
     shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
     key = type(body), *map(id, foreign.values()), named, able[0], shape
