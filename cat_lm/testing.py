@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cat_lm.architectures import Architecture
+from cat_lm.architectures import Architecture, check_model
 from cat_lm.callbacks import CallbackKind
 from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
@@ -25,7 +25,6 @@ from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransfor
 from cat_lm.model.attention.core import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
-from cat_lm.model.hf.causal_lm import CausalLanguageModel
 from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.convolution.kinds import Kind
 from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
@@ -147,14 +146,10 @@ def _check_family(family: Architecture, keys: dict[str, Any]) -> None:
     section = family.Section(**keys)
     fields = family.fields(section, section.vocab_size, 4 * TIME)
     model = family.classes().causal_lm(family.config_class()(**fields)).eval()
-    if model.config.model_type != family.model_type:
-        raise _Wrong(f"its configuration's model_type is {model.config.model_type!r}")
-    if not isinstance(model, CausalLanguageModel):
-        home = CausalLanguageModel.__module__
-        raise _Wrong(f"{type(model).__name__} must extend CausalLanguageModel of {home}")
-    last = family.layer_weight.format(layer=section.num_hidden_layers - 1)
-    if last not in dict(model.named_parameters()):
-        raise _Wrong(f"layer_weight names {last}, which its model has not")
+    try:
+        check_model(family, section, model)
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
     stir(model)
     _check_buffers(model)
 

@@ -17,10 +17,10 @@ from cat_lm.core.plugins import is_own
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["ARCHITECTURES", "DEFAULT", "Architecture", "Classes", "ModelSection", "Summary"]
-__all__ += ["classes_of", "find", "get", "has_stock", "library_config"]
+__all__ += ["check_model", "classes_of", "find", "get", "has_stock", "library_config"]
 __all__ += ["model_types", "names", "of_config", "register", "section_of"]
 
 DEFAULT = "gpt_neox"  # The family of a configuration that names none.
@@ -97,6 +97,24 @@ def of_config(config: PreTrainedConfig | Mapping[str, Any]) -> Architecture:
 def built_in() -> tuple[Architecture, ...]:
     """List this project's own families, without asking plugins."""
     return tuple(map(get, ARCHITECTURES.own_names()))
+
+
+def check_model(family: Architecture, section: Any, model: PreTrainedModel) -> None:
+    """Check that a new model is what its family says of it, which `register` cannot see.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    from cat_lm.model.hf.causal_lm import CausalLanguageModel
+
+    if model.config.model_type != family.model_type:
+        raise ValueError(f"its configuration's model_type is {model.config.model_type!r}")
+    if not isinstance(model, CausalLanguageModel):
+        home = CausalLanguageModel.__module__
+        raise ValueError(f"{type(model).__name__} must extend CausalLanguageModel of {home}")
+    last = family.layer_weight.format(layer=section.num_hidden_layers - 1)
+    if last not in dict(model.named_parameters()):
+        raise ValueError(f"layer_weight names {last}, which its model has not")
 
 
 # The functions below take a loaded configuration, whose family is always known.

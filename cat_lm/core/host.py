@@ -37,7 +37,7 @@ def _host_memory() -> int | None:
 def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
     """Return the bytes that this process's control groups leave it; None where none has a limit.
 
-    `root` is where groups of version 2 are mounted; `own` lists ours.
+    `root` is where groups of version 2 are mounted, or version 1's `memory`; `own` lists ours.
     """
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -47,21 +47,29 @@ def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) ->
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            group = root / path.lstrip("/")
-            left += [_left(at) for at in (group, *group.parents) if at.is_relative_to(root)]
+            base, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        left += [_left(at, *names) for at in (group, *group.parents) if at.is_relative_to(base)]
     return min((number for number in left if number is not None), default=None)
 
 
-def _left(group: Path) -> int | None:
+def _left(folder: Path, limit_name: str, usage_name: str) -> int | None:
     try:
-        limit = int((group / "memory.max").read_text(encoding="ascii"))  # or "max"
-        usage = int((group / "memory.current").read_text(encoding="ascii"))
-        statistics = (group / "memory.stat").read_text(encoding="ascii")
+        limit = (folder / limit_name).read_text(encoding="ascii").strip()
+        usage = int((folder / usage_name).read_text(encoding="ascii"))
+        statistics = (folder / "memory.stat").read_text(encoding="ascii")
     except (OSError, ValueError):
+        return None
+    # Unlimited is "max" or a number near 2^63.
+    if limit == "max" or int(limit) > 2**60:
         return None
     # Files that are cached count as used but are given up.
     cached = re.findall(r"^(?:in)?active_file (\d+)$", statistics, re.MULTILINE)
-    return max(0, limit - usage + sum(map(int, cached)))
+    return max(0, int(limit) - usage + sum(map(int, cached)))
 
 
 def keep_freed_memory() -> bool:

@@ -228,7 +228,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path | str, name: str, dtype: np.dtype) -> None:
         self._folder, self._name, self._dtype = Path(folder), name, np.dtype(dtype)
-        self._lengths, self._bytes = [np.empty(0, np.int32)], 0
+        self._lengths, self._tokens, self._bytes = [np.empty(0, np.int32)], 0, 0
 
     def __enter__(self) -> ShardWriter:
         self._file = _verified(self._folder / f"{self._name}.bin")
@@ -238,18 +238,30 @@ class ShardWriter:
     def write(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: Iterable[int]) -> None:
         """Append documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
         self._append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
+        self._tokens += len(tokens)
         self._lengths.append(np.asarray(lengths, np.int32))
         self._bytes += int(np.sum(np.asarray(text_bytes, dtype=np.int64)))
 
     def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
+        data, index = (self._folder / f"{self._name}.{suffix}" for suffix in ("bin", "idx"))
         if error[0] is None:
-            lengths = np.concatenate(self._lengths)
-            self.info = ShardInfo(
-                name=self._name,
-                documents=len(lengths),
-                tokens=int(lengths.sum(dtype=np.int64)),
-                bytes=self._bytes,
-                bin_sha256=self._digest.hexdigest(),
-                idx_sha256=write_index(self._folder / f"{self._name}.idx", self._dtype, lengths),
-            )
+            index.unlink(missing_ok=True)  # one from before must not stand beside the new data
+        self._file.__exit__(*error)
+        if error[0] is not None:
+            return
+        lengths = np.concatenate(self._lengths)
+        try:
+            if self._tokens != (tokens := int(lengths.sum(dtype=np.int64))):
+                raise RuntimeError(f"{data}: {self._tokens} tokens, but documents of {tokens}")
+            index_sha256 = write_index(index, self._dtype, lengths)
+        except BaseException:
+            data.unlink()
+            raise
+        self.info = ShardInfo(
+            name=self._name,
+            documents=len(lengths),
+            tokens=self._tokens,
+            bytes=self._bytes,
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=index_sha256,
+        )

@@ -55,6 +55,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
     try:
         with contextlib.nullcontext() if weights else torch.device("meta"):
             model = config.architecture.classes().causal_lm(fields)
+        architectures.check_model(config.architecture, config.model, model)
         make_fillable(model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error

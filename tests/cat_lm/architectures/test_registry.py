@@ -47,6 +47,7 @@ FAMILY_PARTS = re.compile(r"query_key_value|embed_in\b|embed_out|embed_tokens")
 ELSEWHERE = {
     "cat_lm/__init__.py": "the names that people import",
     "cat_lm/pretrained/standalone/__init__.py": "the classes that the file has stand-ins for",
+    "cat_lm/training/callback_check.py": "the model of a pretended run",
     "cat_lm/testing.py": "the body in which an attention entry is tried by default",
     "eval/speed/kernels.py": "transformers' own rotation, to compare with",
 }

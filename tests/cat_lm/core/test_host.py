@@ -51,6 +51,17 @@ def test_tightest_of_nested_groups_counts(tmp_path):
     assert left(tmp_path, "3:cpu,cpuset:/slurm/job_1") is None
 
 
+def test_limits_of_version_1_count_too(tmp_path):
+    """As on clusters whose systems are some years old."""
+    job = tmp_path / "memory/slurm/job_1"
+    job.mkdir(parents=True)
+    (job / "memory.stat").write_text("inactive_file 200\n")
+    (job / "memory.usage_in_bytes").write_text("900\n")
+    for limit, expected in (("1000", 300), (str(2**63 - 4096), None)):
+        (job / "memory.limit_in_bytes").write_text(limit + "\n")
+        assert left(tmp_path, "4:cpu,memory:/slurm/job_1") == expected
+
+
 def test_least_of_host_and_groups_is_available(monkeypatch):
     assert host.available_memory() > 0
     monkeypatch.setattr(host, "_host_memory", lambda: 70)

@@ -1,9 +1,11 @@
 """Shards and the corpus: the format on disk, shard boundaries, damage, and size without weight."""
 
+import errno
 import json
 import struct
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cat_lm.core.errors import UserError
+from cat_lm.data import shards
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import (
     CODES,
@@ -85,6 +88,23 @@ def test_error_leaves_no_file_of_the_shard_in_progress(tmp_path):
         writer.write(np.array([1, 0]), np.array([2]), [1])
         raise RuntimeError("stop")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("failing", ["index", "tokens"])
+def test_shard_without_its_index_is_not_left(tmp_path, monkeypatch, failing):
+    """Also where a shard of that name was there: its index would describe other tokens."""
+    corpus_of(tmp_path, write_shards(tmp_path, "train", [[1, 2, EOD]]))
+    said = "No space left" if failing == "index" else "3 tokens, but documents of 2"
+    with (
+        pytest.raises((OSError, RuntimeError), match=said),
+        ShardWriter(tmp_path, "train-00000", "<u2") as writer,
+    ):
+        writer.write(np.array([1, 0, 0]), np.array([2]), [1])
+        if failing == "index":
+            writer.write((), np.array([1]), [1])
+            full = OSError(errno.ENOSPC, "No space left on device")
+            monkeypatch.setattr(shards, "write_index", mock.Mock(side_effect=full))
+    assert not list(tmp_path.glob("train-00000.*"))
 
 
 def test_data_that_read_back_otherwise_are_not_published(tmp_path, monkeypatch):
