@@ -230,12 +230,16 @@ def training_facts(step_folder: Path) -> dict[str, Any]:
     return {key: value for key, value in (facts | validation).items() if value is not None}
 
 
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon with AdamW"}
+
+
 def _recipe(config: RunConfig) -> str:
     """Describe in one line how a run's weights were trained."""
     how, batch = config.optimizer, config.train.global_batch_size * config.data.context_length
     return (
-        f"AdamW, learning rate {how.lr:g} ({how.schedule}), betas {how.betas[0]:g} and "
-        f"{how.betas[1]:g}, weight decay {how.weight_decay:g}, {batch:,} tokens a step"
+        f"{_OPTIMIZERS.get(how.name, how.name)}, learning rate {how.lr:g} ({how.schedule}), "
+        f"betas {how.betas[0]:g} and {how.betas[1]:g}, "
+        f"weight decay {how.weight_decay:g}, {batch:,} tokens a step"
     )
 
 

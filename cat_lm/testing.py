@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from cat_lm.architectures import Architecture, check_model
 from cat_lm.callbacks import CallbackKind
+from cat_lm.config.sections import OptimizerSection
 from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import build_options
@@ -20,7 +23,7 @@ from cat_lm.core.parameters import start
 from cat_lm.core.registry import mishap
 from cat_lm.mixers import CAPABILITIES
 from cat_lm.mixers.parts.base import Mixer, MixerKind, Setting
-from cat_lm.model import CatModel, attention
+from cat_lm.model import CatForCausalLM, CatModel, attention
 from cat_lm.model.attention import Entry, Pattern, ScoreTransform, ValueTransform
 from cat_lm.model.attention.core import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
@@ -29,8 +32,11 @@ from cat_lm.model.hf.configuration import CatConfig
 from cat_lm.ops.convolution.kinds import Kind
 from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
 from cat_lm.ops.runtime.documents import document_positions
+from cat_lm.optimizers import OptimizerKind
+from cat_lm.training.building import optimizer_groups
 from cat_lm.training.callback_check import Broken, check_callback
 from cat_lm.training.checkpoint.optimizer_state import persistent_buffers
+from cat_lm.training.distributed import Ranks
 
 __all__ = ["check_entry"]
 
@@ -43,18 +49,19 @@ class _Wrong(AssertionError):
 
 
 def check_entry(
-    entry: MixerKind | Entry | Architecture | Kind | CallbackKind,
+    entry: MixerKind | Entry | Architecture | Kind | CallbackKind | OptimizerKind,
     options: Mapping[str, Any] | None = None,
     *,
     width: int = 64,
     body: nn.Module | None = None,
 ) -> None:
-    """Check that a mixer, a pattern, a transform, a family, a convolution or a callback is sound.
+    """Check that an entry of a mixer, attention, family, convolution, callback or optimizer is sound.
 
     In a small layer or model with rows of 7 tokens: shapes; that no token reads later ones, other
     rows, documents or padding; that parts with a state or a cache give what the whole row gives;
     that scores are of their form; that its counts are numbers, and that a checkpoint can hold its
-    buffers. What is wrong only beyond a chunk or a block of more tokens is not seen.
+    buffers. What is wrong only beyond a chunk or a block of more tokens is not seen. Of an
+    optimizer: the state that it declares, a step that it skips, and going on from a saved state.
 
     A callback, which must be registered, gets the events of a pretended run of six steps: it leaves
     weights and generators as they are, and after a restart its state is that of a straight run.
@@ -84,6 +91,10 @@ def check_entry(
                 check_callback(entry, options or {})
             except Broken as error:
                 raise AssertionError(f"callback {entry.name!r}: {error}") from error
+        return
+    if isinstance(entry, OptimizerKind):
+        built = build_options(entry.Options, f"optimizer.name={entry.name}", options or {})
+        _run(f"optimizer {entry.name!r}", partial(_check_optimizer, entry, built))
         return
     if isinstance(entry, Kind):
         _run(f"conv_type {entry.name!r}", partial(_check_convolution, entry))
@@ -140,6 +151,76 @@ def _check_convolution(kind: Kind) -> None:
         compute(torch.randn(ROWS, TIME, heads * width)).square().sum().backward()
     if not taps.grad.isfinite().all() or not taps.grad.any():
         raise _Wrong("its sum gives filters no gradient that is a number")
+
+
+class _Optimized:
+    """A small model with an optimizer on one rank, which steps whole parameters as ZeRO-0 does."""
+
+    def __init__(self, kind: OptimizerKind, options: Any) -> None:
+        fields = _SIZES | {"conv_type": "head", "num_hidden_layers": 2}
+        self.model = CatForCausalLM(CatConfig(**fields)).train()
+        section = OptimizerSection(lr=0.01, weight_decay=0.1)
+        groups = optimizer_groups(self.model, kind, section, options)
+        self.optimizer = kind.build(groups, section, options)
+        self.config = SimpleNamespace(train=SimpleNamespace(zero_stage=0))
+        self.ranks = Ranks(0, 0, 1, torch.device("cpu"))
+        kind.attach(self.optimizer, self)
+        self.weights = dict(self.model.named_parameters())
+
+    def step(self, found_inf: float = 0.0) -> None:
+        """Take a step with the gradients of the same few tokens."""
+        ids = torch.arange(2 * TIME).view(2, TIME) % 8
+        with torch.enable_grad():
+            self.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        self.optimizer.found_inf = torch.tensor(found_inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def copied(self) -> dict[str, dict[str, Tensor]]:
+        """Copy each parameter, as `weight`, and its state, by the parameter's name."""
+        state = self.optimizer.state
+        return {
+            name: copy.deepcopy({"weight": weight.detach()} | state[weight])
+            for name, weight in self.weights.items()
+        }
+
+
+def _check_optimizer(kind: OptimizerKind, options: Any) -> None:
+    trained, other = (_Optimized(kind, options) for _ in range(2))
+    kinds, weights = kind.state_kinds(trained.model), trained.weights
+    if wrong := kinds.keys() ^ weights.keys():
+        raise _Wrong(f"state_kinds must name each parameter; it differs in {min(wrong)}")
+    started = {name: weight.detach().clone() for name, weight in weights.items()}
+    trained.step()
+    held = trained.copied()
+    for name, state in held.items():
+        wanted = {"weight", "step", *kinds[name]}
+        if state.keys() != wanted or float(state["step"]) != 1:
+            raise _Wrong(f"its state of {name} must hold {sorted(wanted - {'weight'})}, step at 1")
+        for key in kinds[name]:
+            if state[key].shape != weights[name].shape or state[key].dtype != torch.float32:
+                raise _Wrong(f"{key} of {name} must have the parameter's shape, in fp32")
+    if all(state["weight"].equal(started[name]) for name, state in held.items()):
+        raise _Wrong("its step changes no parameter")
+    trained.step(found_inf=1.0)
+    if (place := _difference(trained.copied(), held)) is not None:
+        raise _Wrong(f"a step with found_inf=1 changes {place}")
+    for name, state in held.items():
+        other.weights[name].data.copy_(state.pop("weight"))
+        other.optimizer.state[other.weights[name]].update(state)
+    trained.step()
+    other.step()
+    if (place := _difference(trained.copied(), other.copied())) is not None:
+        raise _Wrong(f"resumes with another {place} from a saved state")
+
+
+def _difference(
+    found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]
+) -> str | None:
+    """Name a tensor that differs; None where all are equal."""
+    places = ((name, key) for name, state in wanted.items() for key in state)
+    unequal = (f"{k} of {n}" for n, k in places if not found[n][k].equal(wanted[n][k]))
+    return next(unequal, None)
 
 
 def _check_family(family: Architecture, keys: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ LAYERS = {
     "": (("train",), ("launch",), ("eval",), ("data_prep",), ("cat_lm",)),
     "cat_lm": (
         *(("sparsify",), ("upcycle",), ("export", "generate"), ("training",), ("data",)),
-        *(("pretrained",), ("config",), ("architectures", "callbacks"), ("model.hf",)),
+        *(("pretrained",), ("config",), ("architectures", "callbacks", "optimizers")),
+        ("model.hf",),
         *(("mixers",), ("model",), ("ops",), ("core",)),
     ),
     "data_prep": (

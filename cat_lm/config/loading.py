@@ -10,6 +10,7 @@ shown at once; an unknown key is an error that names the nearest known one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import math
 import types
@@ -22,10 +23,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cat_lm import architectures
+from cat_lm import architectures, optimizers
 from cat_lm.architectures import ModelSection
 from cat_lm.callbacks import chosen
 from cat_lm.config.run import RunConfig
+from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import Section
 from cat_lm.core.readers import clipped, mismatch_text, parse_yaml, read_yaml, resolve, short
@@ -186,6 +188,7 @@ def _inconsistencies(config: RunConfig) -> list[str]:
     errors = [*_model(config), *_training(config)]
     errors += [problem for pattern in patterns for problem in pattern.objective_problems(config)]
     errors += _schedule(config)
+    errors += _optimizer(config)
     errors += _callbacks(config)
     if not errors:
         errors += _sequences(config)
@@ -229,6 +232,31 @@ def _training(config: RunConfig) -> list[str]:
         errors.append(
             "train.compile=True: does not go with train.zero_stage=3, whose hooks break it"
         )
+    return errors
+
+
+def _optimizer(config: RunConfig) -> list[str]:
+    section, stage = config.optimizer, config.train.zero_stage
+    kind, errors = optimizers.get(section.name), []
+    known = {field.name for field in dataclasses.fields(kind.Options)}
+    for key in optimizers.OWN_KEYS:
+        if getattr(section, key) is not None and key not in known:
+            errors.append(f"optimizer.{key}: has no effect with optimizer.name={kind.name}")
+    if plugins.is_own(kind) and section.options:
+        errors.append(
+            f"optimizer.options: are of a plugin's optimizer, not of optimizer.name={kind.name}"
+        )
+    if stage not in kind.zero_stages:
+        stages = " or ".join(map(str, kind.zero_stages))
+        errors.append(
+            f"train.zero_stage={stage}: does not go with optimizer.name={kind.name}; "
+            f"set it to {stages}"
+        )
+    if not errors:
+        try:
+            optimizers.chosen(section)
+        except UserError as error:
+            errors.append(str(error))
     return errors
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from cat_lm import optimizers
 from cat_lm.core import numbers
 from cat_lm.core.fields import (
     Name,
@@ -20,6 +21,7 @@ from cat_lm.core.fields import (
     PathText,
     Section,
     Word,
+    entry_of,
     number,
     whole,
 )
@@ -60,8 +62,11 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW; weight decay acts on matrices and embeddings, not on biases, norms and filters."""
+    """Weight decay acts on matrices and embeddings, not on biases, norms and filters."""
 
+    name: Annotated[str, entry_of(optimizers.OPTIMIZERS)] = Field(
+        "adamw", description="adamw, muon (matrices of layers; adamw for the rest), or a plugin's"
+    )
     lr: Annotated[float, number(numbers.LEARNING_RATE, above=0)] = Field(
         description="peak learning rate"
     )
@@ -88,6 +93,22 @@ class OptimizerSection(Section):
     )
     grad_clip: Annotated[float, number(numbers.GRADIENT_NORM)] = Field(
         1.0, description="global gradient norm; 0 means no clipping"
+    )
+    momentum: Annotated[float, number(numbers.FRACTION, below=1)] | None = Field(
+        None, description="muon: decay rate of the momentum; default: 0.95"
+    )
+    muon_lr: Annotated[float, number(numbers.LEARNING_RATE, above=0)] | None = Field(
+        None, description="muon: peak learning rate of the matrices; default: lr"
+    )
+    ns_steps: Annotated[int, whole(numbers.NEWTON_SCHULZ_STEPS)] | None = Field(
+        None, description="muon: steps of Newton-Schulz; default: 5"
+    )
+    scale: Literal["match_rms_adamw", "original"] | None = Field(
+        None, description="muon: original: sqrt(max(1, rows/columns)); default: match_rms_adamw"
+    )
+    options: dict[str, Any] = Field({}, description="of a plugin's optimizer: {option: value, …}")
+    lr_groups: dict[Name, Annotated[float, number(numbers.RATE_FACTOR)]] = Field(
+        {}, description="factors of learning rates: {'*embed_in*': 0.5, …}; first match counts"
     )
 
 
@@ -144,6 +165,9 @@ class TrainSection(Section):
     )
     resume: PathText = Field(
         "never", description="never, auto (newest complete checkpoint), or a path"
+    )
+    reset_optimizer: bool = Field(
+        False, description="resume a checkpoint of another optimizer.name, with an empty state"
     )
     log_every_steps: PositiveSteps = Field(
         10, description="lines in the log; metrics.jsonl has all"

@@ -6,7 +6,8 @@ A package names a module in its metadata, here in pyproject.toml:
     mine = "my_package.for_cat_lm"
 
 The module is imported once, when a registry is first asked for what it has, and calls `register` of
-`cat_lm.architectures`, `cat_lm.mixers`, `cat_lm.model.attention` or `cat_lm.ops.convolution.kinds`.
+`cat_lm.architectures`, `cat_lm.mixers`, `cat_lm.model.attention`, `cat_lm.optimizers` or
+`cat_lm.ops.convolution.kinds`.
 Files of this project need no change, and every command knows the new names. An
 example of each is in `docs/your_own_idea.md`.
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from cat_lm.training.distributed import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from cat_lm.config.sections import OptimizerSection
+    from cat_lm.optimizers import OptimizerKind
 
 
 def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
@@ -212,6 +216,44 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": exempt, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def optimizer_groups(
+    model: nn.Module, kind: OptimizerKind, section: OptimizerSection, options: Any
+) -> list[dict]:
+    """Divide `parameter_groups` by the state that a parameter keeps and by its learning rate.
+
+    Each group has the `names` of its parameters, the `kinds` of their state, and `lr_factor`, by
+    which the schedule's rate is multiplied. Raises UserError for a pattern of
+    `optimizer.lr_groups` that no parameter's name matches.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    factors, kinds = _rate_factors(section.lr_groups, list(names.values())), kind.state_kinds(model)
+    groups: dict[tuple, dict] = {}
+    for decay_group in parameter_groups(model, section.weight_decay):
+        decay = decay_group["weight_decay"]
+        for parameter in decay_group["params"]:
+            name = names[id(parameter)]
+            factor = factors[name] * kind.lr_factor(kinds[name], section, options)
+            key = id(decay_group), kinds[name], factor
+            new = {"params": [], "names": [], "weight_decay": decay, "kinds": kinds[name]}
+            group = groups.setdefault(key, new | {"lr_factor": factor})
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return list(groups.values())
+
+
+def _rate_factors(patterns: dict[str, float], names: list[str]) -> dict[str, float]:
+    """Return the factor of each parameter's rate: that of the first pattern that matches it."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"optimizer.lr_groups: {pattern!r} matches no parameter; names are like {names[0]}"
+            )
+    return {
+        name: next((f for p, f in patterns.items() if fnmatch.fnmatchcase(name, p)), 1.0)
+        for name in names
+    }
 
 
 def make_deterministic() -> None:

@@ -3,8 +3,8 @@
 The numbers of a step travel to the host behind it, while it computes the next one. DeepSpeed's own
 steps ask the device whether the norm is finite and whether to clip, so that the host waits up to
 four times. `Bf16Step` and `PartitionedStep` take their place with the same formulas and the same
-order of sums, so that the bits are the same, too; fused AdamW itself leaves out a step that is not
-finite, as it does under a gradient scaler.
+order of sums, so that the bits are the same, too; the optimizer itself
+leaves out a step that is not finite, as fused AdamW does under a gradient scaler.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cat_lm import optimizers
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import IGNORE_INDEX
@@ -33,7 +34,7 @@ from cat_lm.training.building import (
     begins_again_in_fp32,
     documents_apart,
     give_memory,
-    parameter_groups,
+    optimizer_groups,
     share_buffers,
 )
 from cat_lm.training.checkpoint.optimizer_state import fill_weights
@@ -197,7 +198,7 @@ class PartitionedStep:
         return self._note(torch.as_tensor(self._norm(*given, **named)))
 
     def _note(self, norm: torch.Tensor) -> torch.Tensor:
-        """Have AdamW know whether a norm is good; an infinite one in the place of a bad one."""
+        """Tell the optimizer whether a norm is good, and return an infinite one for a bad one."""
         is_good = norm.isfinite() & (norm >= 0)
         self._optimizer.optimizer.found_inf = (~is_good).float()
         return torch.where(is_good, norm, math.inf)
@@ -236,7 +237,7 @@ def _check_compiler(device: torch.device) -> None:
 
 
 class Engine:
-    """Trains `model` by DeepSpeed with AdamW, in the configuration's precision.
+    """Trains `model` by DeepSpeed with `optimizer.name`, in the configuration's precision.
 
     Every rank begins with the first one's parameters and buffers, whatever its own were.
 
@@ -266,13 +267,9 @@ class Engine:
         give_memory(model, ranks.device)
         model.to(ranks.device).train()
         share_buffers(model, ranks)
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, config.optimizer.weight_decay),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            fused=True,
-        )
+        kind, options = optimizers.chosen(config.optimizer)
+        groups = optimizer_groups(model, kind, config.optimizer, options)
+        optimizer = kind.build(groups, config.optimizer, options)
         with quiet():
             self.deepspeed, self.optimizer, _, _ = import_deepspeed().initialize(
                 model=model,
@@ -284,6 +281,7 @@ class Engine:
         elif config.train.zero_stage > 0:
             PartitionedStep(self.deepspeed)
         self.model = model
+        kind.attach(optimizer, self)
         if restores:
             fill_weights(self, exact)
         # The weights are the same on every rank; the dropout from here on must not be.
@@ -308,7 +306,7 @@ class Engine:
         """
         started = Moment(self.ranks.device)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         micro_batches = self._micro_batches(batch)
         scored = self._summed(int((self._own_part(batch)["labels"] != IGNORE_INDEX).sum()))
         # DeepSpeed averages over ranks and accumulation steps; this divisor undoes both.
@@ -408,7 +406,7 @@ class Engine:
         return tensor.to(self.ranks.device, non_blocking=True)
 
     def _clip(self) -> torch.Tensor:
-        """Stage 0: clip the reduced gradients; AdamW leaves out the step if they are not finite."""
+        """Stage 0: clip the reduced gradients; the optimizer skips a step that is not finite."""
         limit = self.config.optimizer.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.found_inf = (~norm.isfinite()).float()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cat_lm import counts
+from cat_lm import counts, optimizers
 from cat_lm.config import RunConfig
 from cat_lm.config.run import GRADIENT_BUCKET
 from cat_lm.core.host import GIB
@@ -90,8 +90,26 @@ def building_bytes(config: RunConfig, parameters: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, parameters: int) -> int:
-    """Return the bytes of a checkpoint: weights in fp32, AdamW's moments, an average if kept."""
+    """Return the bytes of a checkpoint: weights in fp32, AdamW's moments, an average if kept.
+
+    Of Muon, whose state is smaller, a checkpoint takes less.
+    """
     return (12 if config.train.ema_decay is None else 16) * parameters
+
+
+def state_tensors(config: RunConfig, vocab_size: int) -> float:
+    """Return how many numbers the optimizer keeps of a parameter, on average: 2 of AdamW."""
+    return _state_tensors(config.model_dump_json(), vocab_size)
+
+
+@functools.cache
+def _state_tensors(text: str, vocab_size: int) -> float:
+    config = RunConfig.model_validate_json(text)
+    kind, _ = optimizers.chosen(config.optimizer)
+    model = meta_model(config, vocab_size)
+    kinds = kind.state_kinds(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return sum(len(kinds[name]) * size for name, size in sizes.items()) / sum(sizes.values())
 
 
 def saves(config: RunConfig) -> int:
@@ -189,13 +207,13 @@ def memory_per_rank(
     rows = train.micro_batch_size * world_size / train.sequence_parallel
     held = train.global_batch_size > rows  # gradients of earlier passes
     compute = 2.0 if bf16 else 4.0
-    whole = 1 / world_size
+    whole, state = 1 / world_size, 4.0 * state_tensors(config, vocab_size)
     if stage == 0:
-        weights, gradients, optimizer = 4.0, 4.0, 8.0
+        weights, gradients, optimizer = 4.0, 4.0, state
         beside = 0.0  # autocast's copies of the weights are kept for the backward pass
     else:
         weights = compute * (whole if stage == 3 else 1)
-        gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), 12.0 * whole
+        gradients, optimizer = 4.0 * (whole if stage >= 2 else 1), (4.0 + state) * whole
         beside = compute * min(parameters, _LIVE_PARAMETERS) if stage == 3 else 0.0
     if train.ema_decay is not None:
         optimizer += 4.0 * whole

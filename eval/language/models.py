@@ -58,6 +58,7 @@ def configuration(
     """
     entry = dict(_entry(model))
     family = entry.pop("family", "attention")
+    of_optimizer = entry.pop("optimizer", {})
     del entry["label"]
     values = {name: dict(section) for name, section in _file()["recipes"][recipe].items()}
     for name, section in _file()["families"][family][recipe].items():
@@ -67,6 +68,7 @@ def configuration(
         values["model"]["position_embedding"] = "none" if model.endswith(NOPE) else "rope"
     values["data"] |= {"path": data}
     values["train"] |= {"seed": seed, "output_dir": output_dir}
+    values["optimizer"] |= of_optimizer
     optimizer = values["optimizer"]
     if tokens is not None:
         values["train"]["max_tokens"] = tokens
@@ -82,6 +84,6 @@ def deciding(config: RunConfig) -> dict[str, Any]:
     values["data"].pop("path")
     for section in ("logging", "checkpoint"):
         values.pop(section)
-    for key in ("output_dir", "resume", "log_every_steps"):
+    for key in ("output_dir", "resume", "reset_optimizer", "log_every_steps"):
         values["train"].pop(key)
     return values

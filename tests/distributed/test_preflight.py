@@ -38,7 +38,7 @@ def losses_with_and_without(ranks, data, cases):
             config = RunConfig.model_validate(values)
             _, _, loader = open_data(config)
             engine = Engine(build_model(config, 257), config, ranks)
-            found, stepped = [], sum(t.numel() for t in stepped_tensors(engine))
+            found, stepped = [], sum(t.numel() for t, _ in stepped_tensors(engine))
             for step in range(STEPS):
                 # Also between steps, as after a checkpoint: moments and counters are there then.
                 if dry and step != 1:

@@ -72,6 +72,8 @@ class CatAttention(ConvolvedAttention, GPTNeoXAttention):
             # keep their weights.
             width = config.hidden_size
             self.query_key_value = nn.Linear(width, 3 * width, bias=config.attention_bias)
+        # Rows are [H, 3, D]: an optimizer of whole matrices takes queries, keys and values apart.
+        self.query_key_value.packed_rows = (config.num_attention_heads, 3)
         self._add_convolution(config, {"bias": self.query_key_value})
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:

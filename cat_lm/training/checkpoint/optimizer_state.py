@@ -3,7 +3,7 @@
 DeepSpeed keeps master weights and moments in flat tensors, laid out by stage and number of ranks;
 the files name the parameter and the elements instead:
 
-    state/rank-00000.safetensors     exp_avg/NAME[START:STOP], exp_avg_sq/NAME[START:STOP], fp32
+    state/rank-00000.safetensors     KIND/NAME[START:STOP], fp32; of AdamW exp_avg and exp_avg_sq
     model/model.safetensors          the master weights, whole, by the same names; and buffers
     random-00000.pt                  the states of a rank's generators, which draw the dropout
 
@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from cat_lm.config import RunConfig
     from cat_lm.training.distributed import Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_KEY = re.compile(r"(exp_avg|exp_avg_sq)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
+_KEY = re.compile(r"([A-Za-z0-9_]+)/(.+)\[([0-9]{1,18}):([0-9]{1,18})\]")
+
+
+# The names of the tensors that an optimizer keeps of a parameter, such as exp_avg.
+Kinds = tuple[str, ...]
 
 
 class Trained(Protocol):
@@ -121,11 +124,22 @@ def _partition(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
     return Fragment(name, start, stop, optimizer.fp32_partitioned_groups_flat[group], offset)
 
 
-def stepped_tensors(engine: Trained) -> list[torch.Tensor]:
-    """The tensors that the optimizer has states of; between steps ZeRO-3 hides them from it."""
+def stepped_tensors(engine: Trained) -> list[tuple[torch.Tensor, Kinds]]:
+    """Return the tensors that the optimizer has states of, and the kinds of these.
+
+    Between steps ZeRO-3 hides the tensors from the optimizer, and has all of one kind.
+    """
+    groups = engine.optimizer.param_groups
     if engine.config.train.zero_stage == 3:
-        return engine.optimizer.fp32_partitioned_groups_flat
-    return [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
+        (kinds,) = {group["kinds"] for group in groups}
+        return [(tensor, kinds) for tensor in engine.optimizer.fp32_partitioned_groups_flat]
+    return [(tensor, group["kinds"]) for group in groups for tensor in group["params"]]
+
+
+def state_kinds(engine: Trained) -> dict[str, Kinds]:
+    """Return the kinds of state of every parameter by its name."""
+    groups = engine.optimizer.param_groups
+    return {name: group["kinds"] for group in groups for name in group["names"]}
 
 
 def share(engine: Trained) -> list[Fragment]:
@@ -207,7 +221,7 @@ def optimizer_step(engine: Trained) -> int:
 
     It is the same number for all parameters: each has a gradient in every step.
     """
-    states = (engine.optimizer.state.get(tensor) for tensor in stepped_tensors(engine))
+    states = (engine.optimizer.state.get(tensor) for tensor, _ in stepped_tensors(engine))
     steps = {int(state["step"]) for state in states if state}
     if len(steps) > 1:
         raise RuntimeError(f"parameters have taken different numbers of steps: {sorted(steps)}")
@@ -224,10 +238,10 @@ def _key(kind: str, name: str, start: int, stop: int) -> str:
 
 def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
     """Write this rank's fragments of the moments, and return them as the file must hold them."""
-    ranks, tensors = engine.ranks, {}
+    ranks, tensors, kinds = engine.ranks, {}, state_kinds(engine)
     for fragment in share(engine):
         state = engine.optimizer.state.get(fragment.stepped)
-        for kind in MOMENTS:
+        for kind in kinds[fragment.name]:
             # Before its first step the optimizer has no moments; they would begin with zeros.
             moment = state[kind] if state else torch.zeros_like(fragment.stepped)
             key = _key(kind, fragment.name, fragment.start, fragment.stop)
@@ -244,11 +258,11 @@ def not_finite(engine: Trained) -> list[str]:
 
     Every element is looked at on the rank that would write it.
     """
-    found = []
+    found, kinds = [], state_kinds(engine)
     for fragment in share(engine):
         parts = {"weights": fragment.of(fragment.stepped)}
         if state := engine.optimizer.state.get(fragment.stepped):
-            parts |= {kind: fragment.of(state[kind]) for kind in MOMENTS}
+            parts |= {kind: fragment.of(state[kind]) for kind in kinds[fragment.name]}
         found += [f"{kind} of {fragment.name}" for kind, t in parts.items() if not _is_finite(t)]
         if len(found) >= 10:
             break
@@ -307,7 +321,7 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
         if names:
             raise UserError(f"{folder}: {min(names)} is {what} ({world_size} ranks wrote it)")
     ranges: dict[tuple[str, str], list[Range]] = {
-        (kind, name): [] for name in sizes for kind in MOMENTS
+        (kind, name): [] for name, kinds in state_kinds(engine).items() for kind in kinds
     }
     steps = set()
     for rank in range(world_size):
@@ -318,6 +332,11 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
                 if match is None or match[2] not in sizes:
                     name = match[2] if match else key
                     raise UserError(f"{folder}: the model has no parameter {name}")
+                if (match[1], match[2]) not in ranges:
+                    raise UserError(
+                        f"{folder}: {match[1]} of {match[2]} is no state of "
+                        f"optimizer.name={engine.config.optimizer.name}"
+                    )
                 ranges[match[1], match[2]].append((int(match[3]), int(match[4]), rank))
     if len(steps) > 1:
         raise UserError(f"{folder}: its files are of different steps: {sorted(steps)}")
@@ -358,9 +377,9 @@ def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -
     `index` describes, and from the file of whole weights, which `check_weights` has seen; and all
     buffers that are stored. `refresh_model` must follow.
     """
-    for tensor in stepped_tensors(engine):
+    for tensor, kinds in stepped_tensors(engine):
         moments = engine.optimizer.state[tensor]
-        for kind in MOMENTS:
+        for kind in kinds:
             if kind not in moments:
                 moments[kind] = torch.zeros_like(tensor, requires_grad=False)
         # As the fused AdamW makes it: on the parameter's device, in fp32.
@@ -403,9 +422,11 @@ def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
 
 def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, folder: Path) -> None:
     by_file: dict[int, list[tuple[str, Fragment, int, int]]] = {}
+    kinds = state_kinds(engine)
     for fragment in held:
-        for kind in MOMENTS:
-            for start, stop, rank in index.ranges[kind, fragment.name]:
+        for kind in kinds[fragment.name]:
+            # A reset state has no ranges, and stays zero.
+            for start, stop, rank in index.ranges.get((kind, fragment.name), ()):
                 if start < fragment.stop and fragment.start < stop:
                     by_file.setdefault(rank, []).append((kind, fragment, start, stop))
     for rank, parts in by_file.items():

@@ -377,6 +377,7 @@ class Restored:
     folder: Path
     state: files.RunState
     changed: list[str]
+    is_reset: bool = False  # the optimizer is another one, and begins with an empty state
 
 
 def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprint: str) -> Restored:
@@ -413,6 +414,12 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
             f"{alone.said} alone leaves the other weights as they are; give another "
             "train.output_dir, and the model as train.init_from"
         )
+    was, now = before.optimizer.name, config.optimizer.name
+    if was != now and not config.train.reset_optimizer:
+        raise UserError(
+            f"{folder}: optimizer.name was {was}, is {now}; train.reset_optimizer=true begins "
+            "with an empty state of the new one"
+        )
     lines = [f"{name}: was {a}, is {b}" for name, (a, b) in changes.items()]
     if state.world_size != world_size:
         lines.append(
@@ -423,7 +430,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     for name, code in state.code.plugins.items():
         if found.get(name, code) != code:
             lines.append(f"the plugin {name}: was {code}, is {found[name]}")
-    return Restored(folder, state, lines)
+    return Restored(folder, state, lines, is_reset=was != now)
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
@@ -434,6 +441,8 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
         restored = read_compatible(folder, config, ranks.world_size, fingerprint)
         # Before the moments, which lie flat and could not say what shape is stored.
         optimizer_state.check_weights(engine, folder / files.WEIGHTS)
+        if restored.is_reset:
+            return restored, optimizer_state.StateIndex(0, {})
         return restored, optimizer_state.read_index(
             folder / "state", restored.state.world_size, engine
         )

@@ -14,7 +14,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
 from cat_lm.counts import count_parameters
 from cat_lm.data.loader import TrainLoader
-from cat_lm.training.checkpoint.optimizer_state import MOMENTS, stepped_tensors
+from cat_lm.training.checkpoint.optimizer_state import stepped_tensors
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.watchdog import host_name
@@ -90,8 +90,8 @@ def absent_moments(engine: Engine) -> list[torch.Tensor]:
     No ZeRO stage makes them earlier, and every later batch must fit beside them.
     """
     state = engine.optimizer.state
-    absent = [tensor for tensor in stepped_tensors(engine) if not state.get(tensor)]
-    return [torch.empty_like(tensor) for tensor in absent for _ in MOMENTS]
+    absent = [(t, kinds) for t, kinds in stepped_tensors(engine) if not state.get(t)]
+    return [torch.empty_like(tensor) for tensor, kinds in absent for _ in kinds]
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Optimizers of this project, a file each: see `cat_lm.optimizers`."""
