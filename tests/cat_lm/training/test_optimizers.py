@@ -25,7 +25,7 @@ def groups_of(config: RunConfig) -> list[dict]:
     return optimizer_groups(meta_model(config, 257), kind, config.optimizer, options)
 
 
-@pytest.mark.parametrize("conv_type", ["head", "multihead", "channel", "none"])
+@pytest.mark.parametrize("conv_type", ["head", "multihead", "depthwise", "none"])
 def test_muon_steps_the_matrices_of_layers_alone(conv_type):
     """A filter never gets Newton-Schulz, whatever its number of axes."""
     config = config_of(f"model.conv_type={conv_type}", "optimizer.name=muon")
@@ -51,7 +51,7 @@ def test_muon_does_not_orthogonalise_a_class_that_says_so(monkeypatch):
 
 
 def test_rates_by_group():
-    config = config_of("optimizer.lr_groups={'*embed_in*': 0.5, '*.filters': 2}", "optimizer.lr=1")
+    config = config_of("optimizer.lr_groups={'*embed_in*': 0.5, '*_filter': 2}", "optimizer.lr=1")
     factors = {name: g["lr_factor"] for g in groups_of(config) for name in g["names"]}
     assert {f for n, f in factors.items() if "embed_in" in n} == {0.5}
     assert {f for n, f in factors.items() if "embed_out" in n or ".dense." in n} == {1.0}
