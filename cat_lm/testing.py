@@ -55,7 +55,7 @@ def check_entry(
     width: int = 64,
     body: nn.Module | None = None,
 ) -> None:
-    """Check that an entry of a mixer, attention, family, convolution, callback or optimizer is sound.
+    """Check a mixer, an attention entry, a family, a convolution, a callback or an optimizer.
 
     In a small layer or model with rows of 7 tokens: shapes; that no token reads later ones, other
     rows, documents or padding; that parts with a state or a cache give what the whole row gives;
