@@ -121,7 +121,7 @@ def names_of(parameters, wanted) -> str:
 def values_of(data: str, run: Path, stage: int, precision: str, **changes) -> dict:
     sizes = {"global_batch_size": 6, "micro_batch_size": 1, "max_steps": STEPS}
     values = run_values(data, run, zero_stage=stage, precision=precision, **sizes | changes)
-    values["model"] |= {"hidden_size": 24, "hidden_dropout": 0.0}
+    values["model"] |= {"hidden_size": 24, "hidden_dropout": 0.0, "rotary_pct": 0.5}
     values["optimizer"] |= {"name": "muon", "lr_groups": {"*embed_in*": 0.5}}
     values["checkpoint"] = {"every_steps": SAVED_AT, "keep_last": 9}
     return values
