@@ -172,6 +172,7 @@ def runs(tiny_corpus, tmp_path_factory):
     return folder, [run_on_ranks(resumed_runs, ranks, *given)[0] for ranks in (1, 2, 3)]
 
 
+@pytest.mark.long
 def test_stages_and_ranks_agree(runs):
     folder, _ = runs
     expected = step_losses(folder / "1-0-fp32")
@@ -182,6 +183,7 @@ def test_stages_and_ranks_agree(runs):
             assert found == pytest.approx(expected, abs=TOLERANCE), case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "case"), RESUMES)
 def test_resume_keeps_the_state_and_goes_on(runs, source, case):
     folder, _ = runs
@@ -199,12 +201,14 @@ def test_resume_keeps_the_state_and_goes_on(runs, source, case):
     assert found == pytest.approx({n: want[n] for n in found}, abs=limit, rel=0)
 
 
+@pytest.mark.long
 def test_a_run_that_a_signal_ended_goes_on_to_the_bit(runs):
     folder, _ = runs
     steps = [row for row in losses(folder / "ended") if len(row) == 3]
     assert steps == [row for row in losses(folder / "2-1-bf16") if len(row) == 3]
 
 
+@pytest.mark.long
 def test_another_optimizer_needs_reset_optimizer(runs):
     _, (errors, *_) = runs
     assert "optimizer.name was muon, is adamw; train.reset_optimizer=true" in errors["other"]
