@@ -130,7 +130,9 @@ def test_every_model_is_of_a_study_and_differs_from_pythia_in_what_it_names_alon
                 own = configuration(model, recipe, "data").model_dump()
                 keys = {key for key in own["model"] if own["model"][key] != plain["model"][key]}
                 assert keys <= entry.keys() | {"attn_implementation"}, model
-                assert own | {"model": None} == plain | {"model": None}
+                optimizer = plain["optimizer"] | entry.get("optimizer", {})
+                named = {"model": None, "optimizer": optimizer}
+                assert own | {"model": None} == plain | named
 
 
 def test_name_of_a_model_without_positions_ends_so():
@@ -199,6 +201,7 @@ def lines_of(question, texts=("a", "b"), trained=128) -> list[dict]:
 
 
 COUNTS = {"variants": 26, "conv-streams": 44, "maps": 16, "canon": 16, "rank": 13, "norms": 21}
+COUNTS |= {"optimizers": 4 + 1}
 # As trained, at the longest length, and by YaRN where one side has positions to scale.
 COUNTS |= {"las-bytes": 36, "lengths": 14 + 24 + 15, "filters": 19 + 19 + 11, "rivals": 36}
 
