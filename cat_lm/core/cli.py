@@ -6,6 +6,7 @@ A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.cor
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raise for an option that is nearly one of this parser's, or of its subcommand's."""
+        namespace, rest = super().parse_known_args(args, namespace)
+        known = [name.removeprefix("--") for name in self._option_string_actions]
+        for text in rest[: rest.index("--") if "--" in rest else None]:
+            name = text.partition("=")[0].removeprefix("--")[:60]
+            near = difflib.get_close_matches(name, known, 1) if text.startswith("--") else []
+            if near:
+                self.error(f"unrecognized arguments: {clipped(text)}; did you mean --{near[0]}?")
+        return namespace, rest
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # A shell's unset variable gives an empty value, which as a path would be the working

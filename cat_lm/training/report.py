@@ -35,6 +35,8 @@ class Report:
         self.peak = peak_flops(config, ranks.device)
         self.own_loss = config.objective.name
         self._mean_seconds: float | None = None
+        # Of the steps since the last line: their number, seconds, and seconds of waiting for data.
+        self._since = (0, 0.0, 0.0)
 
     def plan(self, loader: TrainLoader) -> str:
         """Return what the run is about to do."""
@@ -68,6 +70,8 @@ class Report:
     ) -> dict[str, Any]:
         """A step's line of metrics.jsonl; times in seconds, loss in nats per token."""
         rate = self.config.tokens_per_step / seconds
+        count, elapsed, waits = self._since
+        self._since = (count + 1, elapsed + seconds, waits + waited)
         self._mean_seconds = 0.95 * (self._mean_seconds or seconds) + 0.05 * seconds
         record = {
             "step": step,
@@ -76,7 +80,7 @@ class Report:
             "grad_norm": result.grad_norm,
             "lr": lr,
             "tokens_per_second": rate,
-            "mfu": rate * self.flops / (self.peak * self.ranks.world_size) if self.peak else None,
+            "mfu": self._mfu(rate),
             "data_seconds": waited,
             "step_seconds": seconds,
         }
@@ -84,18 +88,25 @@ class Report:
             record[self.own_loss] = result.auxiliary
         return {**record, "skipped": True} if result.skipped else record
 
+    def _mfu(self, rate: float) -> float | None:
+        """Return the share of the ranks' peak at so many tokens a second, None without a peak."""
+        return rate * self.flops / (self.peak * self.ranks.world_size) if self.peak else None
+
     def line(self, record: dict[str, Any]) -> str:
-        """A step's line in the log."""
-        steps, mfu = self.config.total_steps, record["mfu"]
+        """Return a step's line in the log; speed and waiting are means since the line before."""
+        steps, (count, seconds, waits) = self.config.total_steps, self._since
+        self._since = (0, 0.0, 0.0)
+        rate = count * self.config.tokens_per_step / seconds
+        mfu = self._mfu(rate)
         own = record.get(self.own_loss)
         said = "" if own is None else f"{self.own_loss.replace('_', ' ')} {own:.4f}, "
         left = (steps - record["step"]) * self._mean_seconds
         return (
             f"step {record['step']}/{steps}: loss {record['loss']:.4f}, "
             f"{said}gradient norm {record['grad_norm']:.3f}, lr {record['lr']:.3e}, "
-            f"{record['tokens_per_second']:,.0f} tokens/s, "
+            f"{rate:,.0f} tokens/s, "
             f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}, "
-            f"data {record['data_seconds'] / record['step_seconds']:.1%}, "
+            f"data {waits / seconds:.1%}, "
             f"{tqdm.format_interval(left)} left"
         )
 

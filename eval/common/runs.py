@@ -48,7 +48,8 @@ class Run:
             none.
         export: the record of the exported model, empty without one.
         sweep, zero_shot, samples: what eval.length_sweep, eval.zero_shot and eval.samples measured
-            of the weights that are exported now; empty without it.
+            of the weights that are exported now; empty without it. A sweep may be of several runs
+            and lie in a folder beside this one.
         outdated: those of "sweep", "zero_shot", "samples" that are there, of other weights only.
         strangers: labels of rows in the run's sweep that are of other weights than its own.
         filters: None without convolutions or export.
@@ -165,12 +166,19 @@ def _evaluations(folder: Path) -> dict[str, Any]:
         "zero_shot": read_result(folder / ZERO_SHOT / "zero_shot.json", ZeroShot),
         "samples": read_result(folder / EVALUATION / "samples.json", Samples),
     }
+    shared = _shared_sweeps(folder)
     exported, own = folder / "model", "no weights"
+    is_exported = (exported / "config.json").is_file() and weight_files(exported)
     # Hash the weights only if something was measured of them.
-    if any(found.values()) and (exported / "config.json").is_file() and weight_files(exported):
+    if is_exported and (shared or any(found.values())):
         own = folder_sha256(exported)
     rows = found["sweep"].get("rows", [])
     kept = [row for row in rows if row["model_sha256"] == own]
+    # The run's own sweep comes first; then the newest of several runs that has it.
+    for sweep in [] if kept else shared:
+        if kept := [row for row in sweep["rows"] if row["model_sha256"] == own]:
+            found["sweep"], rows = sweep, kept
+            break
     is_own = {
         "sweep": bool(kept),
         "zero_shot": found["zero_shot"].get("model", {}).get("sha256") == own,
@@ -182,6 +190,19 @@ def _evaluations(folder: Path) -> dict[str, Any]:
     strangers = tuple(dict.fromkeys(row["label"] for row in rows if row not in kept))
     outdated = tuple(name for name in found if found[name] and not is_own[name])
     return {**shown, "outdated": outdated, "strangers": strangers}
+
+
+def _shared_sweeps(folder: Path) -> list[dict[str, Any]]:
+    """Read the sweeps that lie beside a run, or in runs beside it, the newest first."""
+    parent, name = folder.resolve().parent, "length_sweep.json"
+    paths = [path for place in ("*", f"*/{EVALUATION}") for path in parent.glob(f"{place}/{name}")]
+    paths = [path for path in paths if folder.resolve() not in path.parents]
+    sweeps = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        # A damaged one is reported by the report of its own run.
+        with contextlib.suppress(UserError):
+            sweeps.append(read_result(path, Sweep))
+    return sweeps
 
 
 def curves(runs: Sequence[Run]) -> dict[str, dict[str, list[tuple[int, float]]]]:

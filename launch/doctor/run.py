@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import netrc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlparse
 
 from cat_lm.config import RunConfig
 from cat_lm.config.run import check_replaceable
@@ -92,7 +97,38 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
     yield Finding("run output", text, "checkpoint", value, problem, problem is not None)
 
 
-ALL = (run_data, run_model, run_memory, run_backends, run_output)
+def run_trackers(config: RunConfig) -> Iterator[Finding]:
+    """Check that what the run's curves are sent to is installed, and that W&B has a login."""
+    logging = config.logging
+    asked = []
+    if logging.tensorboard:
+        asked.append(("tensorboard", "logging.tensorboard=true", "."))
+    if logging.wandb_project:
+        asked.append(("wandb", f"logging.wandb_project={logging.wandb_project}", ".[wandb]"))
+    for name, key, extra in asked:
+        text, problem = name, None
+        if importlib.util.find_spec(name) is None:
+            problem = f"{key}: {name} is not installed; pip install -e '{extra}'"
+        elif name == "wandb":
+            text, problem = _wandb_login()
+        yield Finding("run trackers", text, name, text, problem, problem is not None)
+
+
+def _wandb_login() -> tuple[str, str | None]:
+    """Return how W&B would be reached, by its variables and ~/.netrc, and what is wrong."""
+    mode = os.environ.get("WANDB_MODE", "online")
+    if mode != "online":
+        return f"wandb: {mode} (WANDB_MODE)", None
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(os.environ.get("NETRC")).authenticators(host):
+            return f"wandb: logged in to {host}", None
+    if os.environ.get("WANDB_API_KEY"):
+        return f"wandb: logged in to {host} (WANDB_API_KEY)", None
+    return "", f"wandb has no login for {host}: run `wandb login`, or set WANDB_MODE=offline"
+
+
+ALL = (run_data, run_model, run_memory, run_backends, run_output, run_trackers)
 
 
 def precision_here(config: RunConfig) -> str:

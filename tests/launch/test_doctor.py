@@ -226,6 +226,34 @@ def test_all_that_is_wrong_with_a_run_at_once(only, run_file, tmp_path):
     assert "give a folder" in wrong["run_output"] or "may not be" in wrong["run_output"]
 
 
+def test_trackers_are_installed_and_logged_in(run_file, tmp_path, monkeypatch):
+    config = load_config(run_file[0], [*run_file[1:], "logging.wandb_project=cats"])
+    spec = run.importlib.util.find_spec
+    there = lambda name: name == "wandb" or spec(name)  # noqa: E731
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    wrong = problems(run.run_trackers(config))
+    assert wrong["tensorboard"] == (
+        "logging.tensorboard=true: tensorboard is not installed; pip install -e '.'"
+    )
+    assert wrong["wandb"] == (
+        "logging.wandb_project=cats: wandb is not installed; pip install -e '.[wandb]'"
+    )
+    monkeypatch.setattr(run.importlib.util, "find_spec", there)
+    *_, found = run.run_trackers(config)
+    assert found.broken and "no login for api.wandb.ai" in found.problem
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x")
+    assert [f.text for f in run.run_trackers(config)] == [
+        "tensorboard",
+        "wandb: logged in to api.wandb.ai",
+    ]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    *_, found = run.run_trackers(config)
+    assert (found.text, found.problem) == ("wandb: offline (WANDB_MODE)", None)
+
+
 def test_bad_configuration_is_one_line(doctor, only, run_file):
     only(FINE)
     for arguments, named in (

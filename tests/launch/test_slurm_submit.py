@@ -87,7 +87,7 @@ def test_container_sees_the_cache(place, given, cache):
         (["--nodes", 2, "--container-mounts", "/a:/b"], "needs --container"),
         (["--nodes", 2, "--account", "a\n#SBATCH --x"], "account is"),
         (["--nodes", 2, "--env", "1A=b"], "must have the form NAME=VALUE"),
-        (["--nodes", 2, "--nods", 2], "unrecognized arguments: --nods"),
+        (["--nodes", 2, "--nods", 2], "unrecognized arguments: --nods; did you mean --nodes?"),
         (["--nodes", 1, "--", "train.seed=1"], "unrecognized arguments: -- train.seed=1"),
         (["--nodes", 3], "micro_batch_size x ranks = 2 x 3 = 6"),
         (["--nodes", 2, "train.sead=1"], "the nearest known one is train.seed"),

@@ -29,7 +29,7 @@ class WandbRun(Callback):
         except ImportError:
             raise UserError(
                 f"logging.wandb_project={run.config.logging.wandb_project}: wandb is not "
-                "installed; pip install 'cat_lm[wandb]'"
+                "installed; pip install -e '.[wandb]'"
             ) from None
         self._wandb, self._run = wandb, run
 

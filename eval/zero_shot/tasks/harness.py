@@ -25,7 +25,7 @@ def first_line(error: BaseException) -> str:
 def require_harness() -> None:
     """Raise UserError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("lm-evaluation-harness is not installed; run: pip install 'cat_lm[eval]'")
+        raise UserError("lm-evaluation-harness is not installed; run: pip install -e '.[eval]'")
 
 
 @contextlib.contextmanager

@@ -93,4 +93,4 @@ def test_without_the_harness(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     arguments = (models["cat"], "--out", tmp_path, "--lengths", "64", "--text", "wikitext")
     code, _, err = command(monkeypatch, capsys, *arguments)
-    assert (code, err.count("\n")) == (2, 1) and "pip install 'cat_lm[eval]'" in err
+    assert (code, err.count("\n")) == (2, 1) and "pip install -e '.[eval]'" in err

@@ -251,3 +251,19 @@ class TestWhoseResults:
         summary = json.loads((out / "summary.json").read_text())
         assert summary["runs"][0]["zero_shot_average"] is None and not summary["length_sweep"]
         assert not (out / "perplexity_by_length.png").exists()
+
+
+def test_sweep_of_several_runs_is_found_beside_them(pair, tmp_path, monkeypatch, capsys):
+    """A run's own sweep comes first, and a damaged one beside the runs is nobody's."""
+    rows = [sweep_row(run, run.name, value) for run, value in zip(pair, (20.5, 21.5), strict=True)]
+    write_json(tmp_path / "both" / "length_sweep.json", sweep(*rows))
+    write_json(tmp_path / "other" / "length_sweep.json", {"format": 1})
+    write_json(pair[1] / "eval" / "length_sweep.json", sweep(sweep_row(pair[1], "own", 22.5)))
+    out = tmp_path / "out"
+    assert report(monkeypatch, capsys, *pair, "--out", out) == (0, "")
+    found = json.loads((out / "summary.json").read_text())["length_sweep"]
+    assert [(row["label"], row["perplexity"]) for row in found] == [("cat", 20.5), ("pythia", 22.5)]
+    assert "rows of other weights" not in (out / "index.html").read_text(encoding="utf-8")
+    change_weights(pair[0])
+    (pair[0] / "model" / "export.json").unlink()
+    assert not read_run(pair[0]).sweep

@@ -87,6 +87,7 @@ def test_run_folder_gets_the_results(tmp_path, tiny_corpus, rows, monkeypatch, c
         (["--prefetch", "/proc/x"], "--prefetch /proc/x: /proc may not be written to"),
         (["--device", "cuda:77"], "--device cuda:77: cannot be used"),
         (["--nonsense"], "unrecognized arguments: --nonsense; see python -m eval.zero_shot"),
+        (["--max-lenght=9"], "unrecognized arguments: --max-lenght=9; did you mean --max-length?"),
         (["--tasks", ","], "--tasks: names no task"),
         (["--tasks", "helaswag"], "--tasks helaswag: unknown; did you mean"),
         (["--data-dir", "nowhere"], "--data-dir nowhere: no such folder"),
