@@ -109,11 +109,12 @@ class Trainer:
         if config.train.deterministic:
             make_deterministic()
         precision, reason = ranks.broadcast(resolve_precision(config, ranks.device))
-        self.config = config = config.with_precision(precision)
+        config = config.with_precision(precision)
         folder = Path(config.train.output_dir)
         ranks.on_rank_zero(lambda: check_replaceable(folder / "config.yaml"))
         # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
-        checked = preflight.check(config, ranks, watchdog.progress)
+        config, checked = preflight.check(config, ranks, watchdog.progress)
+        self.config = config
         watchdog.progress("the preflight")
         # A rank of each host has looked at all shards; this one does where it reads them.
         opened = ranks.on_all_ranks(lambda: open_data(config, look=False))

@@ -219,7 +219,8 @@ def _model(config: RunConfig) -> list[str]:
 
 def _training(config: RunConfig) -> list[str]:
     train, data, errors = config.train, config.data, []
-    if train.global_batch_size % train.micro_batch_size:
+    micro = train.micro_batch_size
+    if micro != "auto" and train.global_batch_size % micro:
         errors.append(
             f"train.micro_batch_size={train.micro_batch_size}: must divide "
             f"train.global_batch_size={train.global_batch_size}"

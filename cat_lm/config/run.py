@@ -87,18 +87,19 @@ class RunConfig(Section):
         return world_size // parts
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Return how many micro-batches a rank computes per step.
+        """Return how many micro-batches a rank computes per step; `auto` counts as 1 sequence.
 
         Raises UserError where ranks, or sequences, do not divide into whole groups.
         """
         shares = self.row_shares(world_size)
-        per_pass = self.train.micro_batch_size * shares
+        micro = 1 if self.train.micro_batch_size == "auto" else self.train.micro_batch_size
+        per_pass = micro * shares
         if self.train.global_batch_size % per_pass:
             is_shared = self.train.sequence_parallel > 1
             ranks = "ranks / train.sequence_parallel" if is_shared else "ranks"
             raise UserError(
                 f"train.global_batch_size={self.train.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size x {ranks} = {self.train.micro_batch_size} x {shares} "
+                f"train.micro_batch_size x {ranks} = {micro} x {shares} "
                 f"= {per_pass}"
             )
         return self.train.global_batch_size // per_pass
@@ -106,6 +107,11 @@ class RunConfig(Section):
     def with_precision(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
         """Return this configuration with `auto` decided."""
         train = self.train.model_copy(update={"precision": precision})
+        return self.model_copy(update={"train": train})
+
+    def with_micro_batch(self, size: int) -> RunConfig:
+        """Return this configuration with another micro-batch."""
+        train = self.train.model_copy(update={"micro_batch_size": size})
         return self.model_copy(update={"train": train})
 
     def as_trained(self, section: ModelSection) -> ModelSection:

@@ -24,6 +24,7 @@ from cat_lm.core.fields import (
     entry_of,
     number,
     whole,
+    whole_or,
 )
 
 Steps = Annotated[int, whole(numbers.STEPS)]
@@ -31,6 +32,7 @@ PositiveSteps = Annotated[int, whole(numbers.STEPS.at_least(1))]
 Tokens = Annotated[int, whole(numbers.TOKENS)]
 PositiveTokens = Annotated[int, whole(numbers.TOKENS.at_least(1))]
 Batch = Annotated[int, whole(numbers.BATCH)]
+BatchOrAuto = Annotated[int | Literal["auto"], whole_or("auto", numbers.BATCH)]
 Share = Annotated[float, number(numbers.SHARE)]
 LearningRate = Annotated[float, number(numbers.LEARNING_RATE)]
 
@@ -115,7 +117,9 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     output_dir: OutputPath = Field(description="the run's folder: checkpoints, logs, metrics")
     global_batch_size: Batch = Field(description="sequences a step, over all ranks")
-    micro_batch_size: Batch = Field(description="sequences a rank computes at once")
+    micro_batch_size: BatchOrAuto = Field(
+        description="sequences a rank computes at once; auto: the most that its memory holds"
+    )
     max_tokens: PositiveTokens | None = Field(
         None, description="length of the run; this or max_steps is needed"
     )

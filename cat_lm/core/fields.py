@@ -35,6 +35,11 @@ def whole(allowed: Range) -> BeforeValidator:
     return BeforeValidator(lambda value: check_whole(value, allowed))
 
 
+def whole_or(word: str, allowed: Range) -> BeforeValidator:
+    """Return the validator of a whole number of a range, or a word."""
+    return BeforeValidator(lambda value: value if value == word else check_whole(value, allowed))
+
+
 def number(
     allowed: Range, *, above: float | None = None, below: float | None = None
 ) -> BeforeValidator:

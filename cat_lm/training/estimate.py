@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MEMORY_ACCURACY = 1.1
 # DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9
+# The largest micro-batch of train.micro_batch_size=auto on a CPU.
+_MOST_ON_CPU = 8
 _LAST_RESORT = "take a smaller model or a larger device"
 
 
@@ -252,6 +254,44 @@ def memory_per_rank(
         peak - shown,
         advice,
     )
+
+
+def micro_batch_sizes(config: RunConfig, world_size: int) -> list[int]:
+    """Return the divisors of a rank's share of the global batch; none if the ranks do not share it.
+
+    Ranks that have each sequence together (`train.sequence_parallel`) are one.
+    """
+    train = config.train
+    batch, rows = train.global_batch_size * train.sequence_parallel, world_size
+    if world_size % train.sequence_parallel or batch % rows:
+        return []
+    share = batch // rows
+    return [size for size in range(1, share + 1) if share % size == 0]
+
+
+def fitting_micro_batch(
+    config: RunConfig,
+    parameters: int,
+    world_size: int,
+    vocab_size: int,
+    free: float,
+    on_gpu: bool = True,
+) -> int:
+    """Return what train.micro_batch_size=auto is where `free` bytes are there for a rank.
+
+    The largest divisor of the rank's share whose estimate fits with `MEMORY_ACCURACY` to spare; on
+    a CPU, whose memory other programs share, at most 8. Where none fits it is 1, of which the
+    check of memory then says what is wrong. Precision must be decided.
+    """
+    sizes = micro_batch_sizes(config, world_size)
+    sizes = [size for size in sizes if on_gpu or size <= _MOST_ON_CPU]
+
+    def needed(size: int) -> float:
+        given = config.with_micro_batch(size), parameters, world_size, vocab_size, on_gpu
+        return memory_per_rank(*given).total * MEMORY_ACCURACY
+
+    # From the largest: the one without accumulation may need less than a smaller one.
+    return next((size for size in reversed(sizes) if needed(size) <= free), 1)
 
 
 def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:

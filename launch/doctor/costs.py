@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
+from cat_lm.core.host import GIB
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     """
     from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank, saves
 
-    config = with_fitting_micro_batch(run.config, gpus)
+    config = with_fitting_micro_batch(run, gpus, cluster.device)
     train, passes = config.train, config.accumulation_steps(gpus)
     # Activation checkpointing computes each forward pass, a third, once more.
     again = 4 / 3 if train.activation_checkpointing else 1.0
@@ -205,14 +206,20 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     )
 
 
-def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
-    """Return `config` with the largest micro-batch, up to its own, that divides a GPU's share.
+def with_fitting_micro_batch(run: Run, gpus: int, device: Device) -> RunConfig:
+    """Return the run's configuration with the largest micro-batch that divides a GPU's share.
+
+    It is at most the configuration's own or, where that is `auto`, what the device's memory holds.
 
     Raises:
         UserError: the GPUs do not divide the global batch.
     """
+    from cat_lm.training.estimate import fitting_micro_batch, micro_batch_sizes
+
+    config = run.config
     batch, parts = config.train.global_batch_size, config.train.sequence_parallel
-    if gpus % parts or batch % (gpus // parts):
+    sizes = micro_batch_sizes(config, gpus)
+    if not sizes:
         fits = [n * parts for n in range(1, batch + 1) if batch % n == 0]
         near = [*[n for n in fits if n < gpus][-1:], *[n for n in fits if n > gpus][:1]]
         groups = f" in groups of {parts} (train.sequence_parallel)" if parts > 1 else ""
@@ -220,11 +227,11 @@ def with_fitting_micro_batch(config: RunConfig, gpus: int) -> RunConfig:
             f"--ranks {gpus}: train.global_batch_size={batch} sequences cannot be shared by "
             f"{gpus} GPUs{groups}; {' or '.join(map(str, near))} GPUs can, or change the batch"
         )
-    share = batch * parts // gpus
-    largest = min(config.train.micro_batch_size, share)
-    micro = max(size for size in range(1, largest + 1) if share % size == 0)
-    train = config.train.model_copy(update={"micro_batch_size": micro})
-    return config.model_copy(update={"train": train})
+    if config.train.micro_batch_size == "auto":
+        given = run.parameters, gpus, run.vocab_size, device.memory * GIB
+        return config.with_micro_batch(fitting_micro_batch(config, *given))
+    fits = [size for size in sizes if size <= config.train.micro_batch_size]
+    return config.with_micro_batch(fits[-1])
 
 
 def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:

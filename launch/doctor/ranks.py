@@ -6,12 +6,13 @@ The model is counted without its weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
 from cat_lm.training.devices import Device
+from cat_lm.training.estimate import micro_batch_sizes
 from launch.doctor.costs import (
     ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
@@ -21,6 +22,7 @@ from launch.doctor.costs import (
     Costs,
     Run,
     costs,
+    with_fitting_micro_batch,
 )
 from launch.doctor.findings import Finding, guarded
 from launch.doctor.run import precision_here, vocabulary
@@ -41,6 +43,11 @@ def examine(
     if config.train.precision == "auto":
         config = config.with_precision("bf16" if cluster.device else precision_here(config))
     run, is_one = Run.of(config, vocabulary(config)[0]), len(ranks) == 1
+    is_auto = config.train.micro_batch_size == "auto"
+    if is_auto and cluster.device is None:
+        raise UserError("train.micro_batch_size=auto: depends on the ranks' memory: give --device")
+    if is_auto and is_one and micro_batch_sizes(config, ranks[0]):
+        run = replace(run, config=with_fitting_micro_batch(run, ranks[0], cluster.device))
     of_one, findings = (run, ranks[0], cluster), []
     for check, given in (
         *((batch, of_one), (model, (run,)), (memory, of_one), (data, (run,))),
@@ -251,16 +258,17 @@ def _remarks(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
             f"{HOST_BOUND} the GPU waits for its host, which launches kernels one by one: fewer "
             "ranks, larger micro-batches"
         )
-    if any(cost.micro_batch_size != train.micro_batch_size for cost in found):
+    is_auto = train.micro_batch_size == "auto"
+    if not is_auto and any(cost.micro_batch_size != train.micro_batch_size for cost in found):
         lines.append(
             f"micro: where it is not {train.micro_batch_size}, train.py needs "
             "train.micro_batch_size set to it"
         )
     parts, batch = train.sequence_parallel, train.global_batch_size
     owner = "each" if parts == 1 else f"for {parts} together (train.sequence_parallel)"
-    lines.append(
-        f"at most {batch * parts:,} ranks, with a sequence {owner}; "
-        f"{batch // train.micro_batch_size * parts:,} with "
-        f"train.micro_batch_size={train.micro_batch_size}"
-    )
+    most = f"at most {batch * parts:,} ranks, with a sequence {owner}"
+    if not is_auto:
+        most += f"; {batch // train.micro_batch_size * parts:,} with "
+        most += f"train.micro_batch_size={train.micro_batch_size}"
+    lines.append(most)
     return lines

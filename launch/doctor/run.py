@@ -65,14 +65,24 @@ def run_backends(config: RunConfig) -> Iterator[Finding]:
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
     """Compare the memory of one rank alone with this machine's device."""
-    from cat_lm.training.estimate import MEMORY_ACCURACY, memory_per_rank, num_parameters
+    from cat_lm.training.estimate import (
+        MEMORY_ACCURACY,
+        fitting_micro_batch,
+        memory_per_rank,
+        num_parameters,
+    )
     from cat_lm.training.preflight.facts import free_memory
 
     device, config = _device(), config.with_precision(precision_here(config))
     vocab_size, ranks = vocabulary(config)[0], config.train.sequence_parallel  # the fewest
     parameters = num_parameters(config, vocab_size)
-    memory = memory_per_rank(config, parameters, ranks, vocab_size, device.type == "cuda")
-    free, problem = free_memory(device), None
+    free, problem, on_gpu = free_memory(device), None, device.type == "cuda"
+    if config.train.micro_batch_size == "auto":
+        size = fitting_micro_batch(config, parameters, ranks, vocab_size, free, on_gpu)
+        config = config.with_micro_batch(size)
+        text = f"train.micro_batch_size=auto would be {size}"
+        yield Finding("run memory", text, "micro_batch_size", size)
+    memory = memory_per_rank(config, parameters, ranks, vocab_size, on_gpu)
     text = f"about {memory.total / GIB:.2f} GiB for one rank, {free / GIB:.2f} GiB free"
     if memory.total > free:
         problem = f"{text} ({memory}); {memory.advice}"

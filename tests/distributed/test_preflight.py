@@ -75,7 +75,7 @@ def checked(ranks, folders: list[Path], changes: dict[str, object]) -> tuple[str
     if "free_memory" in changes:
         facts.free_memory = lambda device: changes["free_memory"]
     try:
-        lines, error = preflight.check(RunConfig.model_validate(values), ranks), ""
+        lines, error = preflight.check(RunConfig.model_validate(values), ranks)[1], ""
     except UserError as raised:
         lines, error = [], str(raised)
     return error, lines

@@ -169,7 +169,19 @@ def test_shared_sequences_send_what_a_gpu_keeps_not():
     assert equations.sequence_bytes(again, 32) == 1.5 * sent
     for gpus, near in ((6, "4 or 8"), (512, "256")):
         with pytest.raises(UserError, match=rf"groups of 4 .*; {near} GPUs can"):
-            equations.with_fitting_micro_batch(run.config, gpus)
+            equations.with_fitting_micro_batch(run, gpus, None)
+
+
+def test_auto_micro_batch_is_what_the_device_holds():
+    run = shared_run(1, "train.micro_batch_size=auto")
+    for gpus in (4, 64):
+        found = costs(run, cluster(), gpus)
+        size, share = found.micro_batch_size, 64 // gpus
+        assert size * found.accumulation_steps == share
+        assert found.memory.total <= cluster().device.memory * 2**30
+    assert size == 1
+    small = replace(cluster().device, memory=found.memory.total * 1.1 / 2**30)
+    assert costs(run, cluster(device=small), 4).micro_batch_size == 1
 
 
 @pytest.mark.parametrize(

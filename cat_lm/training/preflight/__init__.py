@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cat_lm.config import RunConfig, changed_values
+from cat_lm.config import RunConfig, changed_values, load_config
 from cat_lm.core.errors import SharedError, UserError, shared_error
 from cat_lm.core.host import GIB
 from cat_lm.training.building import model_config
@@ -26,7 +26,9 @@ from cat_lm.training.estimate import (
     Memory,
     building_bytes,
     check_disk,
+    fitting_micro_batch,
     memory_per_rank,
+    micro_batch_sizes,
     num_parameters,
     size,
 )
@@ -42,7 +44,7 @@ HOSTS_NAMED = 8
 
 def check(
     config: RunConfig, ranks: Ranks, progress: Callable[[str], None] = lambda what: None
-) -> list[str]:
+) -> tuple[RunConfig, list[str]]:
     """Look at everything that needs no model (a collective).
 
     Args:
@@ -50,7 +52,8 @@ def check(
         progress: called with what was done, where it may take long.
 
     Returns:
-        Lines for the log; those that begin with "warning: " name what works but should not be so.
+        The configuration with its micro-batch decided, and lines for the log; those that begin
+        with "warning: " name what works but should not be so.
 
     Raises:
         SharedError: something is wrong; on every rank, the same. A line for each problem names the
@@ -68,6 +71,7 @@ def check(
         own = probe if leads else None
         here = ranks.on_all_ranks(lambda: facts.collect(config, ranks, opened, own, written))
         first = ranks.broadcast(here)
+        config = _with_micro_batch(config, ranks, hosts, here, first)
         found = ranks.on_all_ranks(lambda: examine(config, here, first, hosts))
         report = Report(hosts, ranks.gather(found))
     finally:
@@ -76,12 +80,45 @@ def check(
     try:
         if report.problems:
             raise report.error()
-        return [*report.lines(), *data.verify(config, ranks, progress)]
+        return config, [*report.lines(), *data.verify(config, ranks, progress)]
     except SharedError:
         if ranks.is_first and not existed:
             with contextlib.suppress(OSError):
                 os.rmdir(output)  # A run that cannot start leaves no empty folder behind.
         raise
+
+
+def _with_micro_batch(
+    config: RunConfig, ranks: Ranks, hosts: Sequence[str], here: Facts, first: Facts
+) -> RunConfig:
+    """Decide train.micro_batch_size=auto, for the rank with the least memory (a collective).
+
+    A run that is resumed keeps what was chosen before, where its ranks still allow that.
+    """
+    if first.config["train"]["micro_batch_size"] != "auto":
+        return config
+    free = min(ranks.gather(here.free_memory / _sharing(here, hosts)))
+    sizes = micro_batch_sizes(config, len(hosts))
+
+    def choose() -> int:
+        saved = Path(config.train.output_dir) / "config.yaml"
+        if config.train.resume != "never" and saved.is_file():
+            before = load_config(saved).train.micro_batch_size
+            if before in sizes:
+                return before
+        if first.data is None:
+            return 1  # what is wrong with the data ends the run
+        vocab_size = config.model.vocab_size or first.data.vocab_size
+        parameters = num_parameters(config, vocab_size)
+        given = config, parameters, len(hosts), vocab_size, free, here.on_gpu
+        return fitting_micro_batch(*given)
+
+    return config.with_micro_batch(ranks.broadcast(ranks.on_rank_zero(choose)))
+
+
+def _sharing(here: Facts, hosts: Sequence[str]) -> int:
+    """Count the ranks that share the memory of this one's device."""
+    return 1 if here.on_gpu else hosts.count(hosts[here.rank])
 
 
 @dataclass
@@ -178,8 +215,7 @@ def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) 
             parameters = num_parameters(config, vocab_size)
             _check_room(found, config, here, parameters, first.checkpoints)
             memory = memory_per_rank(config, parameters, ranks, vocab_size, here.on_gpu)
-            sharing = 1 if here.on_gpu else hosts.count(hosts[here.rank])
-            _check_memory(found, here, memory, sharing)
+            _check_memory(found, here, memory, _sharing(here, hosts))
     return found
 
 
@@ -209,11 +245,10 @@ def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> Non
 def batch_advice(config: RunConfig, world_size: int) -> str:
     """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    micro = 1 if micro == "auto" else micro
     parts, ways = config.train.sequence_parallel, []
-    if world_size % parts == 0 and batch % (world_size // parts) == 0:
-        share = batch * parts // world_size
-        fits = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
-        ways.append(f"train.micro_batch_size={fits}")
+    if fits := [size for size in micro_batch_sizes(config, world_size) if size <= micro]:
+        ways.append(f"train.micro_batch_size={fits[-1]}")
     counts = [n * parts for n in range(1, batch // micro + 1) if batch % (micro * n) == 0]
     near = [max((n for n in counts if n < world_size), default=None)]
     near.append(min((n for n in counts if n > world_size), default=None))

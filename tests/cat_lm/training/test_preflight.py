@@ -18,7 +18,13 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.host import GIB
 from cat_lm.training import preflight
 from cat_lm.training.distributed import Ranks
-from cat_lm.training.estimate import check_disk, checkpoint_bytes, num_parameters
+from cat_lm.training.estimate import (
+    MEMORY_ACCURACY,
+    check_disk,
+    checkpoint_bytes,
+    memory_per_rank,
+    num_parameters,
+)
 from cat_lm.training.preflight import check, dry_run, facts
 from cat_lm.training.preflight.data import DataFacts
 from cat_lm.training.preflight.facts import Facts, Probe, Problem
@@ -220,7 +226,7 @@ def test_triton_s_cache_of_a_slurm_job_is_on_the_node(temporary, monkeypatch):
 def test_one_rank_checks_itself(tiny_corpus, tmp_path):
     values = run_values(tiny_corpus, tmp_path / "run")
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    lines = check(RunConfig.model_validate(values), alone)
+    _, lines = check(RunConfig.model_validate(values), alone)
     assert "1 rank on 1 host (" in lines[0] and f"torch {torch.__version__}" in lines[0]
     assert not any("warning" in line for line in lines)
     assert list((tmp_path / "run").iterdir()) == []
@@ -230,13 +236,42 @@ def test_one_rank_checks_itself(tiny_corpus, tmp_path):
         check(RunConfig.model_validate(values), alone)
 
 
+def test_auto_micro_batch_is_the_largest_divisor_that_fits_and_is_kept(
+    tiny_corpus, tmp_path, monkeypatch
+):
+    values = run_values(tiny_corpus, tmp_path / "run")
+    values["train"] |= {"micro_batch_size": "auto", "global_batch_size": 24, "resume": "auto"}
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    auto = RunConfig.model_validate(values)
+
+    def chosen(config: RunConfig = auto) -> int:
+        return check(config, alone)[0].train.micro_batch_size
+
+    assert chosen() == 8  # the most on a CPU, of 24
+    parameters = num_parameters(auto, 257)
+
+    def needed(size: int) -> float:
+        memory = memory_per_rank(auto.with_micro_batch(size), parameters, 1, 257, False)
+        return memory.total * MEMORY_ACCURACY
+
+    for free, size in ((needed(6), 6), (needed(6) - 1, 4), (needed(2), 2)):
+        monkeypatch.setattr(facts, "free_memory", lambda device, free=free: free)
+        assert chosen() == size
+    monkeypatch.undo()
+    check(auto, alone)[0].with_micro_batch(3).save(tmp_path / "run" / "config.yaml")
+    assert chosen() == 3
+    for changes, size in (({"global_batch_size": 16}, 8), ({"resume": "never"}, 8)):
+        again = auto.model_copy(update={"train": auto.train.model_copy(update=changes)})
+        assert chosen(again) == size, changes
+
+
 def test_damaged_shards_end_it_and_whole_ones_are_read_once(tiny_corpus, tmp_path):
     data = shutil.copytree(tiny_corpus, tmp_path / "data")
     config, read = RunConfig.model_validate(run_values(data, tmp_path / "run")), []
     alone = Ranks(0, 0, 1, torch.device("cpu"))
-    assert check(config, alone, read.append)[-1].startswith("data: verified 4 files in ")
+    assert check(config, alone, read.append)[1][-1].startswith("data: verified 4 files in ")
     assert any(what.startswith(f"the SHA-256 of {data}/") for what in read)
-    assert "verified" not in check(config, alone)[-1]
+    assert "verified" not in check(config, alone)[1][-1]
     (tmp_path / "run").rmdir()
     shard = data / "train-00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
