@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Renders the job again, with what is given here changed, and submits it. The "
         "code stays the run's own.",
     )
-    look = commands.add_parser("status", help="where a run stands")
+    look = commands.add_parser("status", help="where runs stand")
     end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
     here = commands.add_parser(
         "local",
@@ -69,10 +69,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     for one in (new, here):
         one.add_argument("config", help="the run's YAML file")
-    for one in (again, look, end):
+    for one in (again, end):
         one.add_argument("run", help="the run's folder")
-    for one in (new, again, here):
-        one.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    look.add_argument("runs", nargs="+", metavar="run", help="a run's folder; several: a table")
+    several = "or another CONFIG: a job for each, with the same overrides"
+    for one, more in ((new, f"; {several}"), (again, ""), (here, "")):
+        one.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help=f"last one wins{more}"
+        )
     add_options(new)
     add_options(again, resumed=True)
     again.add_argument("--new-code", action="store_true", help="copy the checkout again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,9 +25,11 @@ class Step(Record):
 
 
 def status(arguments: argparse.Namespace) -> None:
-    found = look(RunFolder(arguments.run))
-    print(describe(found))
+    runs = [look(RunFolder(run)) for run in arguments.runs]
+    is_one = len(runs) == 1
+    print(describe(runs[0]) if is_one else table(runs))
     if arguments.json:
+        found = runs[0] if is_one else {"runs": runs}
         write_result(arguments.json, "--json", "python -m launch.slurm status", found)
 
 
@@ -102,3 +105,16 @@ def describe(found: dict[str, Any]) -> str:
         "log": found["log"],
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Lay out what `look` found of several runs, a row each."""
+    names = ("job", "state", "step", "loss", "checkpoint", "attempts", "run")
+    rows = [names]
+    for found in runs:
+        loss = "" if found["loss"] is None else f"{found['loss']:.4f}"
+        shown = found | {"loss": loss, "state": found["state"].lower()}
+        rows.append(tuple("-" if shown[n] in (None, "") else str(shown[n]) for n in names))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

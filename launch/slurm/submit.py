@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,24 +40,44 @@ class Plan:
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    _submit(arguments, plan_of(arguments))
+    """Submit a run for each configuration, after all of them were checked."""
+    # Configurations stand among the overrides, which all have an equals sign.
+    values = vars(arguments)
+    overrides = [text for text in arguments.overrides if "=" in text]
+    names = [arguments.config, *(text for text in arguments.overrides if "=" not in text)]
+    of_one = [values | {"config": name, "overrides": overrides} for name in names]
+    plans = [plan_of(argparse.Namespace(**given)) for given in of_one]
+    folders = [plan.folder.run for plan in plans]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise UserError(
+                f"train.output_dir={folder}: two of the configurations would write to it"
+            )
+    _submit(arguments, plans)
 
 
 def resume(arguments: argparse.Namespace) -> None:
     folder = RunFolder(arguments.run)
-    _submit(arguments, plan_of(arguments, folder), continued=True)
+    _submit(arguments, [plan_of(arguments, folder)], continued=True)
 
 
-def _submit(arguments: argparse.Namespace, plan: Plan, continued: bool = False) -> None:
-    """Show the script, or write it beside a snapshot of the code, submit it and record the job."""
-    folder, text = plan.folder, plan.text()
+def _submit(arguments: argparse.Namespace, plans: Sequence[Plan], continued: bool = False) -> None:
+    """Show the scripts, or check all of them and then submit each."""
     if arguments.print:
-        print(text, end="")
+        print("\n".join(plan.text() for plan in plans), end="")
         return
-    refuse_second_job(folder)
-    if not continued:
-        refuse_other_run(plan)
-    cluster.check(text)
+    for plan in plans:
+        refuse_second_job(plan.folder)
+        if not continued:
+            refuse_other_run(plan)
+    cluster.check(*(plan.text() for plan in plans))
+    for plan in plans:
+        _submit_one(arguments, plan, continued)
+
+
+def _submit_one(arguments: argparse.Namespace, plan: Plan, continued: bool) -> None:
+    """Write the script beside a snapshot of the code, submit it and record the job."""
+    folder, text = plan.folder, plan.text()
     if not continued or arguments.new_code or not folder.code.is_dir():
         snapshot.save_code(folder, snapshot.PROJECT)
     verb = "resumed" if continued else "submitted"

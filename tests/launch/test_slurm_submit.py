@@ -10,7 +10,7 @@ from cat_lm.config import load_config
 from launch.slurm import snapshot
 from launch.slurm.folder import read_record
 from launch.slurm.options import Options
-from tests.checkpoints import seal
+from tests.checkpoints import seal, step_folder
 from tests.launch.places import copied
 
 
@@ -31,6 +31,34 @@ def test_submit(place):
     assert record.job_ids == ["41"] and record.overrides == ["train.seed=5", "train.max_steps=9"]
     assert record.options == Options(nodes=2, time="2:00:00", env={"A": "b=c"})
     assert copied(folder) == {"cat_lm/a.py", "train.py"}
+
+
+def test_several_configurations_are_all_checked_before_one_is_submitted(place, monkeypatch):
+    """Their states are a table."""
+    monkeypatch.chdir(place.folder)
+    other, second = place.folder / "other.yaml", place.folder / "second"
+    text = place.config.read_text()
+    other.write_text(text.replace(str(place.run_folder.run), str(second)))
+    assert other.read_text() != text
+    given = (place.config, other, "--nodes", 2)
+    err = place.fails("submit", *given, "train.output_dir=one")
+    assert "one: two of the configurations would write to it" in err
+    step_folder(second, 5)
+    assert "already holds step-00000005" in place.fails("submit", *given)
+    assert not place.run_folder.script.exists()
+    code, out, err = place("submit", *given, "train.resume=auto", "train.seed=5")
+    assert (code, err) == (0, ""), err
+    assert out.count("submitted job ") == 2
+    for run in (place.run_folder.run, second):
+        assert load_config(run / "slurm" / "config.yaml").train.seed == 5
+    path = place.folder / "status.json"
+    code, out, _ = place("status", place.run_folder.run, second, "--json", path)
+    head, *rows = out.splitlines()
+    assert code == 0 and head.split()[-3:] == ["checkpoint", "attempts", "run"]
+    assert [row.split()[-1] for row in rows] == [str(place.run_folder.run), str(second)]
+    assert [row.split()[4] for row in rows] == ["none", "step-00000005"]
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["run"] for run in runs] == [str(place.run_folder.run), str(second)]
 
 
 def test_variables_of_the_shell_do_not_win(place, monkeypatch):
