@@ -48,7 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         metavar="SPEC",
         help="the tokenizer that made them: tokenizer.json or a folder, a sentencepiece *.model, "
-        "or bytes",
+        "OWNER/NAME[@REVISION] on the Hub, or bytes",
     )
     add("--eod-token", help="end-of-document token (default: the tokenizer's own)")
     add(

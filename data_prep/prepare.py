@@ -10,13 +10,16 @@ from typing import Any
 from cat_lm.core.cli import Once, Parser, number, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.numbers import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, TOKENS, WORKERS
+from cat_lm.core.readers import clipped
+from cat_lm.core.registry import one_of
 from data_prep.common import amounts
+from data_prep.sources.presets import HUB_PREFIX, PRESETS, SET_KEY, TEXT_KEY
 
 RAW = "raw-bytes"
-KINDS = ("python-stdlib", "files", "slimpajama", RAW)
+REPOSITORIES = ("hub", "slimpajama")
+KINDS = ("python-stdlib", "files", *REPOSITORIES, RAW)
 # What raw-bytes reads; it chooses nothing and has one document a split.
 RAW_OPTIONS = {"source", "path", "splits", "tokenizer", "out"}
-WITH_PATHS = ("python-stdlib", "files")  # whose files --exclude can name
 LIMITS = ("max_documents", "max_bytes")
 # The first so many documents are no uniform subset: a budget among them would mean nothing.
 EXCLUSIVE = (
@@ -26,31 +29,34 @@ EXCLUSIVE = (
 )
 
 HELP = {
-    "--source": "where the text comes from",
+    "--source": f"where the text comes from: {', '.join(KINDS)}, hub:OWNER/NAME[/FOLDER]"
+    f"[@REVISION] for a data set of the Hub, or a known one: {', '.join(PRESETS)}",
     "--path": "files: a file, folder or glob of txt, md, jsonl and ndjson, each also packed (.gz, "
-    ".zst, .bz2, .xz), json.gz and the like of JSON lines, parquet; slimpajama: "
-    "hub:OWNER/NAME[/FOLDER][@REVISION], such as hub:DKYoon/SlimPajama-6B or "
-    "hub:gmongaras/SlimPajama-627B_Reupload, or a folder with a copy of it; raw-bytes: a file, "
-    "such as enwik8",
+    ".zst, .zstd, .bz2, .xz), json.gz and the like of JSON lines, parquet; hub, slimpajama and "
+    "known data sets: hub:OWNER/NAME[/FOLDER][@REVISION], or a folder with a copy of it; "
+    "raw-bytes: a file, such as enwik8",
     "--splits": "raw-bytes: the bytes of train, validation and test, in this order, as 90M,5M,5M; "
     "the last may be left out",
     "--validation-path": "files: held-out text of your own, instead of a fraction",
-    "--text-key": "key of the text in jsonl and parquet (default: text)",
-    "--set-key": "key of a document's named set, dots lead into objects (default: %(default)s)",
+    "--text-key": f"key of the text in jsonl and parquet (default: {TEXT_KEY})",
+    "--set-key": "key of a document's named set, dots lead into objects (default: a known data "
+    f"set's own, or {SET_KEY})",
     "--document-separator": r"what separates documents in txt and md files, such as '\n\n' "
     "(default: a file is a document)",
     "--max-malformed": "bear so many records that are no documents; they are listed in "
     "DIR/malformed.log (default: 0.01%%)",
-    "--tokenizer": "tokenizer.json or a folder, a sentencepiece *.model, "
-    "train:sentencepiece:VOCAB, or bytes",
+    "--tokenizer": "tokenizer.json or a folder, a sentencepiece *.model, OWNER/NAME[@REVISION] on "
+    "the Hub, train:sentencepiece:VOCAB, or bytes",
     "--eod-token": "end-of-document token (default: the tokenizer's own)",
     "--shard-tokens": "size of a shard (default: 500M)",
     "--validation-fraction": "share of documents held out, unless the source has its own split; of "
     "a single document, the share at its end (default: 0.05)",
     "--seed": "decides which documents are held out, and which ones a part of a set consists of "
     "(default: 0)",
-    "--exclude": "files, python-stdlib: no files whose path below --path, --validation-path or the "
-    "library's folder matches, such as 'encodings/*'; * stands for / too",
+    "--exclude": "no files whose path below --path, --validation-path or the standard library's "
+    "folder matches, such as 'encodings/*'; * stands for / too",
+    "--files-share": "hub, slimpajama: only this share of the training files, chosen by a hash of "
+    "the seed and their names, such as 0.02 of a set of terabytes",
     "--sets": "only documents of these sets",
     "--exclude-sets": "no documents of these sets",
     "--tokens": "training tokens of the result, such as 15B: a uniform subset of the documents "
@@ -78,7 +84,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the command line, checked as far as it can be without reading anything."""
     parser = Parser(
         prog="python -m data_prep.prepare",
-        usage="%(prog)s --source KIND [--path PATH] --tokenizer SPEC --out DIR [options]",
+        usage="%(prog)s --source SOURCE [--path PATH] --tokenizer SPEC --out DIR [options]",
         description="Turns text into Megatron .bin/.idx token shards with a held-out validation "
         "split and a manifest. The result is the same for every number of workers and machines. "
         "Running it again on finished data does nothing; a run that was killed or stopped is "
@@ -90,6 +96,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     _add_running(parser.add_argument_group("running"))
     arguments = parser.parse_args(argv)
     _check_raw(arguments, parser)
+    _look_up_source(arguments)
     _check(arguments)
     return arguments
 
@@ -99,12 +106,13 @@ def _add(group: Any, flag: str, type: Any = None, metavar: str | None = None, **
 
 
 def _add_source(group: Any) -> None:
-    group.add_argument("--source", required=True, choices=KINDS, help=HELP["--source"])
+    _add(group, "--source", metavar="SOURCE", required=True)
     _add(group, "--path", path_name, action=Once)
     _add(group, "--splits", amounts.split_sizes, "N,N,N")
     _add(group, "--validation-path", path_name, "PATH", action=Once)
-    _add(group, "--text-key", metavar="KEY", default="text")
-    _add(group, "--set-key", amounts.key_path, "KEY", default="meta.redpajama_set_name")
+    flags = ("--text-key", "--text-column")
+    group.add_argument(*flags, metavar="KEY", help=HELP["--text-key"])
+    _add(group, "--set-key", amounts.key_path, "KEY")
     _add(group, "--document-separator", amounts.separator, "TEXT")
     _add(group, "--max-malformed", amounts.limit, "N|SHARE", default="0.01%")
 
@@ -119,6 +127,7 @@ def _add_choice(group: Any) -> None:
     _add(group, "--validation-fraction", number(FRACTION, above=0), "SHARE", default=0.05)
     _add(group, "--seed", whole(SEED), "N", default=0)
     _add(group, "--exclude", amounts.names, "GLOB,GLOB", action=Once)
+    _add(group, "--files-share", number(FRACTION, above=0), "SHARE")
     _add(group, "--sets", amounts.names, "NAME,NAME", action=Once)
     _add(group, "--exclude-sets", amounts.names, "NAME,NAME", action=Once)
     _add(group, "--tokens", whole(TOKENS.at_least(1)), "N")
@@ -156,6 +165,23 @@ def _check_raw(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise UserError(f"--tokenizer: --source {RAW} has bytes for ids; give bytes")
 
 
+def _look_up_source(arguments: argparse.Namespace) -> None:
+    """Put a kind and a path in the place of a data set's name, and the keys that it has."""
+    given, preset = arguments.source, PRESETS.get(arguments.source)
+    arguments.preset = given if preset else None
+    if given.startswith(HUB_PREFIX):
+        if arguments.path is not None:
+            raise UserError(f"--path: does not go with --source {given}, which is a path itself")
+        arguments.source, arguments.path = "hub", given
+    elif preset:
+        arguments.source, arguments.path = preset.kind, arguments.path or preset.path
+    elif given not in KINDS:
+        known = (*KINDS, f"{HUB_PREFIX}OWNER/NAME", *PRESETS)
+        raise UserError(f"--source {clipped(given)}: {one_of(given, known)}")
+    arguments.text_key = arguments.text_key or (preset.text_key if preset else TEXT_KEY)
+    arguments.set_key = arguments.set_key or (preset.set_key if preset else SET_KEY)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     if not arguments.validation_fraction < 1:
         value = arguments.validation_fraction
@@ -163,8 +189,8 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, times in (arguments.repeat or {}).items():
         if float(times) > REPEATS.high:
             raise UserError(f"--repeat {name}={times}: must be at most {REPEATS.high:,} times")
-    if arguments.exclude is not None and arguments.source not in WITH_PATHS:
-        raise UserError(f"--exclude: only with --source {' or '.join(WITH_PATHS)}")
+    if arguments.files_share is not None and arguments.source not in REPOSITORIES:
+        raise UserError(f"--files-share: only with --source {' or '.join(REPOSITORIES)}")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise UserError(f"--out {arguments.out}: is a file, a folder is needed")
     if arguments.task is not None and arguments.stage != "encode":

@@ -2,6 +2,7 @@
 
     PATH/tokenizer.json or a folder     as transformers saves them
     PATH/*.model                        sentencepiece, BPE or unigram
+    OWNER/NAME[@REVISION]               either of these, from the Hub
     train:sentencepiece:VOCAB           BPE with byte fallback, trained on the source
     bytes                               256 bytes and an end-of-document token
 
@@ -32,6 +33,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import sha256, write_json, write_text
 from cat_lm.core.numbers import VOCABULARY
 from cat_lm.core.readers import Record, clipped, read_json, read_text, short
+from cat_lm.data.hub_tokenizers import hub_files, is_hub_name
 from cat_lm.data.sentencepiece_models import (
     EOD_PIECE,
     NORMAL,
@@ -88,20 +90,29 @@ def check_spec(spec: str) -> None:
         return
     if spec.startswith("train:"):
         _vocab_size(spec)
-    elif not Path(spec).exists():
+    elif not is_hub_name(spec) and not Path(spec).exists():
         raise UserError(
             f"--tokenizer {spec}: no such file or folder; give a tokenizer.json, a folder, "
-            f"a sentencepiece *.model, {TRAIN_PREFIX}VOCAB or bytes"
+            f"a sentencepiece *.model, OWNER/NAME on the Hub, {TRAIN_PREFIX}VOCAB or bytes"
         )
 
 
+def _path_of(spec: str) -> Path:
+    """Return the file or folder of a path SPEC, or of one on the Hub in its cache."""
+    if not is_hub_name(spec):
+        return Path(spec)
+    first, *_ = hub_files(spec)
+    return first if first.suffix == ".model" else first.parent
+
+
 def spec_sha256(spec: str) -> str | None:
-    """Return the SHA-256 of the files that a path SPEC names; None for the other kinds."""
-    path = Path(spec)
+    """Return the SHA-256 of the files that a path or a Hub SPEC names; None for other kinds."""
     if spec == "bytes" or spec.startswith("train:"):
         return None
-    files = [path]
-    if path.is_dir():  # of a model's folder only what a tokenizer may consist of
+    path, files = Path(spec), [Path(spec)]
+    if is_hub_name(spec):
+        files = hub_files(spec)
+    elif path.is_dir():  # of a model's folder only what a tokenizer may consist of
         files = [file for file in sorted(path.iterdir()) if file.suffix in TOKENIZER_SUFFIXES]
     digests = "".join(f"{file.name} {sha256(file)}\n" for file in files)
     return hashlib.sha256(digests.encode()).hexdigest()
@@ -128,12 +139,12 @@ def build_tokenizer(
         kind = "sentencepiece"
         model = SentencePieceModel(train_model(training_text(), _vocab_size(spec)), spec)
         tokenizer, settings = model.fast_tokenizer(verbatim=True), model.settings()
-    elif Path(spec).suffix == ".model":
-        kind, model = "sentencepiece", SentencePieceModel.read(Path(spec))
+    elif (path := _path_of(spec)).suffix == ".model":
+        kind, model = "sentencepiece", SentencePieceModel.read(path)
         tokenizer, settings = model.fast_tokenizer(), model.settings()
     else:
         kind = "transformers"
-        tokenizer, settings = from_transformers(Path(spec))
+        tokenizer, settings = from_transformers(path)
     eod = _eod_token(spec, tokenizer, eod_token or settings.get("eos_token"))
     _save(folder, tokenizer, {**settings, "eos_token": eod})
     if model is not None:
@@ -222,7 +233,7 @@ def verify_tokenizer(info: TokenizerInfo, folder: Path | str, texts: Sequence[st
         model = SentencePieceModel.read(Path(folder) / MODEL_FILE)
         name, references = "sentencepiece", _sentencepiece_ids(info, model, texts, encoded)
     elif info.kind == "transformers":
-        name, references = _transformers_ids(Path(info.spec), texts)
+        name, references = _transformers_ids(_path_of(info.spec), texts)
     gives_back = info.kind == "bytes" or info.spec.startswith(TRAIN_PREFIX)
     for text, ids, reference in zip(texts, encoded, references, strict=True):
         if list(reference) != ids:

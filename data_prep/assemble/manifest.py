@@ -13,7 +13,7 @@ from cat_lm.data.manifest import FORMAT_VERSION, fingerprint
 from cat_lm.data.shards import ShardInfo
 from cat_lm.data.tokenizers import TokenizerInfo
 from data_prep.sources.base import UNKNOWN_SET
-from data_prep.sources.slimpajama import KNOWN_SETS
+from data_prep.sources.repository import KNOWN_SETS
 
 # Of validation tokens: below, the loss depends on the few documents that happen to be held out.
 FEW_TOKENS = 10_000

@@ -183,6 +183,16 @@ class OutputFolder:
         path = self.staging / RECORD
         return read_json(path, Preparation, "move it away") if os.path.lexists(path) else None
 
+    def earlier_arguments(self, overwrite: bool) -> list[dict[str, Any]]:
+        """Return the arguments of unfinished work here, and unless `overwrite` of complete data."""
+        if not self.out.is_dir():
+            return []
+        record = self.read() if is_marked(self.staging) else None
+        folders = (self.staging,) if overwrite else (self.staging, self.out)
+        manifests = [read_manifest(f) for f in folders if (f / MANIFEST).is_file()]
+        earlier = [manifest.get("arguments", {}) for manifest in manifests]
+        return [record.identity, *earlier] if record else earlier
+
     def take_up(self, identity: dict, overwrite: bool, stage: str) -> None:
         """Take up an unfinished preparation, or begin one.
 

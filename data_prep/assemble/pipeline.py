@@ -17,6 +17,7 @@ import numpy as np
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import atomic_write, write_json
 from cat_lm.core.folders import check_output
+from cat_lm.data.hub_tokenizers import pin
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from data_prep.assemble.manifest import build_manifest, print_summary
@@ -63,17 +64,12 @@ DECISIVE = (
 def prepare(arguments: argparse.Namespace) -> None:
     """Run the preparation that the command line asks for and print its summary."""
     check_spec(arguments.tokenizer)
-    source = open_source(
-        arguments.source,
-        arguments.path,
-        Reading(arguments.text_key, arguments.document_separator, arguments.set_key),
-        arguments.validation_path,
-        arguments.validation_fraction,
-        arguments.exclude or (),
-    )
+    folder = OutputFolder.of(arguments.out, arguments.scratch)
+    earlier = folder.earlier_arguments(arguments.overwrite)
+    source = _open_source(arguments, earlier)
+    arguments.tokenizer = pin(arguments.tokenizer, (found.get("tokenizer") for found in earlier))
     identity = {"source": source.describe(), "tokenizer_sha256": spec_sha256(arguments.tokenizer)}
     identity |= {name: getattr(arguments, name) for name in DECISIVE}
-    folder = OutputFolder.of(arguments.out, arguments.scratch)
     is_complete = folder.is_complete(identity, arguments.overwrite)
     if not is_complete and arguments.estimate:
         with tempfile.TemporaryDirectory() as temporary:
@@ -88,6 +84,25 @@ def prepare(arguments: argparse.Namespace) -> None:
     if is_complete:
         folder.tidy_complete()
         print(f"{folder.out}: already complete with these arguments, nothing to do")
+
+
+def _open_source(arguments: argparse.Namespace, earlier: list[dict[str, Any]]) -> Source:
+    """Open the source, a Hub repository at the commit at which `earlier` work has listed it."""
+    listed = [found["source"] for found in earlier if isinstance(found.get("source"), dict)]
+    commits = [found.get("revision") for found in listed if found.get("path") == arguments.path]
+    source = open_source(
+        arguments.source,
+        arguments.path,
+        Reading(arguments.text_key, arguments.document_separator, arguments.set_key),
+        arguments.validation_path,
+        arguments.validation_fraction,
+        arguments.exclude or (),
+        arguments.preset,
+        next(filter(None, commits), None),
+    )
+    if arguments.files_share is not None:
+        source.keep_share(arguments.files_share, arguments.seed)
+    return source
 
 
 def _prepare(
@@ -150,7 +165,7 @@ def _set_up(
             plan, coverage=plan.coverage.join(coverage_for(spec, plan.measured, held_out))
         )
     light = copy.copy(source)  # goes to the workers with every unit
-    light.parts = []
+    light.parts, light.scratch = [], folder.work
     job = Job(
         folder.staging,
         Encoding(light, folder.work, tokenizer, plan.tokenizer, rules, plan.coverage),

@@ -6,7 +6,6 @@ It follows from samples of the input, and all processes of a preparation share i
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from cat_lm.data.tokenizers import (
 from data_prep.common.amounts import SelectionSpec
 from data_prep.encode.encoding import PLACES, Coverage, Rules, hash_place
 from data_prep.encode.parts import load_record, write_record
-from data_prep.sources.base import Part, Source, counted_with
+from data_prep.sources.base import Part, Source, counted_with, in_hash_order
 from data_prep.sources.documents import Document, Malformed
 
 TOKENIZER = "tokenizer"
@@ -137,9 +136,7 @@ def sample(
         parts: at most so many.
         share: of each part so many characters, and the last document whole.
     """
-    found = [part for part in source.parts if part.split != "validation"]
-    found.sort(key=lambda part: hashlib.sha256(f"{rules.seed} {part.name}".encode()).digest())
-    for part in found[:parts]:
+    for part in in_hash_order(source.parts, rules.seed)[:parts]:
         documents, taken = [], 0
         for item in source.read(part):
             if taken >= share:

@@ -14,6 +14,7 @@ import numpy as np
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json
 from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.data.hub_tokenizers import pin
 from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.opening import open_corpus
 from cat_lm.data.shards import Shard, ShardInfo, ShardWriter, write_index
@@ -68,6 +69,7 @@ def adopt(arguments: argparse.Namespace) -> None:
         *(_open_pair(text, "validation") for text in arguments.validation),
     ]
     _check_pairs(pairs)
+    arguments.tokenizer = pin(arguments.tokenizer)
     with atomic_folder(out, flag="--out") as made:
         manifest = _make(made, pairs, arguments)
     print_counts(manifest)

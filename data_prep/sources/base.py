@@ -91,6 +91,8 @@ class Source:
     reading: Reading | None = None
     parts: list[Part]
     left_out: Sequence[LeftOut] = ()
+    # Where files that are not read from beginning to end are copied to, so that they are verified.
+    scratch: Path | None = None
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
         """Yield the documents of one part, in order, and in their places the lines that hold none.
@@ -203,6 +205,13 @@ def in_natural_order(parts: Iterable[Part]) -> list[Part]:
         return [int(p) if i % 2 else p for i, p in enumerate(pieces)], part.name
 
     return sorted(parts, key=key)
+
+
+def in_hash_order(parts: Iterable[Part], seed: int) -> list[Part]:
+    """Sort training parts, all but those held out, by a hash of the seed and their names."""
+    found = [part for part in parts if part.split != "validation"]
+    found.sort(key=lambda part: hashlib.sha256(f"{seed} {part.name}".encode()).digest())
+    return found
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import IO
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.readers import clipped
+from data_prep.sources.presets import SET_KEY, TEXT_KEY
 
 BLOCK = 1 << 20
 # A file without line ends, such as one large JSON array, must not be read into memory as a whole.
@@ -33,7 +34,7 @@ PIECE = 1024
 PLAIN = (".txt", ".md")
 LINES = (".jsonl", ".ndjson")
 # How much text a byte of such a file holds, for the estimate of disk space only.
-PACKED = {".gz": 3.5, ".zst": 3.5, ".bz2": 4.5, ".xz": 4.5}
+PACKED = {".gz": 3.5, ".zst": 3.5, ".zstd": 3.5, ".bz2": 4.5, ".xz": 4.5}
 TEXT_PER_FILE_BYTE = {
     **dict.fromkeys((*PLAIN, *LINES), 1.0),
     # A .json by itself is a description or one value; packed ones, as C4's, are JSON lines.
@@ -76,9 +77,9 @@ class Reading:
     set, whose dots lead into objects: "meta.redpajama_set_name" in SlimPajama.
     """
 
-    text_key: str = "text"
+    text_key: str = TEXT_KEY
     separator: str | None = None
-    set_key: str = "meta.redpajama_set_name"
+    set_key: str = SET_KEY
 
 
 Record = tuple[str, dict]
@@ -236,6 +237,7 @@ def _too_large(where: str, begin: str) -> Malformed:
 def _blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
     # All blocks hold at most `BLOCK` bytes, and are not empty.
     kind = suffix.rpartition(".")[2]
+    kind = "zst" if kind == "zstd" else kind
     if f".{kind}" not in PACKED:
         yield from iter(lambda: stream.read(BLOCK), b"")
         return

@@ -8,12 +8,15 @@ from cat_lm.core.errors import UserError
 from data_prep.sources.base import Source
 from data_prep.sources.documents import Reading
 from data_prep.sources.local import Files, PythonStdlib
-from data_prep.sources.slimpajama import HUB_PREFIX, SAMPLE, WHOLE, Hub, Snapshot
+from data_prep.sources.presets import HUB_PREFIX, PRESETS
+from data_prep.sources.repository import Hub, Snapshot
 
+_SAMPLE, _WHOLE = PRESETS["slimpajama-6b"].path, PRESETS["slimpajama-627b"].path
 LACKING_PATH = {
     "files": "a file, a folder or a glob",
-    "slimpajama": f"{SAMPLE} (6 billion tokens in 14 GB), {WHOLE} (all 627 billion in 1.5 TB), or "
-    "a folder with a copy",
+    "hub": f"{HUB_PREFIX}OWNER/NAME[/FOLDER][@REVISION], or a folder with a copy",
+    "slimpajama": f"{_SAMPLE} (6 billion tokens in 14 GB), {_WHOLE} (all 627 billion in 1.5 TB), "
+    "or a folder with a copy",
 }
 
 
@@ -24,11 +27,15 @@ def open_source(
     validation_path: str | None = None,
     validation_fraction: float | None = None,
     exclude: Sequence[str] = (),
+    preset: str | None = None,
+    commit: str | None = None,
 ) -> Source:
     """Open the source; with `validation_fraction`, one of a single document is divided for it.
 
     Args:
-        exclude: patterns of files that are left out; of python-stdlib and files only.
+        exclude: patterns of files that are left out.
+        preset: the name under which the data set was asked for.
+        commit: that of an earlier listing on the Hub, whatever its branch is at now.
 
     Raises:
         UserError: there is no such thing, or no file matches a pattern.
@@ -44,5 +51,5 @@ def open_source(
     if validation_path:
         raise UserError("--validation-path goes with --source files")
     if path.startswith(HUB_PREFIX):
-        return Hub(path, reading)
-    return Snapshot(path, reading)
+        return Hub(kind, path, reading, exclude, preset, commit)
+    return Snapshot(kind, path, reading, exclude, preset)

@@ -18,7 +18,7 @@ import zstandard
 from cat_lm.core.errors import UserError
 from data_prep.sources.base import in_natural_order, task_units, units_of
 from data_prep.sources.documents import Document
-from data_prep.sources.slimpajama import KNOWN_SETS
+from data_prep.sources.repository import KNOWN_SETS
 from tests.conftest import generated_text
 from tests.data_prep.helpers import documents, json_lines, names, opened, write_files
 from tests.data_prep.hub_server import NAME, serving

@@ -1,4 +1,7 @@
-"""A stand-in of the Hub on the loopback: one data set repository, answering well and badly."""
+"""A stand-in of the Hub on the loopback: one repository, answering well and badly.
+
+It is a data set and a model by the same name, so that both kinds have the same files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ NAME = "owner/name"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Answers what huggingface_hub asks of a data set repository; `trouble` comes first.
+    """Answers what huggingface_hub asks of a repository; `trouble` comes first.
 
     `trouble` holds, by path, actions for the next requests of that path: a status with headers, or
     "break", which ends the connection in the middle of the body.
@@ -32,6 +35,8 @@ class FakeHub(ThreadingHTTPServer):
         self.files = files
         self.trouble = {}
         self.asked = Counter()
+        self.tokens = set()  # that came with a request
+        self.commit = COMMIT  # of its branch main
         self.ranges = []
 
     @property
@@ -51,21 +56,27 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlparse(self.path).path)
         self.server.asked[path] += 1
-        kind, _, rest = path.removeprefix("/api").removeprefix(f"/datasets/{NAME}/").partition("/")
+        self.server.tokens.add(self.headers.get("Authorization"))
+        own = re.sub("^(/api/models|(/api)?/datasets)?/", "", path)
+        own = f"{own}/revision/main" if own == NAME else own
+        kind, _, rest = own.removeprefix(f"{NAME}/").partition("/")
         key = rest.partition("/")[2] if kind == "resolve" else kind
         trouble = self.server.trouble.get(key) or []
         self.action = trouble.pop(0) if trouble else None
         if isinstance(self.action, tuple):
             self.answer(b"trouble", *self.action)
         elif kind == "revision":
-            known = rest in ("v1", "main", COMMIT)
-            body = {"id": NAME, "sha": COMMIT, "siblings": []}
+            known = rest in ("v1", "main", COMMIT, self.server.commit)
+            sha = self.server.commit if rest in ("main", self.server.commit) else COMMIT
+            body = {"id": NAME, "sha": sha, "siblings": []}
             self.answer(json.dumps(body).encode(), 200) if known else self.missing("Revision")
         elif kind == "tree":
             self.tree(rest.partition("/")[2])
         elif kind == "resolve" and key in self.server.files:
             assert rest.startswith(COMMIT)
             self.file(self.server.files[key])
+        elif kind == "resolve":
+            self.missing("Entry")
         else:
             self.missing("Repo")
 
@@ -86,11 +97,15 @@ class Answers(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(match[1]), min(int(match[2] or last), last)
         self.server.ranges.append((first, last))
-        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": '"x"'}
+        etag = hashlib.sha256(data).hexdigest()
+        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}", "ETag": f'"{etag}"'}
+        headers["X-Repo-Commit"] = COMMIT
         self.answer(data[first : last + 1], 206 if "Range" in self.headers else 200, headers)
 
     def missing(self, what):
-        self.answer(b"{}", 404, {"X-Error-Code": f"{what}NotFound", "X-Error-Message": "no such"})
+        found = {"X-Repo-Commit": COMMIT} if what == "Entry" else {}  # of which it is absent
+        words = {"X-Error-Code": f"{what}NotFound", "X-Error-Message": "no such"}
+        self.answer(b"{}", 404, found | words)
 
     def answer(self, body, status, headers=None):
         self.send_response(status)
@@ -115,6 +130,7 @@ def serving(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterato
     with FakeHub(files) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)  # for other processes
         for name in ("HF_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
         template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"

@@ -12,6 +12,7 @@ from tests.data_prep.helpers import json_lines
 COMMANDS = {"prepare": prepare, "inspect": inspect, "adopt": adopt}
 PREPARE = "prepare --source files --path {text}/x.jsonl --tokenizer bytes --workers 1 --out {out}"
 SLIM = "prepare --source slimpajama --tokenizer bytes --out {out}"
+HUB = "prepare --source {} --tokenizer bytes --out {{out}}"
 RAW = "prepare --source raw-bytes --tokenizer bytes --out {out}"
 ADOPT = "adopt {data}/train-00000 --tokenizer bytes --out {out}"
 LONG = "x" * 300
@@ -42,7 +43,13 @@ TABLE = [
     (f"{PREPARE} --sets nowhere", "--sets nowhere: no such set; there are jsonl"),
     (f"{PREPARE} --exclude *.md", "--exclude *.md: matches no file; they have names such as x"),
     (f"{PREPARE} --exclude *", "--exclude *: leaves no file"),
-    (f"{SLIM} --exclude *.zst", "--exclude: only with --source python-stdlib or files"),
+    (f"{PREPARE} --files-share 0.5", "--files-share: only with --source hub or slimpajama"),
+    (f"{SLIM} --files-share 0", "--files-share: '0' must be greater than 0"),
+    (HUB.format("dcml"), "--source dcml: must be one of python-stdlib, files, hub, slimpajama"),
+    (HUB.format("dcml"), "did you mean dclm?"),
+    (HUB.format("hub"), "--source hub needs --path: hub:OWNER/NAME[/FOLDER][@REVISION], or"),
+    (f"{HUB.format('hub:o/n')} --path x", "--path: does not go with --source hub:o/n"),
+    (HUB.format("hub:owner"), "--path hub:owner: give hub:OWNER/NAME[/FOLDER][@REVISION]"),
     (f"{PREPARE} --max-malformed some", "--max-malformed: 'some' must be a number of lines"),
     (f"{PREPARE} --task 0/2", "--task goes with --stage encode"),
     (f"{PREPARE} --task 2/2 --stage encode", "--task: '2/2' must be I/N, with I from 0"),

@@ -10,7 +10,7 @@ import zstandard
 
 from cat_lm.core import errors
 from cat_lm.core.errors import UserError
-from data_prep.sources import remote, slimpajama
+from data_prep.sources import remote, repository
 from data_prep.sources.base import Part
 from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
@@ -146,12 +146,12 @@ def test_what_file_names_say_of_the_split():
         ("en/TEST.jsonl", "test"),
         ("constrained/invalid/retest.jsonl", None),
     ):
-        assert slimpajama.split_of_name(name) == split
+        assert repository.split_of_name(name) == split
     parts = [Part(name, name, size=1) for name in ("a.jsonl", "b.jsonl", "dev.jsonl", "test.jsonl")]
-    assert [(p.name, p.split) for p in slimpajama.with_splits(parts)] == [
+    assert [(p.name, p.split) for p in repository.with_splits(parts)] == [
         *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
     ]
-    assert slimpajama.with_splits(parts[:2]) == parts[:2]  # whose split is left open
+    assert repository.with_splits(parts[:2]) == parts[:2]  # whose split is left open
 
 
 def test_files_of_unknown_kinds_and_copies_are_named(server):

@@ -1,0 +1,41 @@
+"""The Hugging Face Hub: commits of branches, and repositories that ask for a licence first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from cat_lm.core.errors import UserError
+
+PAGES = {"dataset": "datasets/", "model": ""}
+
+
+def resolve_commit(name: str, revision: str | None, kind: str) -> str:
+    """Return the commit that a branch, tag or None (the default branch) stands for now.
+
+    Args:
+        kind: "dataset" or "model".
+    """
+    from huggingface_hub import HfApi
+
+    with explaining_gate(name, kind):
+        return HfApi().repo_info(name, revision=revision, repo_type=kind).sha
+
+
+@contextlib.contextmanager
+def explaining_gate(name: str, kind: str) -> Iterator[None]:
+    """Raise a UserError that names the page where access is asked for, where `name` is gated.
+
+    Args:
+        kind: "dataset" or "model".
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated on the Hub: ask for access at "
+            f"{constants.ENDPOINT}/{PAGES[kind]}{name}, and log in by `hf auth login` or HF_TOKEN"
+        ) from error

@@ -1,0 +1,87 @@
+"""Tokenizers by their names on the Hub, OWNER/NAME[@REVISION], downloaded once into its cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from cat_lm.core.errors import UserError, reason_of
+from cat_lm.core.hub import explaining_gate, resolve_commit
+
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
+FAST, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+
+
+def is_hub_name(spec: str) -> bool:
+    """Return True if a SPEC is a name on the Hub: no file here has it, and it names no file."""
+    return (
+        bool(_NAME.fullmatch(spec))
+        and not spec.endswith((".json", ".model"))
+        and not os.path.exists(spec)
+    )
+
+
+def pin(spec: str, earlier: Iterable[object] = ()) -> str:
+    """Return a name on the Hub with the commit in the place of its revision; others as they are.
+
+    Args:
+        earlier: pinned SPECs; a name without a revision stays at the commit that it has there.
+
+    Raises:
+        UserError: the Hub has no such repository or revision, or cannot be reached.
+    """
+    name, _, revision = spec.partition("@")
+    if not is_hub_name(spec) or _COMMIT.fullmatch(revision):
+        return spec
+    known = (found for found in earlier if str(found).startswith(f"{name}@") and not revision)
+    try:
+        return next(known, None) or f"{name}@{resolve_commit(name, revision or None, 'model')}"
+    except (OSError, ValueError) as error:
+        raise _unavailable(spec, error) from error
+
+
+def hub_files(spec: str) -> list[Path]:
+    """Return the files of a pinned SPEC's tokenizer, in one folder of the Hub's cache.
+
+    The first is its `tokenizer.json`, or where it has none its sentencepiece model.
+
+    Raises:
+        UserError: there is neither, or the Hub cannot be reached and the cache lacks them.
+    """
+    name, _, commit = spec.partition("@")
+    try:
+        with explaining_gate(name, "model"):
+            main = _fetched(name, commit, FAST) or _fetched(name, commit, SENTENCEPIECE)
+            others = [_fetched(name, commit, file) for file in SETTINGS]
+    except (OSError, ValueError) as error:
+        raise _unavailable(spec, error) from error
+    if main is None:
+        raise UserError(f"--tokenizer {spec}: has neither {FAST} nor {SENTENCEPIECE} on the Hub")
+    return [main, *filter(None, others)]
+
+
+def _fetched(name: str, commit: str, file: str) -> Path | None:
+    """Return a file's place in the cache, None where the repository has no such file."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(name, file, revision=commit)
+    if cached is not None:  # a path, or the library's sign for a file that is known to be absent
+        return Path(cached) if isinstance(cached, str) else None
+    try:
+        return Path(hf_hub_download(name, file, revision=commit))
+    except LocalEntryNotFoundError:  # The Hub cannot be reached.
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def _unavailable(spec: str, error: Exception) -> UserError:
+    return UserError(
+        f"--tokenizer {spec}: no such file or folder here, and the Hub does not give it "
+        f"({reason_of(error)})"
+    )
