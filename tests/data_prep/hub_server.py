@@ -33,6 +33,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.files = files
+        self.listed = {}  # contents whose checksums are listed instead of those of `files`
         self.trouble = {}
         self.asked = Counter()
         self.tokens = set()  # that came with a request
@@ -84,7 +85,7 @@ class Answers(BaseHTTPRequestHandler):
         entries = []
         for name, data in sorted(self.server.files.items(), reverse=True):
             if not folder or name.startswith(f"{folder}/"):
-                digest = hashlib.sha256(data).hexdigest()
+                digest = hashlib.sha256(self.server.listed.get(name, data)).hexdigest()
                 lfs = {"oid": digest, "size": len(data), "pointerSize": 130}
                 entry = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
                 entries.append(
