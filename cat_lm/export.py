@@ -75,9 +75,10 @@ def export_checkpoint(
             raise UserError(f"--method {method} --factor {factor:g}: {error}") from None
         facts |= {"context_method": method, "context_factor": factor}
     model = loading.load_model(step_folder / "model", device="cpu", config=config)
-    if ema:
-        # Drop the metrics of the validation set, which are of the unaveraged weights.
+    if ema or method != "none":
+        # The metrics of the validation set are of the weights and positions of the last step.
         facts = {k: v for k, v in facts.items() if not k.startswith("val_")}
+    if ema:
         facts["average"] = _load_average(model, step_folder)
     if library:
         model = library_model(model)

@@ -122,6 +122,8 @@ class CallbackKind:
         name: as in `train.callbacks`, and of its state in checkpoints.
         Options: a frozen dataclass of plain values, see cat_lm/core/fields.py.
         ranks: which ranks have the callback: all, or the first.
+        collective: its events hold collectives, so that an error of one rank which the others do
+            not share ends the process, and with it the launch: they would wait for that rank.
         key: the configuration key that chooses it, of those of this project; the callback reads
             its settings there.
     """
@@ -129,6 +131,7 @@ class CallbackKind:
     name: ClassVar[str]
     Options: ClassVar[type] = NoOptions
     ranks: ClassVar[Literal["all", "first"]] = "all"
+    collective: ClassVar[bool] = False
     key: ClassVar[str] = ""
 
     def is_chosen(self, config: RunConfig) -> bool:

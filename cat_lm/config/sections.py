@@ -185,7 +185,7 @@ class TrainSection(Section):
     peak_tflops: Annotated[float, number(numbers.TFLOPS)] | None = Field(
         None, description="of one device in this precision, for MFU; default: by its name"
     )
-    ema_decay: Annotated[float, number(numbers.FRACTION, below=1)] | None = Field(
+    ema_decay: Annotated[float, number(numbers.FRACTION, above=0, below=1)] | None = Field(
         None, description="keep an average of the weights, w, after each step: e = d e + (1 - d) w"
     )
     profile_steps: tuple[PositiveSteps, PositiveSteps] | None = Field(

@@ -24,9 +24,9 @@ _LABELS = {
     "context_factor": "by a factor of",
 }
 _LIMITS = """\
-- It is a base language model. It was not trained to follow instructions, and it can repeat what is
-  false, biased or offensive in its training data.
-- It was trained on sequences of at most the context length above."""
+- It is a base language model: it continues text, and it can repeat what is false, biased or
+  offensive in its training data."""
+_CONTEXT_LIMIT = "\n- It was trained on sequences of at most the context length above."
 _CITATION = """\
 ```bibtex
 @inproceedings{li2025cat,
@@ -88,7 +88,7 @@ A {describe_model(config)}, trained with cat_lm.
 
 ## Limits
 
-{_LIMITS}
+{_LIMITS}{_CONTEXT_LIMIT if "context_length" in facts else ""}
 {"" if license_id else "- The licence of the weights was not given; ask whoever trained them."}
 
 ## Citation
@@ -138,8 +138,10 @@ def _table(config: PreTrainedConfig, facts: Mapping[str, Any]) -> str:
             form = {int: ",", float: ".4f"}.get(type(facts[key]), "")
             rows[label] = f"{facts[key]:{form}}"
     lines = [f"| {key} | {value} |" for key, value in rows.items()]
-    note = "Held-out values are those of the last validation before the export (loss in nats per"
-    return "\n".join(["| | |", "|---|---|", *lines, "", f"{note} token)."])
+    if _held_out(facts):
+        note = "Held-out values are those of the last validation before the export"
+        lines += ["", f"{note} (loss in nats per token)."]
+    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def _use(config: PreTrainedConfig, needs: str | None, is_carried: bool) -> str:
@@ -154,7 +156,7 @@ def _use(config: PreTrainedConfig, needs: str | None, is_carried: bool) -> str:
 
 folder = "PATH/TO/THIS/FOLDER"  # or its name on the Hub
 model = AutoModelForCausalLM.from_pretrained(folder{trust})
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder{trust})
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```

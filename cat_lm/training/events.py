@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.callbacks import Callback, CallbackKind, Run, chosen
-from cat_lm.core.errors import TemporaryError, UserError, is_temporary
+from cat_lm.core.errors import SharedError, TemporaryError, UserError, is_temporary
 from cat_lm.core.registry import mishap
 from cat_lm.training.checkpoint.callback_state import (
     EMPTY,
@@ -22,7 +22,8 @@ class Callbacks:
     """The callbacks of a run on this rank, in the order of their names in the registry.
 
     One that raises is called no more, but at the end; its error ends the run after the next
-    checkpoint, which `error` asks for and `check` makes known.
+    checkpoint, which `error` asks for and `check` makes known. Where other ranks may wait for it in
+    a collective, the error is raised at once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -32,6 +33,7 @@ class Callbacks:
         self._failed: set[str] = set()
         self._has_begun = False
         self._shared: set[str] = set()  # on all ranks
+        self._collective: set[str] = set()  # whose events hold collectives
         self._callbacks: dict[str, Callback] = run.ranks.on_all_ranks(self._build)
         self.has_shared = bool(self._shared)
 
@@ -40,6 +42,8 @@ class Callbacks:
         for kind, options in chosen(self._run.config):
             if kind.ranks == "all":
                 self._shared.add(kind.name)
+            if kind.collective and self._run.ranks.world_size > 1:
+                self._collective.add(kind.name)
             if kind.ranks == "all" or self._run.ranks.is_first:
                 callbacks[kind.name] = self._made(kind, options)
         return callbacks
@@ -145,8 +149,11 @@ class Callbacks:
         try:
             return action(self._callbacks[name])
         except Exception as error:  # whatever a plugin's code raises
+            described = _described(name, event, error)
+            if name in self._collective and not isinstance(error, SharedError):
+                raise described from error  # other ranks may wait for this one, or take its turn
             self._failed.add(name)
-            self.error = self.error or _described(name, event, error)
+            self.error = self.error or described
             return None
 
 

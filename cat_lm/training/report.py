@@ -115,7 +115,8 @@ class Report:
         lines = []
         for key, loss in results.items():
             metric, slash, name = key.partition("/")
-            if metric == "val_loss":
+            # A callback of a plugin may add a loss alone.
+            if metric == "val_loss" and f"val_bits_per_byte{slash}{name}" in results:
                 lines.append(
                     f"step {step}: validation loss{f' of {name}' if name else ''} {loss:.4f}, "
                     f"perplexity {results[f'val_perplexity{slash}{name}']:.2f}, "

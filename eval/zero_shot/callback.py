@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Tasks(CallbackKind):
     name = "tasks"
     key = "validation.tasks"
+    collective = True
 
     def build(self, options: Any, run: Run) -> Callback:
         require_harness()

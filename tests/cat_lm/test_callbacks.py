@@ -29,6 +29,7 @@ def registry(monkeypatch):
 
 REFUSED = (
     ("train.ema_decay=1", "train.ema_decay=1: must be"),
+    ("train.ema_decay=0", "train.ema_decay=0: must be"),
     ("train.ema_decay=often", "train.ema_decay='often': must be"),
     ("train.profile_steps=[9, 3]", "train.profile_steps=[9, 3]: the first step is after the last"),
     ("train.profile_steps=[0, 3]", "train.profile_steps=0: must be"),

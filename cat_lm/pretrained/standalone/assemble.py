@@ -274,6 +274,7 @@ class _References:
 
     def __init__(self, assembly: Assembly, module: Module) -> None:
         self._assembly, self._module = assembly, module
+        self._fields: set[ast.AST] = set()  # targets in the bodies of classes
 
     def of(self, statement: ast.stmt) -> Iterator[Reference]:
         yield from self._walk(statement, {}, frozenset())
@@ -294,6 +295,11 @@ class _References:
             hidden = hidden | (bound - imports.keys())
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             hidden = hidden | set(_stored(node))
+        elif isinstance(node, ast.ClassDef):
+            # A field may have the name of a module, which it is not.
+            assigned = (part for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign))
+            for part in assigned:
+                self._fields.update(getattr(part, "targets", None) or [part.target])
         elif target := self._target(node, imports, hidden):
             yield Reference(target, node, hidden, annotates, is_late)
             return
@@ -313,7 +319,7 @@ class _References:
             owner = self._target(node.value, imports, hidden)
             is_of_module = owner is not None and owner.is_own and not owner.name
             return self._assembly._resolved(Name(owner.module, node.attr)) if is_of_module else None
-        if not isinstance(node, ast.Name):
+        if not isinstance(node, ast.Name) or node in self._fields:
             return None
         if node.id in imports:
             target = imports[node.id]
@@ -361,7 +367,11 @@ def _rewritten(
     first, last = module.rows(statement)
     lines = [line.encode() for line in module.lines]
     # An annotation may name a class that is not carried.
-    edits = [(r.node, names.get(r.target, "Any")) for r in references if r.target.is_own]
+    own = [r for r in references if r.target.is_own]
+    for reference in own:
+        if reference.target not in names and not reference.is_annotation:
+            raise CannotAssemble(f"{module.name}: {reference.target} is not carried")
+    edits = [(r.node, names.get(r.target, "Any")) for r in own]
     # From the end to the beginning, so that positions stay right.
     for node, name in sorted(edits, key=lambda edit: _start(edit[0]), reverse=True):
         row, (begin, end) = node.lineno - 1, (node.col_offset, node.end_col_offset)

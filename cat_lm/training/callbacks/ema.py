@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Ema(CallbackKind):
     name = "ema"
     key = "train.ema_decay"
+    collective = True
 
     def build(self, options: Any, run: Run) -> Callback:
         return WeightAverage(run)

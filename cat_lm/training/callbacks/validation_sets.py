@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class ValidationSets(CallbackKind):
     name = "validation_sets"
     key = "validation.sets"
+    collective = True
 
     def build(self, options: Any, run: Run) -> Callback:
         return NamedSets(run)
@@ -41,7 +42,7 @@ class NamedSets(Callback):
         # One rank of a host reads all of it, as in the preflight.
         reads = run.ranks.local_rank == 0
         corpus = open_corpus(folder, "validation", data.cache_dir, look=reads)
-        ours, theirs = (c.manifest["tokenizer"] for c in (run.corpus, corpus))
+        ours, theirs = (c.parts[0].manifest["tokenizer"] for c in (run.corpus, corpus))
         if ours["sha256"] != theirs["sha256"]:
             raise UserError(
                 f"validation.sets: {name}={folder} was prepared with the tokenizer "

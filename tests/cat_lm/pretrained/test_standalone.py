@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA,
         TAPS | {"score_transform": "exponential_decay", "value_transform": "smoothing"},
     ),
+    "tokens": (NEOX, ATTENTION | {"conv_type": "none", "attention": "multi_token"}),
     "ssm": (LLAMA, LONG | {"conv_filter": "ssm"}),
     "mamba": ("CatMamba", {"state_size": 4}),
     "mamba2": ("CatMamba2", {"state_size": 4, "head_dim": 16, "num_heads": 4, "n_groups": 2}),
@@ -87,6 +89,16 @@ def test_standalone_file_computes_what_the_library_does(name, results):
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
     assert found["gradient"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "mamba", "mamba2"])
+def test_configuration_has_the_fields_of_the_library_s(name, monkeypatch):
+    kind, module = architectures.get(name).config_class(), types.ModuleType("assembled")
+    monkeypatch.setitem(sys.modules, "assembled", module)
+    code = compile(standalone.source(kind()), "assembled", "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+    own = getattr(module, kind.__name__)().to_dict()
+    assert {key: value for key, value in kind().to_dict().items() if key != "auto_map"} == own
 
 
 @pytest.mark.parametrize("name", architectures.names())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.runtime.precision import at_least_fp32
+from cat_lm.ops.runtime.precision import at_least_fp32, without_autocast
 
 
 def convolve(
@@ -53,8 +53,9 @@ def sum_of_lags(
     """Compute `convolve` for a kind, which need not be registered."""
     window, sum_dtype = kind.window_of(filters), at_least_fp32(x)
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
-    for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
-        y = y + kind.add_lag(taps, lag, delayed)
+    with without_autocast(x):
+        for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
+            y = y + kind.add_lag(taps, lag, delayed)
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)
