@@ -110,7 +110,7 @@ class OptimizerSection(Section):
     )
     options: dict[str, Any] = Field({}, description="of a plugin's optimizer: {option: value, …}")
     lr_groups: dict[Name, Annotated[float, number(numbers.RATE_FACTOR)]] = Field(
-        {}, description="factors of learning rates: {'*embed_in*': 0.5, …}; first match counts"
+        {}, description="factors of learning rates: {'*filter*': 0.5, …}; first match counts"
     )
 
 
