@@ -245,7 +245,9 @@ def _check_family(family: Architecture, keys: dict[str, Any]) -> None:
             state["cache"] = outputs.past_key_values
         return outputs.logits
 
-    supports = {"padding"} | ({"documents"} if section.isolates_documents else set())
+    if section.isolates_documents:  # A family must not refuse what it claims.
+        _check_reading(compute, section.hidden_size, ("documents",), dict)
+    supports = {"padding"}
     if "past_key_values" in inspect.signature(type(model.base_model).forward).parameters:
         supports.add("state")
     _check_reading(compute, section.hidden_size, supports, dict, _REFUSALS)

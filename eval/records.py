@@ -17,8 +17,6 @@ from eval.common.text_table import markdown_table
 FOLDER = Path(__file__).with_name("records")
 _NOTE_WORDS = 120
 _DPI, _COLOURS = 90, 96  # The resolution and number of colours of pictures.
-# The folders of a web sample in SlimPajama's layout, which committed records name their text by.
-_TEXT, _SHOWN = re.compile(r"\bslimpajama(-held-out)?\b"), "web text (13 MB)"
 
 
 @command
@@ -109,24 +107,9 @@ def _draw(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield a folder's records with their files; texts have the names that reports show."""
+    """Yield a folder's records with their files."""
     for file in sorted(folder.glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        yield file, _with_shown_names(record) if _is_study(record) else record
-
-
-def _with_shown_names(value: Any) -> Any:
-    """Rename texts in all of a record but its command."""
-    if isinstance(value, str):
-        return _TEXT.sub(_SHOWN, value)
-    if isinstance(value, list):
-        return [_with_shown_names(each) for each in value]
-    if isinstance(value, dict):
-        return {
-            _with_shown_names(key): each if key == "command" else _with_shown_names(each)
-            for key, each in value.items()
-        }
-    return value
+        yield file, json.loads(file.read_text(encoding="utf-8"))
 
 
 def _is_study(record: Any) -> bool:

@@ -25,10 +25,8 @@ from cat_lm.core.fields import build_options
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
-    from cat_lm.config import RunConfig
     from cat_lm.data.corpus import Mixture, TokenCorpus
     from cat_lm.training.distributed import Ranks
-    from cat_lm.training.engine import Engine
     from cat_lm.training.watchdog import Watchdog
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -36,9 +34,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class Run:
-    """What a callback sees of the run that it belongs to.
+    """Hold what a callback may know of its run.
 
     Attributes:
+        config: the `RunConfig` of `cat_lm.config`, which itself imports this module.
+        engine: the `Engine` of `cat_lm.training.engine`.
         recorded_step: the step up to which the folder's records are this run's past; 0 if none is.
         log: takes a line for train.log; of the later ranks it goes nowhere.
         record: takes a dictionary with `step` for metrics.jsonl and the trackers, whose other names
@@ -47,10 +47,10 @@ class Run:
             action asks now and then.
     """
 
-    config: RunConfig
+    config: Any
     folder: Path
     ranks: Ranks
-    engine: Engine
+    engine: Any
     corpus: TokenCorpus | Mixture
     watchdog: Watchdog
     recorded_step: int
@@ -134,7 +134,7 @@ class CallbackKind:
     collective: ClassVar[bool] = False
     key: ClassVar[str] = ""
 
-    def is_chosen(self, config: RunConfig) -> bool:
+    def is_chosen(self, config: Any) -> bool:
         """Return True if a configuration asks for this callback."""
         if not self.key:
             return self.name in config.train.callbacks
@@ -167,7 +167,7 @@ CALLBACKS = Registry(
 get, names, register = CALLBACKS.get, CALLBACKS.names, CALLBACKS.register
 
 
-def chosen(config: RunConfig) -> list[tuple[CallbackKind, Any]]:
+def chosen(config: Any) -> list[tuple[CallbackKind, Any]]:
     """Return the callbacks that a configuration asks for, with their options.
 
     Raises UserError for an unknown name or option.

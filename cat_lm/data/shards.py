@@ -245,7 +245,7 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         data, index = (self._folder / f"{self._name}.{suffix}" for suffix in ("bin", "idx"))
         if error[0] is None:
-            index.unlink(missing_ok=True)  # one from before must not stand beside the new data
+            index.unlink(missing_ok=True)  # An old one must not stand beside the new data.
         self._file.__exit__(*error)
         if error[0] is not None:
             return

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from cat_lm.config.sections import OptimizerSection
-    from cat_lm.training.checkpoint.optimizer_state import Trained
-
 # The keys of `optimizer:` that only some optimizers read; null where they are not given.
 OWN_KEYS = ("momentum", "muon_lr", "ns_steps", "scale")
 
@@ -44,7 +41,9 @@ class OptimizerKind:
     not finite: such a step changes neither weights nor state, and the host is not asked.
 
     Under ZeRO 1 to 3 a stepped tensor is this rank's part of many flattened parameters. An
-    optimizer that needs whole matrices learns the layout in `attach`.
+    optimizer that needs whole matrices learns the layout in `attach`, from the `Engine` of
+    `cat_lm.training.engine`. A `section` is the `OptimizerSection` of `cat_lm.config.sections`,
+    which itself imports this module.
 
     Attributes:
         name: as in `optimizer.name`.
@@ -63,18 +62,18 @@ class OptimizerKind:
         """
         raise NotImplementedError
 
-    def lr_factor(self, kinds: tuple[str, ...], section: OptimizerSection, options: Any) -> float:
+    def lr_factor(self, kinds: tuple[str, ...], section: Any, options: Any) -> float:
         """Return the factor between `optimizer.lr` and the rate of parameters of these kinds."""
         return 1.0
 
-    def build(self, groups: list[dict], section: OptimizerSection, options: Any) -> Optimizer:
+    def build(self, groups: list[dict], section: Any, options: Any) -> Optimizer:
         """Make the optimizer of parameter groups.
 
         Each group has `params`, their `names`, their `kinds` of state, and `weight_decay`.
         """
         raise NotImplementedError
 
-    def attach(self, optimizer: Optimizer, engine: Trained) -> None:
+    def attach(self, optimizer: Optimizer, engine: Any) -> None:
         """Prepare for the layout of the optimizer's tensors, which is final now (a collective)."""
 
 
@@ -98,7 +97,7 @@ OPTIMIZERS = Registry(
 get, names, register = OPTIMIZERS.get, OPTIMIZERS.names, OPTIMIZERS.register
 
 
-def chosen(section: OptimizerSection) -> tuple[OptimizerKind, Any]:
+def chosen(section: Any) -> tuple[OptimizerKind, Any]:
     """Return the optimizer that a configuration asks for, with its options.
 
     Raises UserError for an unknown name or option, and for a key that it does not read.

@@ -88,7 +88,7 @@ class Pretended:
             result = getattr(self.callback, event)(*given)
         except UserError:
             raise
-        except Exception as error:  # whatever a plugin's code raises
+        except Exception as error:  # A plugin's code may raise anything.
             raise Broken(f"{event} raises {mishap(error)}") from error
         if not torch.equal(before, torch.get_rng_state()):
             raise Broken(f"{event} draws from torch's generator, which is training's")

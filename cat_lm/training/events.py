@@ -32,8 +32,8 @@ class Callbacks:
         self.error: UserError | None = None
         self._failed: set[str] = set()
         self._has_begun = False
-        self._shared: set[str] = set()  # on all ranks
-        self._collective: set[str] = set()  # whose events hold collectives
+        self._shared: set[str] = set()  # The names of those on all ranks.
+        self._collective: set[str] = set()  # The names of those that hold collectives.
         self._callbacks: dict[str, Callback] = run.ranks.on_all_ranks(self._build)
         self.has_shared = bool(self._shared)
 
@@ -60,10 +60,16 @@ class Callbacks:
     def wait_for(self, step: int) -> bool:
         """Return True if a callback needs the numbers of this step recorded before its own turn.
 
-        All ranks must answer alike, so that those of the first rank alone are not asked.
+        All ranks must answer alike. So those of the first rank alone are not asked, and one that
+        has failed on a single rank is asked on every rank.
         """
-        shared = self._shared
-        return any([self._act(name, "waits", lambda c: c.waits(step)) for name in shared])
+        waiting = False
+        for name in self._shared:
+            try:
+                waiting |= self._callbacks[name].waits(step)
+            except Exception as error:  # A plugin's code may raise anything.
+                raise _described(name, "waits", error) from error
+        return waiting
 
     def launch(self, step: int) -> None:
         self._has_begun = True
@@ -148,10 +154,10 @@ class Callbacks:
             return None
         try:
             return action(self._callbacks[name])
-        except Exception as error:  # whatever a plugin's code raises
+        except Exception as error:  # A plugin's code may raise anything.
             described = _described(name, event, error)
             if name in self._collective and not isinstance(error, SharedError):
-                raise described from error  # other ranks may wait for this one, or take its turn
+                raise described from error  # Other ranks may be waiting in a collective.
             self._failed.add(name)
             self.error = self.error or described
             return None

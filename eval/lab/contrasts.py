@@ -7,7 +7,8 @@ were scored, and m comparisons that are made together,
     lower, higher   the interval d ± h leaves out 0
     unclear         it holds 0; or there is none, because a run of either model diverged, or a value
                     or an error is not finite: the seeds that are left would be a choice; or all
-                    seeds differ by the same, 0 or not, as values of few digits can: no error of 0
+                    seeds differ by the same, 0 or not, as values of few digits can, and the error
+                    over documents is not known: no error of 0
 
 where h^2 = (t(n-1) s)^2 + (t(D-1) r)^2: s is the standard error of d over seeds, r that over
 documents (left out where these are not known), t(k) Student's quantile at 1 - 0.025/m with k

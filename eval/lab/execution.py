@@ -31,7 +31,7 @@ _SHARE = 0.8  # The fraction of a GPU's free memory for stacks.
 
 @dataclass(frozen=True)
 class Execution:
-    """How cells are executed.
+    """Hold the settings by which cells are executed.
 
     Attributes:
         device: of torch.

@@ -21,7 +21,7 @@ TOKENS = 1_000_000  # to learn from, where no number is given
 
 @dataclass(frozen=True)
 class Selection:
-    """How a layer selects blocks: selector, block size and number of blocks."""
+    """Choose how a layer selects blocks: the selector, the block size and the number of blocks."""
 
     select: str
     block: int

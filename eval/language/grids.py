@@ -63,7 +63,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Question:
-    """What is trained and compared to answer a question.
+    """List what is trained and compared to answer a question.
 
     Attributes:
         contrasts: (model, minus): one's loss minus the other's.

@@ -240,7 +240,7 @@ class Mamba2Mixer(nn.Module):
         each = heads // count
         own = slice(0, heads) if group is None else group.span(heads)
         # Select the groups of this rank's heads before they are copied for each head. A single
-        # group gives views, so the cast to fp32 comes first.
+        # The cast to fp32 comes first, because `group` returns views.
         first, end = own.start // each, -(-own.stop // each)
         read = at_least_fp32(x.unflatten(-1, (count, 1, -1))[:, :, first:end])
         read = read.expand(-1, -1, -1, each, -1).flatten(2, 3)

@@ -123,7 +123,7 @@ class Entry:
 
 
 class Pattern(Entry):
-    """How queries attend to keys. `build` takes the configuration and returns a module like
+    """Define how queries attend to keys. `build` takes the configuration and returns a module like
     `cat_lm.model.attention.modules.call.SoftmaxCore`.
 
     Attributes:

@@ -381,7 +381,7 @@ def _runs_of_positions(position_ids: Tensor, cache: Cache | None) -> Tensor | No
 
 
 class DocumentAttention(NamedTuple):
-    """How documents are kept separate, and the reason.
+    """Record how documents are kept separate, and why.
 
     Attributes:
         name: `varlen`, torch's kernel; `flash`, that of the implementation; `rows`, where sdpa's

@@ -274,7 +274,7 @@ class _References:
 
     def __init__(self, assembly: Assembly, module: Module) -> None:
         self._assembly, self._module = assembly, module
-        self._fields: set[ast.AST] = set()  # targets in the bodies of classes
+        self._fields: set[ast.AST] = set()  # What the bodies of classes assign to.
 
     def of(self, statement: ast.stmt) -> Iterator[Reference]:
         yield from self._walk(statement, {}, frozenset())

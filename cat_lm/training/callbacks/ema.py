@@ -48,7 +48,7 @@ class WeightAverage(Callback):
     def step(self, step: int) -> None:
         import torch
 
-        if self._averages:  # a rank may have no part of a small model
+        if self._averages:  # A rank may have no part of a small model.
             torch._foreach_lerp_([*self._averages.values()], self._weights(), 1 - self._decay)
 
     def state(self) -> dict[str, torch.Tensor]:

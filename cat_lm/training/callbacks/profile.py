@@ -1,4 +1,4 @@
-"""What steps spend time and memory on: `train.profile_steps`.
+"""Traces of the time and memory of some steps: `train.profile_steps`.
 
 The run's folder gets `profile/steps-A-B.trace.json.gz` of the first rank, for
 https://ui.perfetto.dev or chrome://tracing, and on a GPU `steps-A-B.memory.pickle`, for
@@ -75,7 +75,7 @@ class StepProfile(Callback):
         folder = self._run.folder / "profile"
         folder.mkdir(exist_ok=True)
         path = _free_name(folder, name)
-        temporary = path.with_name(f".{path.name}")  # whose ending chooses the format
+        temporary = path.with_name(f".{path.name}")  # Its ending chooses the format.
         write(str(temporary))
         os.replace(temporary, path)
         self._run.log(f"profile: {path}")

@@ -377,7 +377,7 @@ class Restored:
     folder: Path
     state: files.RunState
     changed: list[str]
-    is_reset: bool = False  # the optimizer is another one, and begins with an empty state
+    is_reset: bool = False  # The optimizer is another one and begins with an empty state.
 
 
 def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprint: str) -> Restored:

@@ -23,7 +23,7 @@ class Options:
     """The keys of `optimizer:` that Muon reads."""
 
     momentum: float = 0.95
-    muon_lr: float | None = None  # of the matrices; None: optimizer.lr
+    muon_lr: float | None = None  # Of the matrices; with None, optimizer.lr.
     ns_steps: int = 5
     scale: str = "match_rms_adamw"
 

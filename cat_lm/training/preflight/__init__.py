@@ -107,7 +107,7 @@ def _with_micro_batch(
             if before in sizes:
                 return before
         if first.data is None:
-            return 1  # what is wrong with the data ends the run
+            return 1  # What is wrong with the data ends the run elsewhere.
         vocab_size = config.model.vocab_size or first.data.vocab_size
         parameters = num_parameters(config, vocab_size)
         given = config, parameters, len(hosts), vocab_size, free, here.on_gpu
