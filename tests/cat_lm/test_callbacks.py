@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from cat_lm import callbacks
-from cat_lm.callbacks import CallbackKind
+from cat_lm.callbacks import Callback, CallbackKind
 from cat_lm.config import load_config
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import SharedError, UserError
 from cat_lm.training.callbacks import wandb
 from cat_lm.training.callbacks.profile import StepProfile
 from cat_lm.training.checkpoint.callback_state import opened_state, storable, write_callback_states
+from cat_lm.training.events import Callbacks
 from tests.runs import run_values, write_config
 
 
@@ -83,6 +84,41 @@ def test_unknown_option_of_a_callback_is_refused(registry, tmp_path):
     with pytest.raises(UserError, match=r"train.callbacks: mine: unknown option 'a'"):
         load_config(path, ["train.callbacks={mine: {a: 1}}"])
     assert load_config(path, ["train.callbacks={mine: {}}"]).train.callbacks == {"mine": {}}
+
+
+class Failing(Callback):
+    """Fail in a step, and ask for a rest before every one."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def waits(self, step):
+        return True
+
+    def step(self, step):
+        raise self.error
+
+
+@pytest.mark.parametrize("collective", [True, False])
+@pytest.mark.parametrize("error", [OSError("gone"), SharedError("gone")])
+def test_error_of_one_rank_does_not_leave_it_among_collectives(
+    error, collective, registry, tmp_path
+):
+    """Unless all ranks have the error, or no rank of the callback waits for another one."""
+    made = {"build": lambda self, options, run: Failing(error), "collective": collective}
+    callbacks.register(kind(**made))
+    path = write_config(tmp_path, run_values("data", tmp_path))
+    config = load_config(path, ["train.callbacks={mine: {}}"])
+    ranks = SimpleNamespace(world_size=2, is_first=True, on_all_ranks=lambda action: action())
+    run = SimpleNamespace(config=config, ranks=ranks)
+    found = Callbacks(run)
+    if collective and not isinstance(error, SharedError):
+        with pytest.raises(UserError, match=r"callback mine: step: .*gone"):
+            found.step(1)
+    else:
+        found.step(1)
+        assert "gone" in str(found.error)
+    assert found.wait_for(2), "ranks where it did not fail answer so, too"
 
 
 def test_state_is_what_was_stored_and_other_things_are_refused(tmp_path):
