@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from cat_lm.training import muon
 from cat_lm.training.building import build_model
@@ -28,8 +29,8 @@ RESUMES = [
     ((2, 1, "bf16"), (2, 1, "bf16")),
 ]
 STRAIGHT = sorted({start for start, _ in RESUMES} | {(2, 0, "fp32")})
-# What rounding may do to losses in six steps. Seen: 5e-7.
-TOLERANCE = 1e-5
+# What rounding may do to losses in six steps. Seen: 1.6e-7.
+TOLERANCE = 2e-6
 
 
 def muon_config():
@@ -75,7 +76,7 @@ def test_stage_0_matches_torch_muon():
         views = weight.view(shape).unbind(1)
         parts[name] = shape, [torch.nn.Parameter(v.reshape(-1, weight.size(1))) for v in views]
     others = {name: p for name, p in model.named_parameters() if name not in chosen}
-    decayed = [p for p in others.values() if p.ndim == 2 and "embed" in names_of(others, p)]
+    decayed = [p for name, p in others.items() if name.startswith(("gpt_neox.embed", "lm_head"))]
     exempt = [p for p in others.values() if all(p is not d for d in decayed)]
     adamw = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}],
@@ -110,18 +111,17 @@ def test_stage_0_matches_torch_muon():
             for number, part in enumerate(held):
                 whole[:, number] = part.data.view(shape[0], -1, shape[3])
     for name, parameter in model.named_parameters():
-        # Rounding of gradients turns into steps of bf16 in Newton-Schulz.
-        torch.testing.assert_close(found[name], parameter.detach(), atol=1e-3, rtol=0, msg=name)
-
-
-def names_of(parameters, wanted) -> str:
-    return next(name for name, parameter in parameters.items() if parameter is wanted)
+        # Rounding of gradients turns into steps of bf16 in Newton-Schulz. Seen: 2.5e-4 and 1.1e-5.
+        most = 5e-4 if name in chosen else 3e-5
+        torch.testing.assert_close(found[name], parameter.detach(), atol=most, rtol=0, msg=name)
 
 
 def values_of(data: str, run: Path, stage: int, precision: str, **changes) -> dict:
     sizes = {"global_batch_size": 6, "micro_batch_size": 1, "max_steps": STEPS}
     values = run_values(data, run, zero_stage=stage, precision=precision, **sizes | changes)
-    values["model"] |= {"hidden_size": 24, "hidden_dropout": 0.0, "rotary_pct": 0.5}
+    # With one layer of these sizes two and three ranks hold parts of matrices.
+    values["model"] |= {"hidden_size": 24, "intermediate_size": 84, "num_hidden_layers": 1}
+    values["model"] |= {"hidden_dropout": 0.0, "rotary_pct": 0.5}
     values["optimizer"] |= {"name": "muon", "lr_groups": {"*embed_in*": 0.5}}
     values["checkpoint"] = {"every_steps": SAVED_AT, "keep_last": 9}
     return values
@@ -172,6 +172,14 @@ def runs(tiny_corpus, tmp_path_factory):
     return folder, [run_on_ranks(resumed_runs, ranks, *given)[0] for ranks in (1, 2, 3)]
 
 
+def split_matrices(run: Path) -> set[str]:
+    """Return the matrices whose momentum lies in more than one rank's file."""
+    files = (run / f"checkpoints/step-{SAVED_AT:08d}/state").iterdir()
+    keys = [key for file in files for key in safe_open(file, framework="pt").keys()]  # noqa: SIM118
+    names = [key.partition("[")[0] for key in keys if key.startswith("momentum/")]
+    return {name for name in names if names.count(name) > 1}
+
+
 @pytest.mark.long
 def test_stages_and_ranks_agree(runs):
     folder, _ = runs
@@ -181,6 +189,7 @@ def test_stages_and_ranks_agree(runs):
         if case[2] == "fp32":
             found = step_losses(folder / name_of(case))
             assert found == pytest.approx(expected, abs=TOLERANCE), case
+        assert case[1] == 0 or split_matrices(folder / name_of(case))
 
 
 @pytest.mark.long
