@@ -126,7 +126,8 @@ for name in sys.argv[1:]:
         for file in files:
             file.seek(0)
         said = [file.read().decode() for file in files]
-        print(json.dumps([name, option, code, *said[:2], json.loads(said[2] or "null")]))
+        found = [name, option, code, *said[:2], json.loads(said[2] or "null")]
+        print(json.dumps(found), flush=True)  # The next child would print it, too.
 """
 
 

@@ -202,6 +202,8 @@ def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypa
 
     monkeypatch.setattr(length_sweep, "_draw", lambda rows, out: None)
     checkpoint(tmp_path / "run", tiny_model(257, rotary_pct=0.5), tokenizer_folder)
+    validated = {"step": 1, "val_loss": 2.0, "val_perplexity": 7.4, "val_bits_per_byte": 1.5}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(validated) + "\n")
     plain = export_checkpoint(tmp_path / "run", tmp_path / "plain")
     options = {"method": "yarn", "factor": 4, "temperature_scope": scope}
     scaled = export_checkpoint(tmp_path / "run", tmp_path / "scaled", **options)
@@ -222,7 +224,9 @@ def test_scaled_export_is_the_sweep_s_model(tmp_path, tokenizer_folder, monkeypa
     config = json.loads((scaled / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert config["rope_parameters"]["original_max_position_embeddings"] == 32
-    assert "| extended beyond it by | yarn |" in (scaled / "README.md").read_text()
+    assert "held-out loss" in (plain / "README.md").read_text()
+    card = (scaled / "README.md").read_text()
+    assert "| extended beyond it by | yarn |" in card and "held-out loss" not in card
     with pytest.raises(UserError, match="does not exist for model scaled: it has none;"):
         length_sweep.sweep([scaled], [128], tmp_path / "b", text=text, methods=["pi"])
     with pytest.raises(UserError, match=r"--method temperature --factor 4: .* it has none, pi"):

@@ -49,6 +49,8 @@ def test_several_configurations_are_all_checked_before_one_is_submitted(place, m
     code, out, err = place("submit", *given, "train.resume=auto", "train.seed=5")
     assert (code, err) == (0, ""), err
     assert out.count("submitted job ") == 2
+    calls = [call.split()[1] for call in place.calls.read_text().splitlines()[-4:]]
+    assert calls == ["--test-only", "--test-only", "--parsable", "--parsable"]
     for run in (place.run_folder.run, second):
         assert load_config(run / "slurm" / "config.yaml").train.seed == 5
     path = place.folder / "status.json"

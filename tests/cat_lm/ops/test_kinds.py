@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from cat_lm.ops.convolution import kinds
-from cat_lm.ops.convolution.kinds.reference import check_kind
+from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
 
 
 def add_lag(taps, lag, delayed):
@@ -54,3 +55,12 @@ def test_axes_and_sum_that_do_not_fit_are_refused(axes, add_lag, said):
 def test_table_needs_no_torch():
     code = "import sys; from cat_lm.ops.convolution import kinds; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", kinds.names())
+def test_sums_stay_in_fp32_under_autocast(name):
+    kind, x = kinds.get(name), torch.randn(2, 9, 4, 3)
+    filters = torch.randn(kind.filter_shape(4, 3, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sum_of_lags(kind, x, filters)
+    assert found.equal(sum_of_lags(kind, x, filters))

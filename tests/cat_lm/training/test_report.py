@@ -25,3 +25,9 @@ def test_line_averages_speed_and_waiting_over_the_steps_since_the_last_line():
     line = report.line(record)
     rate = 3 * tokens / 8
     assert f" {rate:,.0f} tokens/s, MFU {rate * 1e3 / 2e6:.1%}, data 6.2%" in line
+
+
+def test_loss_that_a_callback_adds_alone_has_no_line():
+    results = {"val_loss": 2.0, "val_perplexity": 7.389, "val_bits_per_byte": 1.5}
+    (line,) = Report.__new__(Report).validation_lines(4, results | {"val_loss/mine": 1.0})
+    assert line == "step 4: validation loss 2.0000, perplexity 7.39, 1.5000 bits per byte"
