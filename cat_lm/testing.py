@@ -16,11 +16,19 @@ from torch import Tensor, nn
 from cat_lm.architectures import Architecture, check_model
 from cat_lm.callbacks import CallbackKind
 from cat_lm.config.sections import OptimizerSection
-from cat_lm.core.causality import CUT, ROWS, TIME, apart, changed, is_same, stir
+from cat_lm.core.causality import (
+    CUT,
+    ROWS,
+    TIME,
+    copy_with,
+    is_same,
+    isolated_check,
+    perturb_parameters,
+)
 from cat_lm.core.errors import UserError
 from cat_lm.core.fields import build_options
-from cat_lm.core.parameters import start
-from cat_lm.core.registry import mishap
+from cat_lm.core.parameters import apply_initial_values
+from cat_lm.core.registry import describe_plugin_error
 from cat_lm.mixers import CAPABILITIES
 from cat_lm.mixers.parts.base import Mixer, MixerKind, Setting
 from cat_lm.model import CatForCausalLM, CatModel, attention
@@ -86,7 +94,7 @@ def check_entry(
             _run(f"mixer {mixer.label}", partial(_check_mixer, mixer, setting))
         return
     if isinstance(entry, CallbackKind):
-        with apart():
+        with isolated_check():
             try:
                 check_callback(entry, options or {})
             except Broken as error:
@@ -108,7 +116,7 @@ def check_entry(
     )
     family, configs = type(body), []
     if body is not None:
-        configs.append(changed(body.config, {"num_hidden_layers": 1}))
+        configs.append(copy_with(body.config, {"num_hidden_layers": 1}))
     else:
         family = CatModel
         chosen = {kind.key: entry.name, kind.options_key: options}
@@ -121,7 +129,7 @@ def check_entry(
 
 
 def _run(named: str, check: Callable[[], None]) -> None:
-    with apart():
+    with isolated_check():
         try:
             check()
         except _Wrong as error:
@@ -129,7 +137,7 @@ def _run(named: str, check: Callable[[], None]) -> None:
         except UserError:
             raise
         except Exception as error:  # whatever a plugin's module raises
-            problem = f"{named}: cannot compute {TIME} tokens: {mishap(error)}"
+            problem = f"{named}: cannot compute {TIME} tokens: {describe_plugin_error(error)}"
             raise AssertionError(problem) from error
 
 
@@ -231,7 +239,7 @@ def _check_family(family: Architecture, keys: dict[str, Any]) -> None:
         check_model(family, section, model)
     except ValueError as error:
         raise _Wrong(str(error)) from error
-    stir(model)
+    perturb_parameters(model)
     _check_buffers(model)
 
     def compute(x: Tensor, state: dict[str, Any] | None = None, **layout: Any) -> Tensor:
@@ -256,8 +264,8 @@ def _check_family(family: Architecture, keys: dict[str, Any]) -> None:
 def _check_mixer(mixer: Mixer, setting: Setting) -> None:
     kind, options = mixer.kind, mixer.options
     module = kind.build(options, setting).eval()
-    module.apply(start)
-    stir(module)
+    module.apply(apply_initial_values)
+    perturb_parameters(module)
     _check_buffers(module)
 
     def compute(x: Tensor, **context: Any) -> Tensor:
@@ -274,7 +282,7 @@ def _check_mixer(mixer: Mixer, setting: Setting) -> None:
 
 def _check_attention(entry: Entry, kind: type[Entry], family: type[nn.Module], config: Any) -> None:
     body, attend, width = layer_of(family, config)
-    stir(body)
+    perturb_parameters(body)
     _check_buffers(body)
     layer = next(module for module in body.modules() if hasattr(module, "core"))
     layer.core.register_forward_hook(_check_core, prepend=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, output_path, path_name, rates, whole
+from cat_lm.core.cli import Parser, learning_rates, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from eval.lab.options import add_grid_options, add_seeds, execution_of
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "language models: held-out documents that are scored of each text",
     },
     "rates": {
-        "type": rates,
+        "type": learning_rates,
         "metavar": "R,R,R",
         "help": "language models: learning rates to choose from; one is that of all models",
     },

@@ -1,5 +1,6 @@
-"""The ground floor: errors, command lines, numbers, registries, plugins, files; it imports nothing
-from above it.
+"""What every other package uses: errors, command lines, numbers, registries, plugins and files.
+
+It imports no other package of the project.
 """
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
-"""A parser for commands, and kinds of arguments: what they refuse is one line, exit code 2.
+"""The parser of all commands, and argument types for it; bad values are one line and exit code 2.
 
-A kind is a function for argparse's `type=`; its ranges are those of `cat_lm.core.numbers`.
+An argument type is a function for argparse's `type=`. The ranges are those of
+`cat_lm.core.numbers`.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ class Once(argparse.Action):
 
 
 def whole(allowed: Range) -> Callable[[str], int]:
-    """Make a kind for whole numbers of a range: 20, 1_000, 15B."""
-    return kind(lambda text: check_whole(text, allowed))
+    """Return the argument type of whole numbers within a range: 20, 1_000, 15B."""
+    return argument_type(lambda text: check_whole(text, allowed))
 
 
 def number(allowed: Range, *, above: float | None = None) -> Callable[[str], float]:
-    """Make a kind for numbers of a range; with `above`, that bound itself is not allowed."""
-    return kind(lambda text: check_number(text, allowed, above=above))
+    """Return the argument type of numbers within a range, and above `above` if it is given."""
+    return argument_type(lambda text: check_number(text, allowed, above=above))
 
 
-def kind(check: Callable[[str], T]) -> Callable[[str], T]:
-    """Make a kind of a function that raises ValueError with what would be right."""
+def argument_type(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the argument type of a function whose ValueError says what would be right."""
 
     def parse(text: str) -> T:
         try:
@@ -86,14 +87,14 @@ def kind(check: Callable[[str], T]) -> Callable[[str], T]:
 def whole_numbers(
     allowed: Range, example: str, *, distinct: bool = False
 ) -> Callable[[str], tuple[int, ...]]:
-    """Make a kind for lists of whole numbers with commas between them; `distinct`: none twice."""
-    return listed(whole(allowed), example, distinct=distinct)
+    """Return the argument type of comma-separated whole numbers; `distinct` allows none twice."""
+    return comma_separated(whole(allowed), example, distinct=distinct)
 
 
-def listed(
+def comma_separated(
     one: Callable[[str], Any], example: str, *, distinct: bool = False
 ) -> Callable[[str], tuple[Any, ...]]:
-    """Make a kind for lists, with commas, of what the kind `one` takes; `distinct`: none twice."""
+    """Return the argument type of comma-separated `one` values; `distinct`: none twice."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -108,7 +109,7 @@ def listed(
 
 
 def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
-    """Make a kind for what the kind `one` takes, or a word, which is None."""
+    """Return the argument type of values of the type `one`, or of `word`, which becomes None."""
 
     def parse(text: str) -> Any:
         try:
@@ -119,24 +120,24 @@ def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
     return parse
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Take a list of different learning rates, and order it."""
+def learning_rates(text: str) -> tuple[float, ...]:
+    """Parse comma-separated learning learning_rates, each given once, and sort them."""
     one = number(LEARNING_RATE, above=0)
-    return tuple(sorted(listed(one, "1e-3,3e-3,1e-2", distinct=True)(text)))
+    return tuple(sorted(comma_separated(one, "1e-3,3e-3,1e-2", distinct=True)(text)))
 
 
 def path_name(text: str) -> str:
-    """Take a path, or a name that may be one, as it was typed."""
+    """Parse a path, or a name that may be one, and return it as it was typed."""
     return _accepted(text, path_problem)
 
 
 def path(text: str) -> Path:
-    """Take a path; the empty one, which would be the current folder, is none."""
+    """Parse a path; an empty text, which would be the current folder, is refused."""
     return Path(path_name(text))
 
 
 def output_path(text: str) -> Path:
-    """Take a path of this machine that can be written to, of a folder or a file."""
+    """Parse the path of a folder or file of this machine that can be written to."""
     return Path(_accepted(text, output_problem))
 
 
@@ -147,7 +148,7 @@ def _accepted(text: str, problem_of: Callable[[str], str | None]) -> str:
 
 
 def output_file(text: str) -> Path:
-    """Take a path that a file can be written to when the work is done."""
+    """Parse the path of a file, and check that it can be written when the work is done."""
     try:
         check_file(text)
     except UserError as error:
@@ -156,9 +157,9 @@ def output_file(text: str) -> Path:
 
 
 def add_skip_checksums(parser: argparse.ArgumentParser) -> None:
-    """Add the option of every command that loads a model: see `cat_lm.pretrained.record`."""
+    """Add `--skip-checksums`, which every command that loads a model has."""
     parser.add_argument(
         "--skip-checksums",
         action="store_true",
-        help="load the model as it is, without comparing its files with those that were exported",
+        help="load the model without comparing its files with the checksums of its export",
     )

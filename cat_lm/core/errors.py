@@ -1,4 +1,4 @@
-"""Errors that a user can fix, errors that may pass, and the exit codes of both."""
+"""Errors that a user can fix, transient errors, and the exit codes of both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-# sysexits' EX_TEMPFAIL: the input is right, the same command can go on; launchers requeue on it.
+# EX_TEMPFAIL of sysexits.h: the input is right, and launchers start the same command again.
 REQUEUE_EXIT_CODE = 75
-# Writes to a stream that is open raise these without a file's name.
+# Writes to an open stream raise these errors without a file's name.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # Transient errors of file systems and networks of many machines: a server that restarts, a client
 # that was evicted, a cable.
@@ -41,31 +41,31 @@ class UserError(Exception):
 
 
 class TemporaryError(UserError):
-    """A problem that may be gone at the next start: the same command then goes on."""
+    """A transient problem, which may be gone when the same command is started again."""
 
 
 class SharedError(UserError):
-    """Raised on every rank alike; the first one speaks for all."""
+    """An error that every rank raises alike, so that only rank 0 prints it."""
 
 
 class SharedTemporaryError(SharedError, TemporaryError):
-    """Raised on every rank alike for what may be gone at the next start."""
+    """A transient error that every rank raises alike."""
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Return True if the same command may go on where it is started again, with nothing changed."""
+    """Return True if an error is transient: the same command may succeed when started again."""
     if isinstance(error, OSError):
         return error.errno in _PASSING or isinstance(error, (ConnectionError, TimeoutError))
     return isinstance(error, TemporaryError)
 
 
 def file_error(text: str, error: OSError) -> UserError:
-    """Make the error that says `text` of a file, temporary where its cause may pass."""
+    """Return a UserError with this text for an OSError on a file, temporary if it is transient."""
     return TemporaryError(text) if is_temporary(error) else UserError(text)
 
 
 def shared_error(text: str, temporary: bool) -> SharedError:
-    """Make the error that all ranks raise."""
+    """Return the error that all ranks raise, with this text."""
     return SharedTemporaryError(text) if temporary else SharedError(text)
 
 
@@ -77,9 +77,9 @@ def describe_os_error(error: OSError) -> str:
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Wrap a command's `main`: a `UserError` becomes one line on stderr and exit code 2.
 
-    So does a file or a disk that cannot be read or written. Temporary errors have
-    `REQUEUE_EXIT_CODE`, Ctrl-C 130, a reader of a pipe that has gone 1. An error that all ranks
-    share is printed by the first one; a rank of several ends at once after it, see `hard_exit`.
+    A file or a disk that cannot be read or written has the same code. Transient errors end with
+    `REQUEUE_EXIT_CODE`, Ctrl-C with 130, and a pipe without a reader with 1. Rank 0 prints an error
+    that all ranks share. A process that is one of several ranks ends by `hard_exit`.
     """
 
     @functools.wraps(main)
@@ -105,7 +105,7 @@ def _run(main: Callable[[], None]) -> None:
         except SystemExit:
             sys.stdout.flush()
             raise
-        # The interpreter's own flush would end a failure with code 120 and words of its own.
+        # Where this fails at exit, the interpreter ends with code 120 and a message of its own.
         sys.stdout.flush()
     except KeyboardInterrupt:
         _end("interrupted", 130)
@@ -115,7 +115,7 @@ def _run(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
         if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
-            # Launchers end all ranks with the first that leaves, even in the middle of a line.
+            # Launchers end all ranks when the first one leaves: let rank 0 finish its line.
             time.sleep(2)
             raise SystemExit(code) from None
         line = str(error)
@@ -123,7 +123,7 @@ def _run(main: Callable[[], None]) -> None:
             where = error.filename
             if where is None and error.errno in _DISK_ERRORS:
                 where = "standard output"
-            elif where is None and code == 2:  # of no file and no connection
+            elif where is None and code == 2:  # The error is of no file and no connection.
                 raise
             line = f"{where or type(error).__name__}: {describe_os_error(error)}"
         _end(f"error: {line}", code)
@@ -139,11 +139,11 @@ def _among_ranks() -> bool:
 def hard_exit(exit_code: int) -> NoReturn:
     """End this process with `exit_code`, without the interpreter's own teardown.
 
-    There a thread of the process group was once seen to abort a process after its work was done,
-    and NCCL's communicators may wait for ranks that will never come.
+    In the teardown a thread of the process group can abort a process whose work is done, and NCCL's
+    communicators may wait for ranks that have ended.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal, a full disk
+        with contextlib.suppress(OSError, ValueError):  # The terminal is closed, or the disk full.
             stream.flush()
     os._exit(exit_code)
 
@@ -157,8 +157,8 @@ def _end(line: str, code: int) -> NoReturn:
 
 
 def _prepare_streams() -> None:
-    """Make standard output and error take every character; open closed streams on nothing."""
-    # The next file that is opened would else take a closed one's number, and get what it prints.
+    """Make standard output and error accept every character, and point closed ones to /dev/null."""
+    # Otherwise the next file that is opened gets a closed stream's descriptor, and its output.
     while (null := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(null, True)
     os.close(null)
@@ -180,10 +180,10 @@ def _discard_pending() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-# Trying again what a network or a server made fail, after waits that double
+# Retries of requests over a network, after waits that double
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
-LONGEST_ASKED_WAIT = 3600.0  # more than a server's rate limit window
+LONGEST_ASKED_WAIT = 3600.0  # longer than the window of a server's rate limit
 
 
 def retrying(
@@ -191,18 +191,19 @@ def retrying(
     failure: Callable[[Exception, int], Exception | None],
     note: Callable[[Exception, int, float], object],
 ) -> T:
-    """Return the result of `action`, tried again as long as its failures may pass.
+    """Call `action` until it succeeds or its error is final, and return its result.
 
     Args:
-        failure: of an error and the number of attempts so far: what to raise, None to try again.
-        note: gets an error that may pass, the number of attempts, and the seconds to wait.
+        failure: given an error and the number of attempts so far, returns the exception to raise,
+            or None to try again.
+        note: called before each wait with the error, the number of attempts and the seconds.
     """
     attempt = 0
     while True:
         attempt += 1
         try:
             return action()
-        except Exception as error:  # every library has its own
+        except Exception as error:  # Every library raises classes of its own.
             final = failure(error, attempt)
             if final is error:
                 raise
@@ -214,9 +215,9 @@ def retrying(
 
 
 def wait_before_retry(attempt: int, error: Exception) -> float:
-    """Return the seconds to wait: what the server asks for, or else 1, 2, 4, … up to a minute.
+    """Return the seconds to wait: the server's Retry-After, or else 1, 2, 4, … up to a minute.
 
-    A little more by chance, so that many workers do not come back at the same moment.
+    Up to a quarter is added at random, so that many workers do not return at the same moment.
     """
     headers = getattr(getattr(error, "response", error), "headers", None) or {}
     values = {str(key).lower(): str(value) for key, value in headers.items()}
@@ -237,6 +238,6 @@ def status_of(error: Exception) -> int | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error, or its kind where it says nothing."""
+    """Return the first line of an error's text, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""Keys of configurations and options of what is chosen by name: their types, and how they are read.
+"""Types of configuration keys and of options, and how both are read.
 
-Keys have pydantic types: numbers of a range, paths, names. Options, as in
-`cat:streams=k,init=identity`, are the fields of a frozen dataclass of plain types, whose
-`__post_init__` raises ValueError for values that do not fit together. The ranges are those of
+Keys have pydantic types: numbers of a range, paths, names. The options of a class that is chosen by
+name, as in `cat:streams=k,init=identity`, are the fields of a frozen dataclass of plain types,
+whose `__post_init__` raises ValueError for values that do not fit together. The ranges are those of
 `cat_lm.core.numbers`.
 """
 
@@ -48,7 +48,7 @@ def number(
 
 
 def entry_of(registry: Registry) -> AfterValidator:
-    """Return the validator of a name that a registry has."""
+    """Return the validator of the name of a registered class."""
     return _without(registry.problem)
 
 
@@ -88,10 +88,10 @@ class Section(BaseModel):
 
 
 def parse_specification(text: str) -> tuple[str, dict[str, str]]:
-    """Split `name:key=value,key=value` into (name, {key: value}).
+    """Split `name:key=value,key=value` into the pair (name, {key: value}).
 
-    Raises UserError where something after the colon is not key=value, or where the same could be
-    written shorter, with spaces or an empty end: a specification names what was computed.
+    Raises UserError where a part after the colon is not key=value, and for spaces or nothing after
+    the colon: stored results are named by a specification, which therefore has one spelling.
     """
     if text.endswith(":") or any(character.isspace() for character in text):
         raise UserError(f"{text!r}: must be name or name:key=value,key=value, without spaces")
@@ -114,12 +114,12 @@ def build_options(
     defaults: Mapping[str, Any] | None = None,
     fixed: tuple[str, ...] = (),
 ) -> T:
-    """Make an instance of the dataclass `cls` from defaults and from text or values.
+    """Return an instance of the dataclass `cls` from defaults and given values.
 
     Args:
-        what: names it in messages.
-        given: option -> value, or its text.
-        defaults: option -> value, over those of the class.
+        what: names the instance in messages.
+        given: option -> value, or the value's text.
+        defaults: option -> value, instead of the defaults of the class.
         fixed: options of `defaults` that `given` may not change.
 
     Raises:
@@ -141,7 +141,7 @@ def build_options(
 
 
 def changed_options(options: Any) -> dict[str, Any]:
-    """Return the options that differ from the class's defaults."""
+    """Return the options, by name, that differ from the defaults of their class."""
     return {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(options)
@@ -150,7 +150,7 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 def _value(where: str, given: Any, kind: Any) -> Any:
-    """Read a value as one of the types of a union, tried from the narrowest."""
+    """Return a value as the first type of a union that fits: None, bool, int, float, then str."""
     kinds = typing.get_args(kind) or (kind,)
     if isinstance(given, bool):
         given = str(given).lower()

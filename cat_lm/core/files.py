@@ -18,20 +18,20 @@ from typing import IO, Any, Literal
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 
-# xxh3_128 guards against damage at several GB/s; SHA-256 stands where others compare it too
-# (shards, exported weights). Both let Python's other threads run meanwhile.
+# xxh3_128 finds damaged files at several GB/s. SHA-256 is for files that other programs compare as
+# well (shards, exported weights). Both release Python's lock while they compute.
 Algorithm = Literal["sha256", "xxh3_128"]
 SEAL = "record_sha256"  # the key of a record's own checksum
 _PIECE = 1 << 22
-# Only a write raises these; other errors inside of `atomic_write` may be of another file.
+# Only writes raise these errors; others inside of `atomic_write` may belong to another file.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
 def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file beside `path`; at the end it is flushed to disk and renamed to `path`.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
-    On any error it is removed, and `path` is left as it was.
+    It is flushed to disk and renamed. After an error it is removed, and `path` is as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,25 +53,25 @@ def atomic_write(path: Path | str, mode: str = "w") -> Iterator[IO]:
 
 
 class AppendedFile:
-    """A file that only grows, by whole pieces, under its name, also where it was removed meanwhile.
+    """A file that is only appended to, in whole pieces, and is written again when it is removed.
 
-    A write that fails does not raise, since several ranks must end together: `error` says what
-    failed first, nothing of the piece stays in the file, and nothing more is written.
+    A failed write does not raise, since all ranks must end together. `error` then holds the first
+    error, the file keeps nothing of the piece, and nothing more is written.
     """
 
-    def __init__(self, path: Path | str, say: Callable[[str], object] = lambda line: None) -> None:
-        """Open `path`; `say` gets a line when it was removed or replaced.
+    def __init__(self, path: Path | str, log: Callable[[str], object] = lambda line: None) -> None:
+        """Open `path`; `log` is called with a line when the file was removed or replaced.
 
-        Raises UserError where it is a link: a file elsewhere does not grow.
+        Raises UserError where `path` is a link, since a run appends only to a file of its own.
         """
         self.error: UserError | None = None
-        self._path, self._say = Path(path), say
+        self._path, self._log = Path(path), log
         self._stream = self._open()
 
     def _open(self) -> io.FileIO:
         if self._path.is_symlink():
             raise UserError(f"{self._path}: is a link, must be a run's own file; remove it")
-        # Without a buffer, which would be written again, and fail again, whenever it is let go.
+        # Unbuffered: after a failure, a buffer would be written again when the file is closed.
         return io.FileIO(self._path, "a+")
 
     def write(self, data: bytes) -> None:
@@ -90,7 +90,7 @@ class AppendedFile:
         size = os.fstat(self._stream.fileno()).st_size
         left = memoryview(data)
         try:
-            while left:  # On a disk that is nearly full the system writes a part.
+            while left:  # A disk that is nearly full takes only a part.
                 left = left[self._stream.write(left) :]
         except OSError:
             with suppress(OSError):
@@ -98,14 +98,14 @@ class AppendedFile:
             raise
 
     def _keep_name(self) -> None:
-        """Open the name again where it no longer leads to the open file; copy what that held."""
+        """Reopen the path if it no longer names the open file, and copy the old content into it."""
         opened = os.fstat(self._stream.fileno())
         try:
             if os.path.samestat(os.stat(self._path), opened):
                 return
         except FileNotFoundError:
             self._path.parent.mkdir(exist_ok=True)
-        except OSError:  # Where nothing is known for a moment, the open file is written to.
+        except OSError:  # The path cannot be looked up now: keep writing to the open file.
             return
         with self._stream as old:
             self._stream = self._open()
@@ -115,7 +115,7 @@ class AppendedFile:
                 old.seek(0)
                 while piece := old.read(_PIECE):
                     self._append(piece)
-        self._say(f"{self._path}: {how}")
+        self._log(f"{self._path}: {how}")
 
     def _try(self, action: Callable[[], object]) -> None:
         if self.error is not None:
@@ -123,11 +123,11 @@ class AppendedFile:
         try:
             self._keep_name()
             action()
-        except UserError as error:  # A link is in the file's place.
+        except UserError as error:  # The path is a link now.
             self.error = error
         except OSError as error:
             self.error = file_error(f"{self._path}: {describe_os_error(error)}", error)
-            with suppress(OSError):  # NFS says here again that a write failed.
+            with suppress(OSError):  # On NFS, closing reports the failed write again.
                 self._stream.close()
 
 
@@ -142,23 +142,23 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def finite(value: Any) -> Any:
-    """Return what JSON can hold of a value: None for NaN and infinities, in lists and objects."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return a value with None for every NaN and infinity in it, which JSON cannot hold."""
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: replace_nonfinite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
+        return [replace_nonfinite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_sealed(path: Path, record: dict[str, Any]) -> None:
     """Write a record and the checksum of its values atomically as JSON."""
-    stored = json.loads(json.dumps(record))  # keys and lists as they will be read
+    stored = json.loads(json.dumps(record))  # the keys and lists as they will be read
     write_json(path, {**stored, SEAL: _seal(stored)})
 
 
-def opened(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return a record without its checksum, and whether the checksum is that of its values."""
+def unseal(record: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a record without its checksum, and True if the checksum matches its values."""
     record = dict(record)
     seal = record.pop(SEAL, None)
     return record, seal == _seal(record)
@@ -173,12 +173,12 @@ def checksum(
 ) -> str:
     """Hash a file's bytes; returns lower-case hexadecimal digits. Raises OSError.
 
-    `reading` is called with the path after every few MiB; what it raises ends the hashing.
+    `reading` is called with the path after every 4 MiB, and may raise to stop.
     """
     if algorithm == "sha256":
         digest = hashlib.sha256()
     else:
-        import xxhash  # which `launch.doctor` may find missing
+        import xxhash  # imported here because `launch.doctor` may find it missing
 
         digest = xxhash.xxh3_128()
     buffer = bytearray(_PIECE)
@@ -217,9 +217,9 @@ def sync_directory(path: Path | str) -> None:
 
 
 def give_usual_mode(path: Path) -> None:
-    """Set the permissions that a newly made file or folder has, by the process's umask.
+    """Set the permissions that a new file or folder gets from the process's umask.
 
-    Temporary files, those of safetensors and copies have others.
+    Temporary files, copies and the files that safetensors writes have others.
     """
     mask = os.umask(0)
     os.umask(mask)
@@ -227,10 +227,10 @@ def give_usual_mode(path: Path) -> None:
 
 
 def os_error(error: Exception, path: Path | str) -> OSError | None:
-    """Return the system's error behind a library's error on a file, None where there is none.
+    """Return the OSError behind a library's error on a file; None where there is none.
 
-    safetensors, torch and `shutil.copytree` have its number only in their texts. Whether an error
-    is temporary, and the exit code, depend on the number.
+    safetensors, torch and `shutil.copytree` report its number only in their text. The number
+    decides whether the error is transient, and with what code a command ends.
     """
     if isinstance(error, OSError) and error.errno is not None:
         error.filename = error.filename or str(path)
@@ -239,7 +239,7 @@ def os_error(error: Exception, path: Path | str) -> OSError | None:
     for number in map(int, re.findall(r"(\d+)[)\]]", text)):  # (os error 28), [Errno 28] or (28)
         if number in errno.errorcode and os.strerror(number) in text:
             return OSError(number, os.strerror(number), str(path))
-    if isinstance(error, FileNotFoundError):  # which safetensors raises for all that is not opened
+    if isinstance(error, FileNotFoundError):  # safetensors raises it for any failure to open.
         try:
             open(path, "rb").close()
         except OSError as found:
@@ -249,8 +249,8 @@ def os_error(error: Exception, path: Path | str) -> OSError | None:
 
 
 @contextmanager
-def causes_told(path: Path | str) -> Iterator[None]:
-    """Raise the system's error, with a file's name, in the place of a library's inside."""
+def raising_os_errors(path: Path | str) -> Iterator[None]:
+    """Replace a library's error inside of the block by the OSError behind it, with a file name."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Folders: where output can go, locks, temporary folders, and folders that are whole or absent.
+"""Output folders: checks of their paths, locks, temporary folders and atomic replacement.
 
-Output is written under temporary names and renamed into place. A folder is replaced where a record
-in it lists all that it holds; nothing that is not listed is ever deleted.
+Output is written under temporary names and renamed into place. An existing folder is replaced only
+if a record lists every file in it; a file that no record lists is never deleted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pathlib import Path
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import give_usual_mode, sync_directory, write_text
 
-MARK = ".cat_lm.json"  # the file that marks a temporary folder as this program's
-WAIT_SECONDS = 0.2  # between looks whether another holder of a lock is done
+MARK = ".cat_lm.json"  # marks a temporary folder as this program's
+WAIT_SECONDS = 0.2  # between attempts to take a lock
 _MARK_TEXT = '{"format":1,"program":"cat_lm","temporary":true}\n'
-# s3://, file:/, a::s3://, user@host:; `Path` makes one slash of two, and takes "./" off.
+# Matches s3://, file:/, a::s3:// and user@host:. `Path` merges double slashes and drops "./".
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"
 _ADDRESS = re.compile(rf"(?:\./+)*(?:(?:{_SCHEME}::)*{_SCHEME}:/|[^/@:]+@[^/@:]+:)")
 
 
-# Where output can go
+# Checks of output paths
 
 
 def path_problem(text: str) -> str | None:
-    """Return why a text can be no path of a file, a folder or a model; None where it can."""
-    # Quotes alone are what a shell leaves of an argument that was meant to be empty.
+    """Return why a text cannot be the path of a file, folder or model; None where it can."""
+    # A text of quotes only is a shell's rest of an argument that was meant to be empty.
     if not text.strip("\"' ") or text != text.strip():
         return "is no path"
     if any(ord(character) < 32 for character in text):
@@ -44,7 +44,7 @@ def path_problem(text: str) -> str | None:
 
 
 def output_problem(text: str) -> str | None:
-    """Return why nothing can be written to a path; None where it may be possible."""
+    """Return why a path cannot be written to; None where it may be possible."""
     if _ADDRESS.match(text):
         return "is an address; results are written to folders of this machine alone"
     if text == "-":
@@ -77,19 +77,19 @@ def _check_place(path: Path | str, folder: Path, name: str, wanted: str) -> None
     place = folder
     while True:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(place)  # which raises for names that are too long
+            os.lstat(place)  # Raises for names that are too long.
             break
         place = place.parent
     if not os.path.isdir(place):
         which = "is a file" if place == Path(path).absolute() else f"{place} is a file"
         raise UserError(f"{name}: {which}; give {wanted}")
-    # Root may write to /proc and /sys, and can make nothing there.
+    # os.access allows root /proc and /sys, where no file can be made.
     is_virtual = place.parts[1:2] in (("proc",), ("sys",))
     if is_virtual or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"{name}: {place} may not be written to")
 
 
-# Locks, which the kernel releases when their holder ends, however it ends
+# Locks, which the kernel releases when the process that holds them ends in any way
 
 
 class Busy(Exception):
@@ -97,24 +97,24 @@ class Busy(Exception):
 
 
 class Lock(io.FileIO):
-    """The file of a lock that is held until all processes that have it open close it or end.
+    """An open lock file; the lock is held until every process that has it open closes it or ends.
 
-    `error` is that of a file system that knows no locks: the lock then holds nobody back.
+    On a file system without locks `error` is set, and the lock excludes nobody.
     """
 
     error: OSError | None = None
 
 
-def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
-    """Take the lock that a file stands for, which is made where it is not there.
+def take_lock(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
+    """Lock a file, which is made if it is missing, and return the lock.
 
     Args:
-        shared: together with other holders of the kind.
-        wait: until another's lock ends; else `Busy` is raised.
+        shared: allow other shared holders at the same time.
+        wait: wait until another holder is done; otherwise raise `Busy`.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
-        lock = Lock(path, "a+")  # NFS gives a shared lock to readers alone, the other to writers
+        lock = Lock(path, "a+")  # On NFS, shared locks need reading, and exclusive ones writing.
         try:
             fcntl.flock(lock, kind)
         except OSError as error:
@@ -123,7 +123,7 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
                 raise Busy from None
             lock.error = error
             return lock
-        # The holder before may have removed or renamed what was opened above.
+        # The previous holder may have removed or renamed the file that was opened above.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 return lock
@@ -132,34 +132,34 @@ def hold(path: Path, *, shared: bool = False, wait: bool = True) -> Lock:
             raise Busy
 
 
-def hold_patiently(path: Path, progress: Callable[[str], object], what: str) -> Lock:
-    """Take a lock as soon as nobody else has it, and report meanwhile `what` is waited for."""
+def wait_for_lock(path: Path, progress: Callable[[str], object], what: str) -> Lock:
+    """Wait for a lock and return it; call `progress` with the text `what` while waiting."""
     while True:
         try:
-            return hold(path, wait=False)
+            return take_lock(path, wait=False)
         except Busy:
             progress(what)
             time.sleep(WAIT_SECONDS)
 
 
-# Temporary folders, in which files grow until they are whole and get their names by a rename
+# Temporary folders, in which output is written before it is renamed into place
 
 
-def own_name(place: Path, suffix: str) -> Path:
-    """Return the temporary folder of this process beside a place: `.NAME.PROCESS.SUFFIX`."""
+def temporary_name(place: Path, suffix: str) -> Path:
+    """Return the path of this process's temporary folder beside `place`: `.NAME.PROCESS.SUFFIX`."""
     return place.with_name(f".{place.name}.{_process_namespace()}-{os.getpid()}.{suffix}")
 
 
-def left_beside(place: Path, suffix: str) -> list[Path]:
-    """List the temporary folders of all processes beside a place."""
-    # Without a dot: `.model.v2.HOST-1-2.tmp` is beside `model.v2`, not `model`.
+def list_leftovers(place: Path, suffix: str) -> list[Path]:
+    """List the temporary folders that any process has left beside `place`."""
+    # The host has no dot in it: `.model.v2.HOST-1-2.tmp` belongs to `model.v2`, not to `model`.
     named = re.compile(rf"\.{re.escape(place.name)}\.[^.]+-\d+\.{suffix}")
     found = (path for path in place.parent.iterdir() if named.fullmatch(path.name))
     return sorted(path for path in found if is_ours(path))
 
 
-def maker_is_gone(folder: Path) -> bool:
-    """Return True if the process that `own_name` names was one of this host, and has ended."""
+def has_owner_ended(folder: Path) -> bool:
+    """Return True if a temporary folder's process ran on this host and has ended."""
     host, _, process = folder.stem.rpartition("-")
     if not host.endswith(f".{_process_namespace()}") or not process.isdecimal():
         return False
@@ -171,15 +171,15 @@ def maker_is_gone(folder: Path) -> bool:
 
 
 def _process_namespace() -> str:
-    """Return this host's name, and the namespace that numbers its processes, as of a container."""
+    """Return HOST-NAMESPACE, where the namespace (a container's, say) numbers the processes."""
     namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     return f"{socket.gethostname().replace('.', '_')}-{namespace}"
 
 
 def make_temporary(folder: Path) -> None:
-    """Make a temporary folder; one that a killed process left is taken with what is in it.
+    """Make a temporary folder, or reuse with its files one that a killed process has left.
 
-    Raises UserError where something else stands there.
+    Raises UserError where something else has this name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not is_ours(folder):
@@ -189,12 +189,12 @@ def make_temporary(folder: Path) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Return True if a folder is a temporary one of this program."""
+    """Return True if a folder has the marker of this program's temporary folders."""
     return not folder.is_symlink() and (folder / MARK).is_file()
 
 
 def is_ours(folder: Path) -> bool:
-    """Return True if a folder is marked, or a kill ended its making before the mark."""
+    """Return True if a folder has the marker, or is empty because a kill came before the marker."""
     if is_marked(folder):
         return True
     if folder.is_symlink() or not folder.is_dir():
@@ -203,7 +203,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def empty_temporary(folder: Path) -> None:
-    """Delete everything in a temporary folder but its mark. Raises UserError for another folder."""
+    """Empty a temporary folder except for its marker. Raises UserError for other folders."""
     if not is_ours(folder):
         raise _not_ours(folder)
     for path in folder.iterdir():
@@ -214,9 +214,9 @@ def empty_temporary(folder: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Delete a temporary folder, the mark last; nothing where there is none.
+    """Delete a temporary folder, its marker last; do nothing where there is none.
 
-    Raises UserError where something else stands there, or where it cannot be removed.
+    Raises UserError where something else has this name, or the folder cannot be removed.
     """
     if not os.path.lexists(folder):
         return
@@ -235,35 +235,35 @@ def _not_ours(folder: Path) -> UserError:
     )
 
 
-# Folders that are whole or absent
+# Atomic replacement of folders
 
 
-def _nothing(folder: Path) -> Collection[str]:
+def _list_nothing(folder: Path) -> Collection[str]:
     return ()
 
 
 @contextmanager
 def atomic_folder(
-    out: Path, listing: Callable[[Path], Collection[str]] = _nothing, flag: str = "OUT"
+    out: Path, listing: Callable[[Path], Collection[str]] = _list_nothing, flag: str = "OUT"
 ) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `out` when the block ends without an error.
+    """Yield an empty folder that replaces `out` when the block ends without an error.
 
     Args:
-        listing: the relative paths that a folder's record says were written by its command; an
-            `out` that holds nothing else is replaced.
-        flag: names the option in messages.
+        listing: given a folder, returns the relative paths of the files that its record lists; an
+            `out` with other files is not replaced.
+        flag: the command-line option in error messages.
 
     Raises:
         UserError: `out` holds anything else, another command writes to it, or it cannot be written.
     """
     from safetensors import SafetensorError
 
-    place = Path(os.path.realpath(out))  # of a link, the folder that it points to is replaced
+    place = Path(os.path.realpath(out))  # Replace the folder that a link points to, not the link.
     named = f"{flag} {out}"
-    holder = own_name(place, "tmp")
+    holder = temporary_name(place, "tmp")
     new, old = holder / "new", holder / "old"
     try:
-        with _claimed(place, listing, named):
+        with _lock_output(place, listing, named):
             _check_listed(place, listing, named)
             make_temporary(holder)
             try:
@@ -273,7 +273,7 @@ def atomic_folder(
                 if place.exists():
                     shutil.copymode(place, new)
                     os.replace(place, old)
-                _check_listed(old, listing, named)  # again: a file may have come meanwhile
+                _check_listed(old, listing, named)  # A file may have been added meanwhile.
                 os.replace(new, place)
                 sync_directory(place.parent)
             finally:
@@ -284,42 +284,47 @@ def atomic_folder(
     except OSError as error:
         text = f"{named}: cannot be written: {describe_os_error(error)}"
         raise file_error(text, error) from error
-    except SafetensorError as error:  # which is no OSError, not even for a full disk
+    except SafetensorError as error:  # It is no OSError, not even for a full disk.
         raise UserError(f"{named}: cannot be written: {error}") from error
 
 
 @contextmanager
-def _claimed(place: Path, listing: Callable[[Path], Collection[str]], named: str) -> Iterator[None]:
-    """Hold the lock of a place, and clear what killed commands left beside it.
+def _lock_output(
+    place: Path, listing: Callable[[Path], Collection[str]], named: str
+) -> Iterator[None]:
+    """Lock an output folder, and remove what killed commands have left beside it.
 
-    Without the lock the later of two commands would silently replace what the earlier one has made.
+    Without the lock, the later of two commands would silently replace the output of the earlier
+    one.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     path = place.with_name(f".{place.name}.writing")
     try:
-        lock = hold(path, wait=False)
+        lock = take_lock(path, wait=False)
     except Busy:
         raise UserError(f"{named}: another command is writing to it") from None
     with lock:
         try:
-            for left in left_beside(place, "tmp"):
-                # Where the file system has no locks, another command may be at work.
-                if lock.error is None or maker_is_gone(left):
-                    _clear(left, place, listing, named)
+            for left in list_leftovers(place, "tmp"):
+                # Without locks, the folder may belong to a command that is still running.
+                if lock.error is None or has_owner_ended(left):
+                    _restore_and_remove(left, place, listing, named)
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _clear(left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str) -> None:
-    """Remove what a killed command left, after an earlier result in it is back in its place."""
+def _restore_and_remove(
+    left: Path, place: Path, listing: Callable[[Path], Collection[str]], named: str
+) -> None:
+    """Remove the folder of a killed command, and first move an earlier result in it back."""
     old = left / "old"
     if old.is_dir():
         with contextlib.suppress(OSError):
-            place.rmdir()  # if it is empty
+            place.rmdir()  # Succeeds only if it is empty.
         if not place.exists():
             os.replace(old, place)
-        # A result that is there is the newer one: the kill came after the second rename.
+        # A result in `place` is the newer one: the kill came after the second rename.
         _check_listed(place, listing, named)
     remove_temporary(left)
 
@@ -336,7 +341,7 @@ def _check_listed(place: Path, listing: Callable[[Path], Collection[str]], named
 
 
 def files_below(folder: Path) -> set[str]:
-    """List all files, links and empty folders by their relative names; those of folders end in /"""
+    """Return the relative paths of all files, links and empty folders (these end in /)."""
     found = set()
     for parent, folders, files in os.walk(folder):
         inner = Path(parent).relative_to(folder)
@@ -348,11 +353,11 @@ def files_below(folder: Path) -> set[str]:
 
 
 def _publish(folder: Path) -> None:
-    """Flush everything to disk, with the permissions that newly made files would have."""
+    """Flush a folder to disk, and give its files the permissions of new files."""
     for path in (*folder.rglob("*"), folder):
         if path.is_symlink():
             continue
-        if path.is_dir() or path.stat().st_nlink == 1:  # A hard link is somebody's file, too.
+        if path.is_dir() or path.stat().st_nlink == 1:  # A hard link is also another file.
             give_usual_mode(path)
         if path.is_dir():
             sync_directory(path)

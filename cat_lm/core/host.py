@@ -1,7 +1,7 @@
-"""The host's memory: what this process may still take, and keeping what tensors free.
+"""Host memory: how much this process may still allocate, and glibc's reuse of freed memory.
 
-A SLURM step or a container is a control group inside of others, each with a limit of its own, which
-the host's free memory does not show.
+A SLURM step or a container is a control group (cgroup) inside of others, each with its own limit,
+which the host's free memory does not show.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 GIB = 2**30  # bytes
 _GROUPS = Path("/sys/fs/cgroup")
-# Of <malloc.h>.
+# The parameters' numbers in <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT, _MAPPED = 2**31 - 1, (2**30, 2**25)  # bytes: above them, memory is given back
+_KEPT, _MAPPED = 2**31 - 1, (2**30, 2**25)  # bytes; more free memory is returned to the system
 _OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def available_memory() -> int | None:
-    """Return the bytes that can be taken without swapping; None where unknown."""
+    """Return the bytes that can be allocated without swapping; None where unknown."""
     found = [left for left in (_host_memory(), group_memory()) if left is not None]
     return min(found, default=None)
 
@@ -35,9 +35,11 @@ def _host_memory() -> int | None:
 
 
 def group_memory(root: Path = _GROUPS, own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the bytes that this process's control groups leave it; None where none has a limit.
+    """Return the bytes that this process's control groups still allow; None without a limit.
 
-    `root` is where groups of version 2 are mounted, or version 1's `memory`; `own` lists ours.
+    Args:
+        root: the folder where groups are mounted (version 2, or version 1 with `memory` in it).
+        own: the file that lists the groups of this process.
     """
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -67,23 +69,23 @@ def _left(folder: Path, limit_name: str, usage_name: str) -> int | None:
     # Unlimited is "max" or a number near 2^63.
     if limit == "max" or int(limit) > 2**60:
         return None
-    # Files that are cached count as used but are given up.
+    # The cache of files counts as used, although the kernel gives it up when memory is needed.
     cached = re.findall(r"^(?:in)?active_file (\d+)$", statistics, re.MULTILINE)
     return max(0, int(limit) - usage + sum(map(int, cached)))
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, for the rest of the process. Return True if it does.
+    """Make glibc keep freed memory for the rest of the process. Return True if it does.
 
-    It gives large blocks back to the system, which clears each page again when the next tensor
-    takes it: on a CPU, up to a third of a small model's step. Not with another C library, and not
-    where the environment has a choice of its own.
+    By default large blocks go back to the system, which clears every page again for the next
+    tensor: on a CPU, that takes up to a third of a small model's step. Nothing changes with another
+    C library, or where environment variables set these parameters.
     """
     if any(name in os.environ for name in _OWN_CHOICE):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # Older ones take at most the second.
+    # Older versions of glibc accept at most the second value.
     maps = any(mallopt(_MMAP_THRESHOLD, most) for most in _MAPPED)
     return bool(maps and mallopt(_TRIM_THRESHOLD, _KEPT))

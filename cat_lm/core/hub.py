@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: commits of branches, and repositories that ask for a licence first."""
+"""The Hugging Face Hub: commits of branches, and errors of gated repositories."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def resolve_commit(name: str, revision: str | None, kind: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    with explaining_gate(name, kind):
+    with explain_gated_access(name, kind):
         return HfApi().repo_info(name, revision=revision, repo_type=kind).sha
 
 
 @contextlib.contextmanager
-def explaining_gate(name: str, kind: str) -> Iterator[None]:
-    """Raise a UserError that names the page where access is asked for, where `name` is gated.
+def explain_gated_access(name: str, kind: str) -> Iterator[None]:
+    """Replace the error of a gated repository by a UserError that says where to ask for access.
 
     Args:
         kind: "dataset" or "model".

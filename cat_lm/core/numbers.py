@@ -1,8 +1,8 @@
 """The sensible range of every number that a user can give, in YAML and on command lines alike.
 
-What lies outside cannot be meant (a billion layers, an infinite rate) and is refused before
-anything is built. The bounds are generous: far beyond what anyone has trained, and near enough that
-a check at a bound takes no time.
+Values outside cannot be meant (a billion layers, an infinite rate) and are refused before anything
+is built. The bounds are far beyond what anyone has trained, and near enough that a check at a bound
+takes no time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """Numbers from `low` to `high`, both of them allowed."""
+    """The numbers from `low` to `high`, both included."""
 
     low: float
     high: float
 
     def problem(self, value: float) -> str | None:
-        """Return what would be right where `value` lies outside (NaN does), else None."""
+        """Return the allowed bounds as text if `value` (or NaN) lies outside, otherwise None."""
         if self.low <= value <= self.high:
             return None
         low, high = (format(n, "," if isinstance(n, int) else ",g") for n in self)
         return f"must be from {low} to {high}"
 
     def at_least(self, low: float) -> Range:
-        """Make the same range with another lower bound."""
+        """Return the range with another lower bound."""
         return Range(low, self.high)
 
 
@@ -39,9 +39,9 @@ _MOST_CHARACTERS = 40
 
 
 def parse_count(text: str) -> int | float:
-    """Return the whole number that a text gives as people write it: 15B, 20k, 1.5e9, 20_000.
+    """Parse a whole number as people write it: 15B, 20k, 1.5e9, 20_000.
 
-    Infinity for more digits than any range has. Raises ValueError for another text.
+    Return infinity for more digits than any range has. Raises ValueError for any other text.
     """
     match = _COUNT.fullmatch(text.strip().upper()) if len(text) <= _MOST_CHARACTERS else None
     if match is None:
@@ -56,10 +56,10 @@ def parse_count(text: str) -> int | float:
 
 
 def check_whole(value: Any, allowed: Range) -> Any:
-    """Return a whole number of a range, from a number or from a text as `parse_count` reads it.
+    """Return a number, or a text parsed by `parse_count`, if it is a whole number within a range.
 
-    What is neither is returned as it is, for the caller's own check of types. Raises ValueError for
-    another text, and outside the range.
+    Values of other types are returned unchanged, for the caller's check of types. Raises ValueError
+    for another text, and outside of the range.
     """
     if isinstance(value, bool):
         raise ValueError("must be a whole number, not true or false")
@@ -72,7 +72,7 @@ def check_whole(value: Any, allowed: Range) -> Any:
 def check_number(
     value: Any, allowed: Range, *, above: float | None = None, below: float | None = None
 ) -> Any:
-    """Return a number of a range, as `check_whole`; the bounds `above` and `below` are excluded."""
+    """Return a number within a range, like `check_whole`; `above` and `below` are excluded."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     if isinstance(value, str):  # In YAML 1.1, 3e-4 is text: a number would be 3.0e-4.
@@ -101,20 +101,20 @@ HEADS = Range(1, 4096)
 INTERMEDIATE_SIZE = Range(1, 2**20)
 VOCABULARY = Range(1, 2**24)
 WINDOW = Range(1, 2**16)
-# Numbers of state of a long filter; 0 where there is none.
+# The state size of a long filter; 0 for models without one.
 CONV_STATE = Range(0, 2**10)
 STATE_SIZE = Range(1, 2**14)
 CONTEXT = Range(1, 2**24)
-LABELS = Range(0, 2**17)  # of a classifier, which no model here is
-# Its numbers
+LABELS = Range(0, 2**17)  # classes of a classifier, a field that transformers gives every model
+# A model's hyperparameters
 ROPE_BASE = Range(1.0, 1e15)
 TEMPERATURE = Range(1e-3, 1e3)
 NORM_EPSILON = Range(1e-20, 1.0)
-# Of keys and values over the width.
+# The width of keys and values over that of the model.
 EXPANSION = Range(1e-3, 64.0)
-TIME_STEP = Range(1e-9, 1e3)  # of a state space
+TIME_STEP = Range(1e-9, 1e3)  # of a state-space model
 SCALING_FACTOR = Range(1.0, 4096.0)
-# YaRN's own: what multiplies cosines and sines, and rotations over the original length.
+# Options of YaRN: the factor of cosines and sines, and rotations over the original length.
 ROPE_MAGNITUDE = Range(1e-3, 1e3)
 ROTATIONS = Range(1e-3, 1e6)
 # A run
@@ -133,7 +133,7 @@ MINUTES = Range(1e-3, 1e6)
 TFLOPS = Range(1e-6, 1e6)
 FRACTION = Range(0.0, 1.0)
 DROPOUT = Range(0.0, 0.99)
-# A corpus in a mixture, in any unit.
+# The weight of a corpus in a mixture, in any unit.
 SHARE = Range(1e-9, 1e18)
 # Data
 DOCUMENTS = Range(1, 10**12)
@@ -141,13 +141,13 @@ TEXT_BYTES = Range(1, 10**18)
 # Machines
 RANKS = Range(1, 2**20)
 NODES = Range(1, 2**16)
-# Devices or ranks of one machine.
+# Devices or ranks per node.
 PER_NODE = Range(1, 1024)
 CORES = Range(1, 4096)
 WORKERS = Range(1, 4096)
 ARRAY_TASKS = Range(1, 10**6)
 RESTARTS = Range(1, 10**6)
-# GB/s, of a link or of a file system.
+# The bandwidth of a link or of a file system, in GB/s.
 BANDWIDTH = Range(1e-6, 1e6)
 # Text and evaluations
 NEW_TOKENS = Range(1, 2**20)
@@ -159,14 +159,14 @@ SCORED_TOKENS = Range(1, 10**12)
 BATCH_TOKENS = Range(1, 2**26)
 PROMPT_TOKENS = Range(1, 2**20)
 BOOTSTRAP_ITERATIONS = Range(0, 10**5)
-# Small models and their made-up data, which one machine holds.
+# Small models and synthetic data, which fit on one machine.
 SMALL_WIDTH = Range(1, 2**14)
 SMALL_DEPTH = Range(1, 128)
 SMALL_CONTEXT = Range(1, 2**20)
 EPOCHS = Range(1, 10**6)
 TRIALS = Range(20, 10**6)
-# Options such as keys=8 and decay=0.5.
+# Whole numbers and numbers in options such as keys=8 and decay=0.5.
 OPTION = Range(-(2**20), 2**20)
 OPTION_NUMBER = Range(-1e30, 1e30)
-# An accuracy to stop at; above 1 it is never reached.
+# The accuracy that stops a training early; above 1 it is never reached.
 STOP_ACCURACY = Range(0.0, 10.0)

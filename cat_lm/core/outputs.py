@@ -1,7 +1,7 @@
-"""The records by which a command knows its own output; only what they list is ever replaced.
+"""Records of the files that a command has written; only files that a record lists are replaced.
 
-A file is replaced where an earlier run of the same command listed it, in a hidden file beside it,
-or where it is a result that says which command made it. Anything else is refused.
+A file is replaced if a hidden file beside it lists it as the output of the same command, or if it
+is a JSON result that names the command that wrote it. Other files are never replaced.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ LISTING = ".cat_lm_files.json"
 
 
 class Listing(Versioned):
-    """The files that were written into a folder, for folders without a record of another kind."""
+    """The list of files in an output folder that has no other record of them."""
 
     program: Literal["cat_lm"]
     files: list[InsideName]
 
 
 def write_listing(folder: Path) -> None:
-    """List all files of a folder of ours, in a file beside them."""
+    """Write the list of all files in an output folder into the folder."""
     _write_list(folder / LISTING, files_below(folder) - {LISTING})
 
 
 def read_listing(folder: Path) -> list[str]:
-    """Read what `write_listing` wrote, itself last; nothing where there is no such list."""
+    """Return the files that `write_listing` listed, the list itself last; empty without a list."""
     names = _listed(folder / LISTING)
     return [*names, LISTING] if names else []
 
 
-def named(stem: str, *suffixes: str) -> list[str]:
-    """Return the names of a result's files."""
+def result_files(stem: str, *suffixes: str) -> list[str]:
+    """Return the file names of a result: the stem with each suffix."""
     return [f"{stem}{suffix}" for suffix in suffixes]
 
 
 def claim_outputs(
     out: Path | str, result: str, names: Iterable[str] = (), flag: str = "--out"
 ) -> None:
-    """List the files that a command is about to write into `out`: the JSON `result`, and others.
+    """Record the files that a command will write into `out`: the JSON `result` and `names`.
 
-    Raises UserError where one is there and not of an earlier run.
+    Raises UserError where one exists and is not the output of an earlier run.
     """
     out = Path(out)
     listed = _listed(listing := out / f".{result}.files")
@@ -65,8 +65,9 @@ def claim_outputs(
 
 
 def claim_file(path: Path | str, flag: str, command: str = "") -> None:
-    """Check that a result may be written to `path`, where one of a command line that begins with
-    `command` may be. Raises UserError where something else is there, perhaps the input.
+    """Check that `path` is free, or holds a result of a command line that begins with `command`.
+
+    Raises UserError where another file is there, which may be the command's input.
     """
     if os.path.lexists(path) and not is_result(Path(path), command):
         whose = f"`{command}`" if command else "ours"
@@ -74,14 +75,14 @@ def claim_file(path: Path | str, flag: str, command: str = "") -> None:
 
 
 def write_result(path: Path, flag: str, command: str, values: dict[str, Any]) -> None:
-    """Write a command's numbers as a result that says so; errors as of `claim_file`."""
+    """Write a command's values as JSON with the command and version; errors as in `claim_file`."""
     claim_file(path, flag, command)
     made = {"command": command, "versions": {"cat_lm": __version__}}
     write_json(path, made | values)
 
 
 def is_result(path: Path, command: str = "") -> bool:
-    """Return True if a file is JSON that this program wrote: it says with what command."""
+    """Return True if a file is a JSON result of a command line that begins with `command`."""
     if path.is_symlink() or not path.is_file():
         return False
     try:
@@ -106,7 +107,7 @@ def _listed(listing: Path) -> list[str]:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete listed files of a folder, and folders in it that held only them; follow no links."""
+    """Delete these files and the subfolders that become empty; links are not followed."""
     parents = set()
     for name in names:
         path = folder / name

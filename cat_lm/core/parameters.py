@@ -1,13 +1,13 @@
-"""What a module says of its parameters: how they start, and which take no weight decay.
+"""What a module declares about its parameters: initial values, and which take no weight decay.
 
-Its buffers are persistent, so that checkpoints and exports have them.
+`no_decay` is a tuple of names of the module's own parameters.
 
-`no_decay` is a tuple of names, of the module's own parameters.
+`initial_values()` returns a dict of tensors by parameter name, also of the module's submodules
+(`gate.bias`). Submodules are initialized before the modules that hold them, which therefore decide.
+In a mixer, a module with `keeps_initialisation = True` and its submodules keep the values that its
+constructor drew; `initial_values` is applied after that.
 
-`initial_values()` gives starts by name, those of the module's parts too (`gate.bias`), whether or
-not it has a parameter of its own. Parts are asked before what holds them, which therefore decides.
-Of a mixer, a module with `keeps_initialisation` true is left as it built itself, and so are its
-parts; what `initial_values` gives comes after that as well.
+Buffers must be persistent, so that checkpoints and exports have them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from torch import Tensor, nn
 
 from cat_lm.core.errors import UserError
 
-# Of these the weight decays and the bias does not.
+# Weights of these layers take weight decay, and biases do not.
 _MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class NothingDecays(nn.Module):
-    """A module none of whose own parameters, which may be others with other options, decays."""
+    """A base class for modules whose own parameters, whichever they are, take no weight decay."""
 
     @property
     def no_decay(self) -> tuple[str, ...]:
-        """Name them."""
+        """Return the names of all parameters of the module itself."""
         return tuple(self._parameters)
 
 
-def takes_decay(module: nn.Module) -> dict[str, bool]:
-    """Return for each parameter of a module itself, by name, whether it takes weight decay.
+def decay_by_name(module: nn.Module) -> dict[str, bool]:
+    """Return True for each parameter of the module itself, by name, that takes weight decay.
 
-    `no_decay` may name one that is None, as a bias. Raises ValueError where the module does not say
-    it, or names what is no parameter of its own: a filter or a rate would shrink without a word.
+    `no_decay` may name a parameter that is None, such as a missing bias. Raises ValueError where
+    the module declares nothing or names a parameter that it does not have: a filter or a decay rate
+    would shrink unnoticed.
     """
     own, kind = dict(module.named_parameters(recurse=False)), type(module).__name__
     if hasattr(module, "no_decay"):
@@ -63,18 +64,18 @@ def takes_decay(module: nn.Module) -> dict[str, bool]:
 def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Split a model's parameters, each once, into those that take weight decay and the others.
 
-    A module with parameters of its own that is no linear layer, embedding or norm names those that
-    take none in its class's `no_decay`, a tuple of parameter names.
+    Every module with parameters of its own that is no linear layer, embedding or norm must have
+    `no_decay`, a tuple of the names of its parameters without weight decay.
 
     Raises:
-        UserError: a module does not say it, or names what it has not; naming its place.
+        UserError: a module has no `no_decay`, or it names another module's parameters.
     """
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     seen: set[int] = set()
     for place, module in model.named_modules():
         try:
-            decays = takes_decay(module)
+            decays = decay_by_name(module)
         except ValueError as error:
             raise UserError(f"model: {place or 'itself'}: {error}") from None
         for name, parameter in module.named_parameters(recurse=False):
@@ -84,24 +85,24 @@ def parameters_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
     return decayed, exempt
 
 
-def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
-    """Check what a module and its parts say of their parameters, before a model is made of it.
+def check_parameters(module: nn.Module, needs_initial_values: bool = False) -> None:
+    """Check what a module and its submodules declare about their parameters and buffers.
 
-    transformers builds a model that it loads without memory; a buffer that is not saved, or a
-    parameter without a start, would hold whatever lies where it is put.
+    transformers loads a model into modules on the meta device: a buffer that is not saved, or a
+    parameter without an initial value, would hold uninitialized memory.
 
     Args:
-        gives_all_starts: whether all start as `initial_values` say, but for those of layers that
-            draw their own, as torch's do.
+        needs_initial_values: require that `initial_values` has every parameter, except those of
+            modules that initialize themselves by `reset_parameters`, as torch's layers do.
 
     Raises:
-        ValueError: one says nothing, or names what it has not, or has a buffer that is not saved.
+        ValueError: a declaration is missing or wrong, or a buffer is not persistent.
     """
     for part in module.modules():
-        takes_decay(part)
+        decay_by_name(part)
         buffers = {name for name, buffer in part._buffers.items() if buffer is not None}
         lost = part._non_persistent_buffers_set & buffers
-        # transformers makes the buffers of its own rotary embeddings again.
+        # transformers computes the buffers of its own rotary embeddings again.
         if lost and not hasattr(part, "original_inv_freq"):
             raise ValueError(
                 f"{type(part).__name__} registers the buffer {min(lost)} with persistent=False, so "
@@ -109,11 +110,11 @@ def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
                 "it in forward"
             )
     if any(parameter.is_meta for parameter in module.parameters()):
-        return  # no start is needed, and what it is computed from is not there
-    with torch.random.fork_rng(devices=[]):  # a model's draws are those without this look
+        return  # Tensors on the meta device have no values to compute initial values from.
+    with torch.random.fork_rng(devices=[]):  # The check must not change the model's random draws.
         named = [(part, name) for part in module.modules() for name in initial_values(part)]
     given = {id(part.get_parameter(name)) for part, name in named}
-    for part in module.modules() if gives_all_starts else ():
+    for part in module.modules() if needs_initial_values else ():
         own = part.named_parameters(recurse=False)
         lacking = [name for name, parameter in own if id(parameter) not in given]
         if lacking and not hasattr(part, "reset_parameters"):
@@ -124,9 +125,9 @@ def check_parameters(module: nn.Module, gives_all_starts: bool = False) -> None:
 
 
 def initial_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return how the parameters start that a module names, of itself and its parts; or {}.
+    """Return the module's `initial_values()`, {} if it has no such method.
 
-    Raises ValueError where it names something else, or gives another shape.
+    Raises ValueError for a name that is no parameter, and for a tensor of another shape.
     """
     values = dict(module.initial_values()) if hasattr(module, "initial_values") else {}
     known = dict(module.named_parameters(remove_duplicate=False)) if values else {}
@@ -142,13 +143,15 @@ def initial_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def start(module: nn.Module, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-    """Start what `initial_values` names from there, by `copy`; the parts have started before."""
+def apply_initial_values(
+    module: nn.Module, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Set the parameters that `initial_values` names, by `copy(parameter, value)`."""
     for name, value in initial_values(module).items():
         copy(module.get_parameter(name), value)
 
 
-def kept_parts(module: nn.Module) -> set[nn.Module]:
-    """List which of a module's parts, itself among them, are left as they built themselves."""
+def self_initialised_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the submodules (or the module itself) that keep the values of their constructors."""
     keepers = (m for m in module.modules() if getattr(m, "keeps_initialisation", False))
     return {part for keeper in keepers for part in keeper.modules()}

@@ -1,15 +1,14 @@
-"""Code that computes: installed packages with families, mixers or kinds, and this project's commit.
+"""Plugins, which are installed packages that register classes, and the versions of all code.
 
-A package names a module in its metadata, here in pyproject.toml:
+A package names a module as an entry point in its metadata, here in pyproject.toml:
 
     [project.entry-points."cat_lm.plugins"]
     mine = "my_package.for_cat_lm"
 
-The module is imported once, when a registry is first asked for what it has, and calls `register` of
+The module is imported once, when a registry is first searched, and calls `register` of
 `cat_lm.architectures`, `cat_lm.mixers`, `cat_lm.model.attention`, `cat_lm.optimizers` or
 `cat_lm.ops.convolution.kinds`.
-Files of this project need no change, and every command knows the new names. An
-example of each is in `docs/your_own_idea.md`.
+Every command then knows the new names. `docs/your_own_idea.md` has an example of each.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from cat_lm.core.readers import Versioned
 
 GROUP = "cat_lm.plugins"
 
-# Reentrant: a plugin may ask a registry while it is imported.
+# Reentrant, because a plugin may search a registry while it is imported.
 _LOCK = threading.RLock()
 _begun = False
 _failed: UserError | None = None
-_loaded: list[tuple[str, str, str]] = []  # name, package and module of each
-_codes: dict[str, str] = {}  # the name of a package or a module on its own -> hash of its sources
+_loaded: list[tuple[str, str, str]] = []  # the name, package and module of each plugin
+_codes: dict[str, str] = {}  # top-level package or module -> hash of its sources
 
 
 def load() -> None:
-    """Import the installed plugins once. Raises UserError, at every call, where one cannot be."""
+    """Import the installed plugins once. Every call raises UserError if an import has failed."""
     global _begun, _failed
     with _LOCK:
         if not _begun:
@@ -56,9 +55,9 @@ def _import(entry: EntryPoint) -> None:
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
     try:
         entry.load()
-        code_of(entry.module, entry.dist)
+        hash_sources(entry.module, entry.dist)
         _loaded.append((entry.name, package, entry.module))
-    except (Exception, SystemExit) as error:  # whatever a plugin's module raises, exits too
+    except (Exception, SystemExit) as error:  # A plugin's module may raise anything.
         package = f" of {package}" if package else ""
         said = " ".join(str(error).split())
         raise UserError(
@@ -68,20 +67,21 @@ def _import(entry: EntryPoint) -> None:
 
 
 def describe() -> dict[str, str]:
-    """Return the plugins of this process's registries: name -> package and its sources."""
-    return {name: f"{package}, {code_of(module)}" for name, package, module in _loaded}
+    """Return the loaded plugins: name -> package, version and hash of the sources."""
+    return {name: f"{package}, {hash_sources(module)}" for name, package, module in _loaded}
 
 
-def code_of(module: str, package: Distribution | None = None) -> str:
-    """Hash the sources of an imported module's package, of which its version says nothing.
+def hash_sources(module: str, package: Distribution | None = None) -> str:
+    """Return a hash of the sources of an imported module's package.
 
-    Once in a process, for a plugin as it is imported: they may be edited while it computes.
+    The version may stay the same when sources change. The hash is computed once per process, when a
+    plugin is imported, since sources may be edited later.
     """
     top = module.partition(".")[0]
     if top not in _codes:
         digest = hashlib.sha256()
         for path in _sources(top, package):
-            with contextlib.suppress(OSError):  # such as the lock that an editor leaves
+            with contextlib.suppress(OSError):  # such as an editor's lock, a dangling link
                 digest.update(f"{path.name}\0".encode() + path.read_bytes())
         _codes[top] = digest.hexdigest()[:12]
     return _codes[top]
@@ -99,27 +99,27 @@ def _sources(top: str, package: Distribution | None) -> list[Path]:
 
 
 def is_own(entry: object) -> bool:
-    """Return True if an entry or a function is this project's, whose tests hold it to its text."""
+    """Return True if a registered object or a function belongs to this project, not to a plugin."""
     return entry.__module__.partition(".")[0] == "cat_lm"
 
 
-def foreign_code(entry: object) -> str | None:
-    """Hash the sources of an entry or a function that is no part of this project; else None."""
-    return None if is_own(entry) else code_of(entry.__module__)
+def hash_plugin_sources(entry: object) -> str | None:
+    """Return a hash of the sources of a plugin's object or function; None for this project's."""
+    return None if is_own(entry) else hash_sources(entry.__module__)
 
 
 class CopiedCode(Versioned):
-    """code.json, which `launch.slurm` puts beside a copy of the code."""
+    """The schema of code.json, which `launch.slurm` writes beside its copy of the code."""
 
     commit: str | None
     dirty: bool | None
 
 
 def commit() -> str | None:
-    """Return the commit of this code, `+` behind it where tracked files differ; None if unknown.
+    """Return this code's commit, with "+" appended if tracked files were changed; None if unknown.
 
-    A copy by `launch.slurm` has that of what was copied. There is none of a repository that the
-    code only lies in, as in a virtual environment.
+    For a copy made by `launch.slurm` it is the commit that was copied. A repository that does not
+    track this file, such as one around a virtual environment, does not count.
     """
     checkout = Path(__file__).resolve().parents[2]
     try:

@@ -1,6 +1,6 @@
-"""Read the project's text files: a value of the shape that the caller asks for, or a `UserError`.
+"""Readers of JSON, YAML and text files, which check the content against a schema.
 
-The error names the file, the place in it, what stands there and what is expected.
+Errors are `UserError`s that name the file, the place in it, the value and what is expected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Record(BaseModel):
-    """The schema of a JSON file of ours: exact types; keys of a later version are left alone."""
+    """The base of schemas of our JSON files: types are exact, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
 
 class Versioned(Record):
-    """The schema of a record that later commands read: it says its format; others are refused.
+    """The base of schemas with a format number; files of another format are refused.
 
-    `format` counts up where a reader of the former one would go wrong.
+    `format` is raised when a reader of the previous format would misread the file.
     """
 
     format: Literal[1]
@@ -45,7 +45,7 @@ def _check_inside(name: str) -> str:
     return name
 
 
-# A path that a file names may not lead out of that file's folder.
+# A path in a file, relative to the file's folder and inside of it.
 InsideName = Annotated[str, AfterValidator(_check_inside)]
 
 
@@ -55,7 +55,7 @@ def resolve(path: Path | str) -> Path:
 
 
 def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a whole file. Raises UserError where that is not possible, or it is larger than `limit`.
+    """Read a whole file. Raises UserError if it cannot be read, or is larger than `limit` bytes.
 
     `what` is a word before the path in errors, such as "site file".
     """
@@ -65,7 +65,7 @@ def read_bytes(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) ->
             text = stream.read(limit + 1)
     except OSError as error:
         raise file_error(f"{name}: {describe_os_error(error)}", error) from None
-    except ValueError as error:  # a zero byte in the path
+    except ValueError as error:  # The path has a zero byte in it.
         raise UserError(f"{name!r}: {error}") from None
     if len(text) > limit:
         raise UserError(f"{name}: is larger than {limit >> 20} MiB; it cannot be what is meant")
@@ -78,7 +78,7 @@ def read_text(path: Path | str, what: str = "", limit: int = MAX_TEXT_BYTES) -> 
 
 
 def decode(text: bytes, name: str) -> str:
-    """Decode UTF-8. Raises UserError, in which `name` names the text."""
+    """Decode UTF-8. Raises UserError that begins with `name`."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -86,15 +86,15 @@ def decode(text: bytes, name: str) -> str:
 
 
 def read_json(path: Path | str, schema: type[T], advice: str = "") -> T:
-    """Read a JSON file of one schema.
+    """Read a JSON file and check it against a schema.
 
-    Raises UserError as `read_bytes`, and for another shape; `advice` ends the line.
+    Raises UserError as `read_bytes` does, and for a mismatch; `advice` ends the message.
     """
     return _checked(schema.model_validate_json, read_bytes(path), str(path), advice)
 
 
 def check_shape(values: Any, schema: type[T], name: str, advice: str = "") -> T:
-    """Check values that were read already, as `read_json` does; `name` names them in errors."""
+    """Check parsed values against a schema, as `read_json` does; errors begin with `name`."""
     return _checked(schema.model_validate, values, name, advice)
 
 
@@ -116,20 +116,20 @@ def _describe_mismatch(error: ValidationError) -> str:
         return f"{found}, must be 1: another version of cat_lm wrote it"
     if kind == "missing":
         return f"has no {place}"
-    # pydantic's own text of these names Python's types, or a class.
+    # pydantic's own message for these errors names Python types or classes.
     is_object = kind in ("model_type", "dict_type")
     message = "should be an object" if is_object else mismatch_text(first)
     return f"{f'{place} is' if place else 'holds'} {short(first['input'])}: {message}"
 
 
 def mismatch_text(error: Any) -> str:
-    """Return what pydantic says of one of its errors, to stand after the value."""
+    """Return the message of one of pydantic's errors, as a clause that follows the value."""
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return message[0].lower() + message[1:]
 
 
 def short(value: Any, most: int = 60) -> str:
-    """Show a value as JSON in at most `most` characters."""
+    """Return a value as JSON text of at most `most` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -138,7 +138,7 @@ def short(value: Any, most: int = 60) -> str:
 
 
 def clipped(text: str, most: int = 60) -> str:
-    """Show text on one line in about `most` characters: cut, without control characters."""
+    """Return a text on one line of about `most` characters, with control characters escaped."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
@@ -146,8 +146,10 @@ def clipped(text: str, most: int = 60) -> str:
 def read_object(
     path: Path | str, advice: str = "", *, finite: bool = False, limit: int = MAX_TEXT_BYTES
 ) -> dict[str, Any]:
-    """Read a JSON file of an object of any keys: `limit` and errors of `read_bytes`, the rest of
-    `parse_value`.
+    """Read a JSON file that holds an object with any keys.
+
+    Raises UserError as `read_bytes` and `parse_value` do; `advice` ends the message for another
+    value.
     """
     values = parse_value(read_bytes(path, limit=limit), str(path), finite=finite)
     if not isinstance(values, dict):
@@ -157,9 +159,9 @@ def read_object(
 
 
 def parse_value(text: bytes, name: str, *, finite: bool = False) -> Any:
-    """Read any JSON value from its text. Raises UserError where it is no JSON.
+    """Parse any JSON value. Raises UserError where the text is not JSON.
 
-    `finite` refuses NaN and infinities, which Python writes and JSON does not know.
+    `finite` refuses NaN and infinities, which Python writes although JSON has no such values.
     """
     hooks = {"parse_constant": _finite_float, "parse_float": _finite_float} if finite else {}
     try:
@@ -183,14 +185,14 @@ def read_json_lines(
     what: str = "",
     cut_tail: bool = False,
 ) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line; blank lines count, and hold none.
+    """Read a file with one JSON object per line; blank lines are skipped.
 
     Args:
-        check: gets each object and its place ("FILE, line 3"), and raises UserError.
+        check: called with each object and its place ("FILE, line 3"); raises UserError.
         what: a word before the path in errors.
-        cut_tail: leave out a last line that a kill has cut.
+        cut_tail: ignore an incomplete last line, which a killed process has left.
     """
-    # Not str.splitlines, which also splits at characters that JSON's texts may hold.
+    # str.splitlines would also split at characters that JSON strings may contain.
     lines = read_text(path, what).removesuffix("\n").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -211,7 +213,7 @@ def read_json_lines(
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader; every key is text and stands once."""
+    """YAML's safe loader, which refuses duplicate keys and keys that are not text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -226,15 +228,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Read YAML as `yaml.safe_load` does.
+    """Parse YAML as `yaml.safe_load` does.
 
-    Raises UserError where it is none, or a key is no text or stands twice; begins with `name`.
+    Raises UserError, which begins with `name`, for invalid YAML, duplicate keys and keys that are
+    not text.
     """
     try:
         return yaml.load(text, _UniqueKeyLoader)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    # The others are of the loader's conversions, such as of a date.
+    # The other classes come from the loader's conversions, for example of dates.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         said = clipped(" ".join(str(error).split()), 300)
         raise UserError(f"{name}: not valid YAML: {said}") from None

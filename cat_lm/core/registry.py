@@ -1,6 +1,7 @@
-"""The one registry: entries by the name that a key or an option gives, ours and those of plugins.
+"""The registry that finds an object by the name in a configuration key or an option.
 
-A file of this project is imported when its entry is first asked for: a new entry is one file.
+It holds the project's own objects ("entries"), each in a file that is imported when the entry is
+first needed, and those that plugins register. A new entry of the project is one new file.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from cat_lm.core.readers import clipped
 
 T = TypeVar("T")
 
-# This package, and what modules are made with.
+# Frames of these packages are skipped when an error in a plugin is located.
 _LIBRARIES = ("cat_lm", "torch", "transformers", "triton")
 
 
 class UnknownName(UserError, ValueError):
-    """Raised for a name that no entry has; names those that there are, and the nearest one."""
+    """No entry has this name; the message lists all names and the most similar one."""
 
 
 class Registry(Generic[T]):
     """Entries by name.
 
     Args:
-        key: the configuration key that chooses an entry, in messages.
-        base: the class of every entry.
-        package: a package whose files are this project's entries: each has its entry in `ENTRY`,
-            or registers it, under the file's name.
-        separator: what names have where files have _.
-        words: attributes of an entry that hold text.
-        methods: those of `base` that an entry must define.
-        check: raises ValueError for an entry that is wrong in another way.
-        others: names that the key can also have, such as none.
-        first: those of the package's names that stand before the others, which are in order.
-        entries: this project's, where they have no files of their own.
+        key: the configuration key that chooses an entry, for error messages.
+        base: the class that every entry is an instance of.
+        package: a package with one module per entry, named as the entry. The module defines `ENTRY`
+            or registers the entry itself.
+        separator: replaces the _ of file names in the entries' names.
+        words: attributes of an entry that must be non-empty text.
+        methods: methods of `base` that an entry must override.
+        check: a further check of an entry, which raises ValueError.
+        others: further values that the key accepts, such as none.
+        first: names of the package that are listed before the others, which are sorted.
+        entries: entries of this project that have no files of their own.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class Registry(Generic[T]):
         self._own = (*self._modules, *self._entries)
 
     def register(self, entry: T) -> None:
-        """Add an entry. Raises ValueError where its name is taken, or it lacks something."""
+        """Add an entry. Raises ValueError if its name is taken or it is incomplete."""
         module = type(entry).__module__
-        # A file of ours may register its own entry while it is imported.
+        # A module of the project may register its own entry while it is imported.
         self._add(entry, is_taken=self._modules.get(getattr(entry, "name", ""), module) != module)
 
     def _add(self, entry: T, is_taken: bool) -> None:
@@ -102,17 +103,17 @@ class Registry(Generic[T]):
                 raise ValueError(f"{named}: {kind.__name__}.{name} must be a method")
 
     def own_names(self) -> tuple[str, ...]:
-        """List this project's entries, without asking plugins."""
+        """Return the names of this project's entries, without importing plugins."""
         return self._own
 
     def names(self) -> tuple[str, ...]:
-        """List all entries, this project's first. Raises UserError for a broken plugin."""
+        """Return all names, this project's first. Raises UserError for a broken plugin."""
         plugins.load()
         return tuple(dict.fromkeys((*self._own, *self._entries)))
 
     def get(self, name: str, what: str = "") -> T:
-        """Return an entry. Raises UnknownName, which names `what`, by default the key."""
-        # No plugin is loaded for an entry of ours: a compiled model looks its kinds up.
+        """Return an entry. Raises UnknownName, which begins with `what` (default: the key)."""
+        # Entries of the project load no plugins, because compiled models call this function.
         if not isinstance(name, str) or name not in self._entries:
             self._find(name, what)
         return self._entries[name]
@@ -121,7 +122,7 @@ class Registry(Generic[T]):
         return isinstance(name, str) and (name in self._entries or name in self.names())
 
     def problem(self, name: object) -> str | None:
-        """Return what would be right in place of a name that no entry has, else None."""
+        """Return None for a known name, otherwise a text that lists the allowed names."""
         if name in self or name in self.others:
             return None
         return one_of(name, (*self.others, *self.names()))
@@ -139,7 +140,7 @@ class Registry(Generic[T]):
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """Return the words for an unknown name: the names that there are, and the nearest of them."""
+    """Return the text for an unknown name: the known names, and the most similar of them."""
     known = tuple(known)
     near = difflib.get_close_matches(str(name)[:60], known, 1)
     meant = f"; did you mean {near[0]}?" if near else ""
@@ -147,14 +148,14 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 
 def _modules(package: str, separator: str) -> dict[str, str]:
-    # Without an import of them.
+    # The modules are found without importing them.
     spec = importlib.util.find_spec(package)
     files = sorted(file.name for file in pkgutil.iter_modules(spec.submodule_search_locations))
     return {file.replace("_", separator): f"{package}.{file}" for file in files}
 
 
 def module_problem(module: object) -> str | None:
-    """Return why the result of a plugin's `build` is no module; None where it is one."""
+    """Return why the result of a plugin's `build` is not an nn.Module; None where it is one."""
     from torch import nn
 
     if isinstance(module, nn.Module):
@@ -163,8 +164,8 @@ def module_problem(module: object) -> str | None:
     return f"build gives {given}; must return an nn.Module"
 
 
-def mishap(error: Exception) -> str:
-    """Describe in one line what went wrong in a plugin's code, and where in it."""
+def describe_plugin_error(error: Exception) -> str:
+    """Return an error of a plugin's code in one line, with the file and line that raised it."""
     said = " ".join(str(error).split())
     line = f"{type(error).__name__}{': ' if said else ''}{said}"
     packages = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cat_lm.core.errors import UserError, reason_of
-from cat_lm.core.hub import explaining_gate, resolve_commit
+from cat_lm.core.hub import explain_gated_access, resolve_commit
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@[\w./-]+)?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -54,7 +54,7 @@ def hub_files(spec: str) -> list[Path]:
     """
     name, _, commit = spec.partition("@")
     try:
-        with explaining_gate(name, "model"):
+        with explain_gated_access(name, "model"):
             main = _fetched(name, commit, FAST) or _fetched(name, commit, SENTENCEPIECE)
             others = [_fetched(name, commit, file) for file in SETTINGS]
     except (OSError, ValueError) as error:

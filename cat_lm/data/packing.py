@@ -20,7 +20,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import checksums, write_json
-from cat_lm.core.folders import atomic_folder, hold_patiently
+from cat_lm.core.folders import atomic_folder, wait_for_lock
 from cat_lm.core.numbers import IGNORE_INDEX
 from cat_lm.core.readers import Record, read_json
 from cat_lm.data.best_fit import CUT, FIRST, PIECE, pack
@@ -146,7 +146,7 @@ def plan_folder(
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            lock = hold_patiently(place.with_name(f".{name}.lock"), progress, what)
+            lock = wait_for_lock(place.with_name(f".{name}.lock"), progress, what)
         except OSError:
             if place is places[-1]:
                 raise

@@ -27,7 +27,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 from cat_lm.core.files import atomic_write, sha256
-from cat_lm.core.folders import hold_patiently
+from cat_lm.core.folders import wait_for_lock
 from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import MANIFEST, check_fingerprint, parse_manifest
 from cat_lm.data.verified import Notes, cache_folder, note_files, shard_digests
@@ -103,7 +103,7 @@ class RemoteCorpus(TokenCorpus):
         if not self.missing(entries):
             return
         what = "waiting for a copy that another process makes"
-        with hold_patiently(self.folder / ".copying.lock", progress, what) as lock:
+        with wait_for_lock(self.folder / ".copying.lock", progress, what) as lock:
             # What is left is of a process that was killed, unless there are no locks here.
             for left in () if lock.error else self.folder.glob(".*.bin.*.tmp"):
                 left.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import torch
 from cat_lm.callbacks import Callback, CallbackKind, Run, chosen
 from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
-from cat_lm.core.registry import mishap
+from cat_lm.core.registry import describe_plugin_error
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training.checkpoint.callback_state import (
     CallbackState,
@@ -89,7 +89,7 @@ class Pretended:
         except UserError:
             raise
         except Exception as error:  # A plugin's code may raise anything.
-            raise Broken(f"{event} raises {mishap(error)}") from error
+            raise Broken(f"{event} raises {describe_plugin_error(error)}") from error
         if not torch.equal(before, torch.get_rng_state()):
             raise Broken(f"{event} draws from torch's generator, which is training's")
         if not all(map(torch.equal, weights, self.model.parameters())):

@@ -8,7 +8,7 @@ from typing import Any
 
 from cat_lm.callbacks import Callback, CallbackKind, Run, chosen
 from cat_lm.core.errors import SharedError, TemporaryError, UserError, is_temporary
-from cat_lm.core.registry import mishap
+from cat_lm.core.registry import describe_plugin_error
 from cat_lm.training.checkpoint.callback_state import (
     EMPTY,
     CallbackState,
@@ -164,6 +164,8 @@ class Callbacks:
 
 
 def _described(name: str, event: str, error: Exception) -> UserError:
-    said = str(error) if isinstance(error, UserError) else f"{event}: {mishap(error)}"
+    said = (
+        str(error) if isinstance(error, UserError) else f"{event}: {describe_plugin_error(error)}"
+    )
     kind = TemporaryError if is_temporary(error) else UserError
     return kind(f"callback {name}: {said}")

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cat_lm.core.errors import UserError, is_temporary
-from cat_lm.core.files import AppendedFile, atomic_write, finite
+from cat_lm.core.files import AppendedFile, atomic_write, replace_nonfinite
 from cat_lm.core.readers import read_json_lines, short
 
 
@@ -71,7 +71,7 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`, which holds `step`; a number that is not finite becomes null."""
-        self._file.write((json.dumps(finite(record)) + "\n").encode())
+        self._file.write((json.dumps(replace_nonfinite(record)) + "\n").encode())
 
     def sync(self) -> None:
         """Flush to disk: what a checkpoint counts as done must not be lost with the machine."""
@@ -102,8 +102,8 @@ def check_writes(metrics: Metrics | None, log: RunLog, before_saving: bool = Fal
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record by name, but for its step."""
-    held = finite(record).items()
+    """Return the finite numbers of a record by name, without its step."""
+    held = replace_nonfinite(record).items()
     return {k: v for k, v in held if isinstance(v, int | float) and k != "step"}
 
 

@@ -32,10 +32,10 @@ from cat_lm.core.folders import (
     Busy,
     Lock,
     files_below,
-    hold,
     is_marked,
     make_temporary,
     remove_temporary,
+    take_lock,
 )
 from cat_lm.core.outputs import remove_files
 from cat_lm.core.readers import Versioned, read_bytes, read_json, resolve
@@ -105,10 +105,10 @@ class OutputFolder:
 
     @contextmanager
     def locked(self, shared: bool = False) -> Iterator[None]:
-        """Make the folder and hold it, alone or with others that encode parts (`shared`)."""
+        """Make the folder and lock it, alone or with others that encode parts (`shared`)."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = hold(self.out / LOCK, shared=shared, wait=False)
+            lock = take_lock(self.out / LOCK, shared=shared, wait=False)
         except Busy:
             raise UserError(f"--out {self.out}: another preparation is writing to it") from None
         except OSError as error:
@@ -130,7 +130,7 @@ class OutputFolder:
 
     def setup_lock(self) -> Lock:
         """Hold the lock under which the work is begun or taken up."""
-        return hold(self.out / SETUP_LOCK)
+        return take_lock(self.out / SETUP_LOCK)
 
     def is_complete(self, identity: dict, overwrite: bool) -> bool:
         """Return True if the folder holds the data that `identity` (the arguments) asks for.
@@ -170,7 +170,7 @@ class OutputFolder:
         """Remove what a kill has left beside complete data, unless a preparation runs there."""
         # With a record it is an unfinished preparation of other data.
         if is_marked(self.staging) and not (self.staging / RECORD).exists():
-            with suppress(Busy, OSError, UserError), hold(self.out / LOCK, wait=False):
+            with suppress(Busy, OSError, UserError), take_lock(self.out / LOCK, wait=False):
                 self.remove()
                 (self.out / LOCK).unlink()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from cat_lm.core.cli import kind
+from cat_lm.core.cli import argument_type
 from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import TOKENS, check_whole
 from cat_lm.core.readers import clipped
@@ -17,7 +17,7 @@ from cat_lm.core.readers import clipped
 _DECIMAL = r"[0-9]{1,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40}"
 
 
-@kind
+@argument_type
 def split_sizes(text: str) -> list[int]:
     """Read the sizes of two or three splits, N,N or N,N,N."""
     sizes = text.split(",")
@@ -26,7 +26,7 @@ def split_sizes(text: str) -> list[int]:
     return [check_whole(size.strip(), TOKENS.at_least(1)) for size in sizes]
 
 
-@kind
+@argument_type
 def names(text: str) -> list[str]:
     """Read NAME,NAME as a sorted list without repetitions."""
     found = sorted({name.strip() for name in text.split(",")} - {""})
@@ -35,7 +35,7 @@ def names(text: str) -> list[str]:
     return found
 
 
-@kind
+@argument_type
 def numbers_by_set(text: str) -> dict[str, str]:
     """Read SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
     found: dict[str, str] = {}
@@ -51,7 +51,7 @@ def numbers_by_set(text: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-@kind
+@argument_type
 def task(text: str) -> tuple[int, int]:
     """Read I/N, task I of N."""
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
@@ -60,7 +60,7 @@ def task(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-@kind
+@argument_type
 def separator(text: str) -> str:
     """Read a separator as it is typed in a shell: a backslash and n are a line's end."""
     try:
@@ -72,7 +72,7 @@ def separator(text: str) -> str:
     return found
 
 
-@kind
+@argument_type
 def key_path(text: str) -> str:
     """Read a key, or several with dots between."""
     if not all(text.split(".")):
@@ -92,7 +92,7 @@ class Limit(NamedTuple):
         return malformed > self.count + self.share * records
 
 
-@kind
+@argument_type
 def limit(text: str) -> Limit:
     """Read a `Limit` from `100` or `0.01%`."""
     number = text.strip().removesuffix("%")

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import atomic_write, opened, sha256, write_sealed
+from cat_lm.core.files import atomic_write, sha256, unseal, write_sealed
 from cat_lm.core.readers import Versioned, check_shape, read_object
 
 DOCUMENT = np.dtype(
@@ -97,7 +97,7 @@ def load_record(path: Path, kind: type[T]) -> T | None:
         UserError: another version wrote it.
     """
     try:
-        record, whole = opened(read_object(path))
+        record, whole = unseal(read_object(path))
     except UserError:
         return None
     if not whole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.hub import explaining_gate
+from cat_lm.core.hub import explain_gated_access
 from data_prep.sources.base import Part, in_natural_order
 from data_prep.sources.documents import suffix_of
 from data_prep.sources.presets import HUB_PREFIX
@@ -31,7 +31,7 @@ def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    with explaining_gate(name, "dataset"):
+    with explain_gated_access(name, "dataset"):
         tree = list(
             HfApi().list_repo_tree(
                 name, folder or None, recursive=True, revision=revision, repo_type="dataset"
@@ -64,6 +64,6 @@ def fetch_range(name: str, revision: str, file: str, start: int, stop: int) -> b
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     response = get_session().get(url, headers=headers, timeout=timeout)
-    with explaining_gate(name, "dataset"):
+    with explain_gated_access(name, "dataset"):
         hf_raise_for_status(response)
     return response.content

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.folders import Busy, Lock, hold
+from cat_lm.core.folders import Busy, Lock, take_lock
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_SECONDS = 0.2  # The interval in seconds between checks for a signal.
@@ -85,7 +85,7 @@ def lock_folder(out: Path) -> Iterator[Lock]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         # Some cluster file systems have no locks, but a study must run there too.
-        lock = hold(path, wait=False)
+        lock = take_lock(path, wait=False)
     except Busy:
         raise UserError(
             f"--out {out}: another call of the study works in it, or commands that a killed one "

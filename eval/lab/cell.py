@@ -183,7 +183,7 @@ def code_of_mixer(specification: str) -> dict[str, str]:
     entries: list[object] = [mixers.get(name)] if name in mixers.names() else []
     if (conv_type := options.get("conv_type")) in kinds.names():
         entries.append(kinds.get(conv_type).add_lag)
-    codes = sorted(filter(None, map(plugins.foreign_code, entries)))
+    codes = sorted(filter(None, map(plugins.hash_plugin_sources, entries)))
     return {"code": " ".join(codes)} if codes else {}
 
 

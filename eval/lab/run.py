@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cat_lm.core.files import finite, write_json, write_text
-from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.files import replace_nonfinite, write_json, write_text
+from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
 from eval.common.interrupts import lock_folder
 from eval.common.provenance import provenance
 from eval.common.style import save_figure
@@ -44,7 +44,9 @@ def run_study(
     # An estimate may read a folder that another call is using.
     with nullcontext() if execution.estimate_only else lock_folder(out):
         if not execution.estimate_only:
-            claim_outputs(out, f"{study.name}.json", named(study.name, ".md", ".csv", *PICTURES))
+            claim_outputs(
+                out, f"{study.name}.json", result_files(study.name, ".md", ".csv", *PICTURES)
+            )
         if study.check is not None:
             study.check([run.cell for run in planned_runs(places, out)], out)
         found = run_tuned(f"{study.name} at {asked.scale} scale", places, out, execution)
@@ -84,7 +86,7 @@ def summarise(
         "diverged": diverged_runs(lines),
         **provenance(),
     }
-    return finite(record), lines
+    return replace_nonfinite(record), lines
 
 
 def write_study(study: Study, record: dict[str, Any], lines: Sequence[Line], out: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import opened, write_sealed
+from cat_lm.core.files import unseal, write_sealed
 from cat_lm.core.folders import check_file
 from cat_lm.core.readers import Versioned, check_shape, parse_value, read_bytes, short
 
@@ -81,7 +81,7 @@ class CellStore:
             raise DamagedCell(path, str(error).removeprefix(f"{path}: ")) from None
         # A file of another version is not damaged, and is not replaced.
         check_shape(values, Versioned, str(path), _AGAIN)
-        values, whole = opened(values)
+        values, whole = unseal(values)
         if not whole:
             raise DamagedCell(path, "was changed after it was written")
         check_shape(values, self.shape, str(path), _AGAIN)

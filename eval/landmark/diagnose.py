@@ -9,8 +9,8 @@ k highest, if the other products are independent normals:
 
 What happens is measured on the same queries: `retrieved`, how often the match's block is chosen,
 and `caught`, the part of dense attention's weight on candidate blocks that the chosen ones have;
-`most` is that of the k best. `clumping` is b Var(q·K̄) / Var(q·k) of the blocks without the match, 1
-where keys of a block are independent, as the law has it. Landmarks are means (`box`). Means over
+`most` is that of the k best. `clumping` is b Var(q·K̄) / Var(q·k) of the blocks without the match,
+1 where keys of a block are independent, as the law has it. Landmarks are means (`box`). Means over
 heads are weighed by `far`, the part of all attention that candidate blocks get: a head that reads
 what is near needs no choice.
 """
@@ -26,7 +26,7 @@ import numpy as np
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
 from cat_lm.pretrained.loading import model_config, model_folder, model_label
 from eval.common.models import folder_sha256
 from eval.common.precision import evaluation_device
@@ -83,7 +83,7 @@ def diagnose(
     budget = questions.windows * questions.length
     asked = Options(text=text, data=data, lengths=(questions.length,), max_tokens=budget)
     stream = sweep_streams([subject], asked)[0]
-    claim_outputs(out, "diagnosis.json", named("diagnosis", ".csv", *PICTURES))
+    claim_outputs(out, "diagnosis.json", result_files("diagnosis", ".csv", *PICTURES))
     built = dense_model(folder).to(target)
     choosers = add_choosers(built)
     tokens = torch.from_numpy(stream.tokens[: stream.scored // questions.length * questions.length])

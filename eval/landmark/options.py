@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import listed, path_name
+from cat_lm.core.cli import comma_separated, path_name
 from cat_lm.core.errors import UserError
 from eval.common.options import Option
 
@@ -68,7 +68,11 @@ class Grid(_Choice):
     lengths: Annotated[tuple[int, ...], _list("tokens that models read", "256,512")]
     select: Annotated[
         tuple[str, ...],
-        Option(f"of {', '.join(SELECTORS)}", metavar="LIST", kind=listed(selector, "box,local")),
+        Option(
+            f"of {', '.join(SELECTORS)}",
+            metavar="LIST",
+            kind=comma_separated(selector, "box,local"),
+        ),
     ] = tuple(name for name in SELECTORS if name not in LEARNED)
     calibrate: Annotated[
         str | None,

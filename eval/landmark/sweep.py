@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
 from cat_lm.core.readers import Versioned
 from cat_lm.ops.long_filter import filters
 from cat_lm.pretrained.loading import choose_device, model_config, model_folder
@@ -92,7 +92,7 @@ def sweep(
     asked = Options(text=text, data=data, lengths=(longest,), max_tokens=grid.max_tokens)
     streams = sweep_streams(subjects, asked)
     out = Path(out)
-    claim_outputs(out, "landmark_sweep.json", named("landmark_sweep", ".csv", *PICTURES))
+    claim_outputs(out, "landmark_sweep.json", result_files("landmark_sweep", ".csv", *PICTURES))
     rows: list[dict[str, Any]] = []
     for subject, stream in zip(subjects, streams, strict=True):
         cells = Cells(out, subject, stream, device, grid)

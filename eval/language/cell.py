@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import finite
+from cat_lm.core.files import replace_nonfinite
 from cat_lm.core.readers import Versioned
 from cat_lm.pretrained.loading import quiet_transformers
 from eval.common.interrupts import Stopped, run_to_end
@@ -199,7 +199,7 @@ class Cell(cell.Cell):
         speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second")]
         found = {
             "diverged": is_diverged,
-            "loss": finite(losses[-1]) if losses and not is_diverged else None,
+            "loss": replace_nonfinite(losses[-1]) if losses and not is_diverged else None,
             "precision": load_config(run / "config.yaml").train.precision,
             "parameters": read_export(run / "model" / "export.json").get("parameters"),
             "tokens_per_second": statistics.median(speeds) if speeds else None,

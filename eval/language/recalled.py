@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cat_lm.core.files import finite
+from cat_lm.core.files import replace_nonfinite
 from eval.length_sweep.perplexity import Window, document_spans, span_windows, token_nlls
 from eval.length_sweep.token_stream import Documents, TokenStream, split_stream
 
@@ -200,7 +200,7 @@ def _over_documents(
     sums = [float(values[start:stop].sum()) for start, stop in spans]
     sizes = [int(part[start:stop].sum()) for start, stop in spans]
     is_whole = all(map(math.isfinite, sums)) and sum(sizes) > 0
-    return finite(
+    return replace_nonfinite(
         {
             "loss": math.fsum(sums) / sum(sizes) if is_whole else None,
             "documents": {"tokens": sizes, "nats": sums if is_whole else None},

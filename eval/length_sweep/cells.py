@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm.core import plugins
-from cat_lm.core.files import finite
+from cat_lm.core.files import replace_nonfinite
 from cat_lm.pretrained.loading import choose_device, load_model
 from eval.common.result_files import SweepCell
 from eval.lab.store import CellStore
@@ -139,7 +139,7 @@ class Cells:
         }
         if not math.isfinite(score.nll):
             values["document_nlls"] = None
-        return finite(values)  # A diverged model's numbers are absent, not invalid.
+        return replace_nonfinite(values)  # A diverged model's numbers are absent, not invalid.
 
 
 def score_stream(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import listed, path
+from cat_lm.core.cli import comma_separated, path
 from cat_lm.core.errors import UserError
 from eval.common.options import Option
 from eval.common.precision import HELP, Dtype
@@ -46,7 +46,7 @@ class Options:
         Option(
             "of none,pi,pi+temperature,yarn (rotary positions) and none,temperature (without); "
             "all: those that exist for each model; paper: those of the paper's figure",
-            kind=listed(str.strip, "none,yarn"),
+            kind=comma_separated(str.strip, "none,yarn"),
         ),
     ] = ("none",)
     max_tokens: Annotated[int | None, _count("score at most N tokens")] = None

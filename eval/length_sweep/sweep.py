@@ -11,7 +11,7 @@ from typing import Any
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
 from cat_lm.pretrained.loading import (
     model_config,
     model_folder,
@@ -71,7 +71,10 @@ def fill_sweep(models: Sequence[Path | str], asked: Options, out: Path) -> list[
         streams = sweep_streams(subjects, asked)
     for account in dict.fromkeys(stream.account for stream in streams):
         print(account, file=sys.stderr)
-    names = [*named("length_sweep", ".csv", *PICTURES), *named("loss_by_position", *PICTURES)]
+    names = [
+        *result_files("length_sweep", ".csv", *PICTURES),
+        *result_files("loss_by_position", *PICTURES),
+    ]
     claim_outputs(out, "length_sweep.json", names)
     rows: list[dict[str, Any]] = []
     missing: list[str] = []

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cat_lm.core.parameters import kept_parts, start
+from cat_lm.core.parameters import apply_initial_values, self_initialised_modules
 from cat_lm.mixers import Mixer, Setting
 from cat_lm.model.blocks.residual import Block
 from cat_lm.model.context import Context
@@ -103,7 +103,7 @@ def _chosen(hidden: Tensor, scored: Tensor) -> Tensor:
 
 def initialise(model: nn.Module, layers: int) -> None:
     """Initialise a model as described above; a module's own `initial_values` take precedence."""
-    kept = kept_parts(model)
+    kept = self_initialised_modules(model)
     for name, module in model.named_modules():
         if module in kept:
             continue
@@ -113,7 +113,7 @@ def initialise(model: nn.Module, layers: int) -> None:
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
     for module in reversed(list(model.modules())):
-        start(module)
+        apply_initial_values(module)
 
 
 def _filters_as_lists(convolution: StreamPipeline) -> dict[str, list[list[float]]]:

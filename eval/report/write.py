@@ -21,7 +21,7 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     """
     import pandas as pd
 
-    from cat_lm.core.outputs import PICTURES, claim_outputs, named
+    from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
     from eval.common.provenance import provenance
     from eval.common.runs import curves, read_run, sweep_rows, unigram_loss
     from eval.common.style import save_figure
@@ -38,8 +38,8 @@ def report(folders: Sequence[Path | str], out: Path | str, title: str | None = N
     out = Path(out)
     rows, made = sweep_rows(runs), provenance()
     stems = ["loss", "perplexity_by_length", *(f"filters_{label}" for label in labels)]
-    names = ["index.html", "summary.csv", *named("table2", ".md", ".html", ".csv")]
-    names += [name for stem in stems for name in named(stem, *PICTURES)]
+    names = ["index.html", "summary.csv", *result_files("table2", ".md", ".html", ".csv")]
+    names += [name for stem in stems for name in result_files(stem, *PICTURES)]
     claim_outputs(out, "summary.json", names)
     save_figure(loss_figure(curves(runs), unigram_loss(runs)), out / "loss")
     if rows:

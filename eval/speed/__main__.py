@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, listed, number, output_file, whole, whole_numbers
+from cat_lm.core.cli import Parser, comma_separated, number, output_file, whole, whole_numbers
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.host import GIB
 from cat_lm.core.readers import clipped
@@ -57,7 +57,7 @@ def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], t
             raise argparse.ArgumentTypeError(f"{clipped(text.strip())!r} is not one of {first}")
         return text.strip()
 
-    several = listed(one, ",".join(known[:2]))
+    several = comma_separated(one, ",".join(known[:2]))
     return lambda text: known if text == every else several(text)
 
 

@@ -28,7 +28,7 @@ from lm_eval.evaluator import evaluate
 
 from cat_lm.core import plugins
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import finite
+from cat_lm.core.files import replace_nonfinite
 from cat_lm.core.outputs import claim_outputs
 from cat_lm.core.readers import read_object, short
 from cat_lm.pretrained.loading import (
@@ -273,7 +273,9 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         base = metric.removesuffix("_stderr")
         label = base if filter_ == "none" else key.replace("_stderr,", ",")
         known = not isinstance(value, str)  # the harness's "N/A"
-        (stderr if metric != base else metrics)[label] = finite(float(value)) if known else None
+        (stderr if metric != base else metrics)[label] = (
+            replace_nonfinite(float(value)) if known else None
+        )
     return {
         "metrics": metrics,
         "stderr": stderr,

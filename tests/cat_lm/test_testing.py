@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from cat_lm import architectures, mixers
 from cat_lm.core import causality
-from cat_lm.core.causality import is_same, stir
+from cat_lm.core.causality import is_same, perturb_parameters
 from cat_lm.core.errors import UserError
 from cat_lm.mixers import Mixer, MixerKind, Setting
 from cat_lm.model import attention
@@ -389,6 +389,6 @@ def test_masks_and_indices_are_compared_and_left_as_they_are():
     module.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
     module.gain = nn.Parameter(torch.ones(2))
     with torch.no_grad():
-        stir(module)
+        perturb_parameters(module)
     assert module.rows.tolist() == [0, 1, 2] and module.mask[0] == 0
     assert not (module.gain == 1).any()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.folders import make_temporary, own_name
+from cat_lm.core.folders import make_temporary, temporary_name
 from cat_lm.data.opening import open_corpus
 from data_prep.assemble import raw_bytes
 from data_prep.check.findings import inspect
@@ -98,7 +98,7 @@ def test_two_splits_and_none_of_the_third(file, tmp_path):
 
 
 def test_what_a_kill_left_is_removed_and_what_others_made_is_not(file, tmp_path):
-    left = own_name(tmp_path / "out", "tmp")
+    left = temporary_name(tmp_path / "out", "tmp")
     make_temporary(left)
     (left / "half").write_text("")
     out = run(file, tmp_path / "out")

@@ -71,7 +71,7 @@ def test_a_pattern_in_one_file_learns_in_a_long_range_task(pattern):
 
 
 def test_a_pattern_as_a_mixer_keeps_documents_apart(pattern):
-    assert plugins.foreign_code(mixers.get("forgetting")) is not None  # names its source
+    assert plugins.hash_plugin_sources(mixers.get("forgetting")) is not None  # names its source
     module = mixers.make("forgetting", {"heads": 2, "dropout": 0.0}).build(Setting(16))
     assert isinstance(module.core, pattern["ForgettingCore"])
     module.core.gate.weight.data.normal_()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
-from cat_lm.core.parameters import start
+from cat_lm.core.parameters import apply_initial_values
 from cat_lm.mixers.parts.base import ConvolutionOptions, StreamSettings
 from cat_lm.model import attention
 from cat_lm.model.attention.core import AttentionMixin
@@ -91,7 +91,7 @@ class Attention(AttentionMixin, nn.Module):
         self.out_proj = nn.Linear(settings.hidden_size, settings.hidden_size, bias=options.bias)
         self._add_parts(settings)
         for part in reversed(list(self.core.modules())):
-            start(part)
+            apply_initial_values(part)
         pattern = attention.pattern(settings)
         reads_neighbours = pattern.reads_neighbours(settings) and not settings.mixes_maps
         self.refuses_gaps = pattern.masks_keys or reads_neighbours

@@ -156,7 +156,7 @@ class Mixer:
 
     def _check_causal(self, setting: Setting) -> None:
         from cat_lm.core import causality  # imports torch
-        from cat_lm.core.parameters import start
+        from cat_lm.core.parameters import apply_initial_values
         from cat_lm.model.context import Context
 
         # All later layers are like the second.
@@ -164,7 +164,7 @@ class Mixer:
 
         def make() -> tuple[nn.Module, Any, int]:
             module = self.kind.build(self.options, setting).eval()
-            module.apply(start)
+            module.apply(apply_initial_values)
             return module, lambda x: module(x, Context()), setting.d_model
 
         # The key has the kind's id, because its class may define `==`.

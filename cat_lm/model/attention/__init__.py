@@ -330,7 +330,7 @@ def build(kind: type[Entry], config: Any) -> Any:
         module = entry.build(config, *options)
         if problem := module_problem(module):
             raise ValueError(problem)
-        check_parameters(module, gives_all_starts=True)
+        check_parameters(module, needs_initial_values=True)
     except ValueError as error:
         raise UserError(f"{described(kind, config)}: {error}") from error
     return module

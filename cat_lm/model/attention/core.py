@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from cat_lm.core.causality import TIME, changed, check_causal
+from cat_lm.core.causality import TIME, check_causal, copy_with
 from cat_lm.core.plugins import is_own
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern, ScoreTransform, ValueTransform
@@ -219,7 +219,7 @@ def check_attention(body: nn.Module) -> None:
     if not (foreign and is_computed) or attention.length_problems(config, TIME):
         return
     named = " with ".join(attention.described(kind, config) for kind in foreign)
-    small = changed(config, _SMALL | {"_attn_implementation": able[0]})
+    small = copy_with(config, _SMALL | {"_attn_implementation": able[0]})
     shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
     key = type(body), *map(id, foreign.values()), named, able[0], shape
     check_causal(named, key, partial(layer_of, type(body), small))

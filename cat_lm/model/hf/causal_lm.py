@@ -24,7 +24,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from cat_lm.core.parameters import start
+from cat_lm.core.parameters import apply_initial_values
 from cat_lm.core.registry import one_of
 from cat_lm.model.attention.core import check_attention
 from cat_lm.model.attention.masks import check_call, context_of, count_positions, positions_restart
@@ -55,7 +55,7 @@ class InitialValuesMixin:
         super()._initialize_weights(module, *args, **kwargs)
         is_loaded = all(getattr(p, "_is_hf_initialized", False) for p in module.parameters())
         if not (has_started or is_loaded):
-            start(module, init.copy_)
+            apply_initial_values(module, init.copy_)
 
 
 class CausalBody:

@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.parameters import kept_parts
+from cat_lm.core.parameters import self_initialised_modules
 from cat_lm.mixers import Setting, mixer_of
 from cat_lm.mixers.kinds.deltanet import DeltaRule
 from cat_lm.mixers.kinds.gated_deltanet import GatedDeltaRule
@@ -307,7 +307,7 @@ class CatMixerModel(RecurrentModel, MixerPreTrainedModel):
     def _mark_as_built(self, mixer: nn.Module, setting: Setting) -> None:
         """Record, for each part of the mixer that draws its own values, where it belongs."""
         # On the meta device the constructors ran for names and shapes alone.
-        lacks, kept = any(p.is_meta for p in mixer.parameters()), kept_parts(mixer)
+        lacks, kept = any(p.is_meta for p in mixer.parameters()), self_initialised_modules(mixer)
         for name, module in mixer.named_modules():
             if module in kept or not isinstance(module, nn.Linear | nn.Embedding):
                 module.as_built = (setting, name, lacks)

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import causes_told
+from cat_lm.core.files import raising_os_errors
 from cat_lm.training.checkpoint.optimizer_state import opened
 
 FOLDER = "callbacks"
@@ -60,7 +60,7 @@ def write_callback_states(
     for name, state in states.items():
         path = new / FOLDER / f"{name}.safetensors"
         path.parent.mkdir(exist_ok=True)
-        with causes_told(path):
+        with raising_os_errors(path):
             save_file(state.tensors, path, {_VALUES: state.values})
         written.append((path, state.tensors))
     return written

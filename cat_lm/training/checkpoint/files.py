@@ -20,10 +20,10 @@ from cat_lm.core.errors import TemporaryError, UserError, describe_os_error
 from cat_lm.core.files import Algorithm, checksums, write_json, write_text
 from cat_lm.core.folders import (
     files_below,
+    has_owner_ended,
     make_temporary,
-    maker_is_gone,
-    own_name,
     remove_temporary,
+    temporary_name,
 )
 from cat_lm.core.readers import InsideName, Record, Versioned, check_shape, read_json, read_yaml
 
@@ -288,7 +288,7 @@ def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
     Where it is not `alone` by a lock, only what an ended process of this host left goes.
     """
     for path in sorted(folder.iterdir()):
-        if _LEFTOVER.fullmatch(path.name) and (alone or maker_is_gone(path)):
+        if _LEFTOVER.fullmatch(path.name) and (alone or has_owner_ended(path)):
             try:
                 remove_temporary(path)
             except UserError as error:
@@ -321,7 +321,7 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
     """Delete the complete checkpoints that the rule does not keep; never `current`."""
     for path in _superfluous(folder, rule, current):
         # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
-        doomed = own_name(path, "deleting")
+        doomed = temporary_name(path, "deleting")
         try:
             if others := files_below(path) - {*read_marker(path), MARKER}:
                 say(f"{path}: holds {min(others)}, which its marker does not list; it stays")

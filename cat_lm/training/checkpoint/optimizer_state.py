@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cat_lm.core.errors import UserError, describe_os_error, file_error
-from cat_lm.core.files import causes_told, os_error
+from cat_lm.core.files import os_error, raising_os_errors
 from cat_lm.core.readers import read_bytes
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
             tensors[key] = fragment.of(moment).cpu()
     numbers = {"rank": ranks.rank, "ranks": ranks.world_size, "step": optimizer_step(engine)}
     path = folder / state_file(ranks.rank)
-    with causes_told(path):
+    with raising_os_errors(path):
         save_file(tensors, path, {name: str(number) for name, number in numbers.items()})
     return tensors
 
@@ -464,7 +464,7 @@ def save_random_states(path: Path) -> None:
         states["cuda"] = torch.cuda.get_rng_state()
     content = io.BytesIO()
     torch.save(states, content)
-    with causes_told(path):
+    with raising_os_errors(path):
         path.write_bytes(content.getvalue())
 
 

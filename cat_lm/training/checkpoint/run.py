@@ -24,9 +24,9 @@ from cat_lm.core.errors import (
     shared_error,
 )
 from cat_lm.core.files import (
-    causes_told,
     checksum,
     give_usual_mode,
+    raising_os_errors,
     sync_directory,
     write_json,
     write_text,
@@ -35,10 +35,10 @@ from cat_lm.core.folders import (
     Busy,
     Lock,
     empty_temporary,
-    hold,
     make_temporary,
-    own_name,
     remove_temporary,
+    take_lock,
+    temporary_name,
 )
 from cat_lm.core.plugins import commit
 from cat_lm.training.checkpoint import callback_state, files, optimizer_state
@@ -81,7 +81,7 @@ class Checkpoints:
         """Make the folder, for this process alone: the lock ends with it, however it ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = hold(self.folder / ".lock", wait=False)
+            lock = take_lock(self.folder / ".lock", wait=False)
         except Busy:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
@@ -235,7 +235,7 @@ class Checkpoints:
     ) -> None:
         ranks, progress = self.ranks, self._progress
         # Of the first rank, so that no other run, where there are no locks, has the same folder.
-        temporary = ranks.broadcast(own_name(final, "saving"))
+        temporary = ranks.broadcast(temporary_name(final, "saving"))
         new = temporary / final.name
         try:
             ranks.on_rank_zero(lambda: prepare(new))
@@ -298,12 +298,12 @@ def write_own_files(
         (new / random_file(ranks.rank), {}),
     ]
     if ranks.is_first:
-        with causes_told(new / files.WEIGHTS):
+        with raising_os_errors(new / files.WEIGHTS):
             save_file(weights, new / files.WEIGHTS, {"format": "pt"})
         own.append((new / files.WEIGHTS, weights))
         own += callback_state.write_callback_states(new, callback_states)
         engine.model.config.save_pretrained(new / "model")
-        with causes_told(new / "tokenizer"):
+        with raising_os_errors(new / "tokenizer"):
             shutil.copytree(tokenizer, new / "tokenizer")
         engine.config.save(new / files.RUN_CONFIG)
         code = {"cat_lm": __version__, "commit": commit(), "plugins": plugins.describe()}

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import checksums, opened, write_sealed
-from cat_lm.core.folders import atomic_folder, hold
+from cat_lm.core.files import checksums, unseal, write_sealed
+from cat_lm.core.folders import atomic_folder, take_lock
 from cat_lm.core.readers import Versioned, check_shape, read_object
 from cat_lm.data.verified import changed_files
 from eval.lab.store import key_hash
@@ -62,7 +62,7 @@ class StoredTask(Task):
         folder = place.cache / f"{name}-{key_hash(key)}"
         if not (folder / _RECORD).is_file():
             place.cache.mkdir(parents=True, exist_ok=True)
-            with hold(place.cache / f".{folder.name}.lock"):
+            with take_lock(place.cache / f".{folder.name}.lock"):
                 if not (folder / _RECORD).is_file():
                     _write(folder, key, *self.make(place))
         record, origin = folder / _RECORD, _checked(folder)
@@ -124,7 +124,7 @@ def _write(
 def _checked(folder: Path) -> dict[str, Any]:
     """Return the origin of what a folder holds. Raises UserError where that was changed."""
     record, advice = folder / _RECORD, f"delete {folder}, and the same command makes it again"
-    values, is_whole = opened(read_object(record, advice))
+    values, is_whole = unseal(read_object(record, advice))
     kept = check_shape(values, _Record, str(record), advice)
     if not is_whole:
         raise UserError(f"{record}: was changed after it was written; {advice}")

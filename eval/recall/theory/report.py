@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from cat_lm.core.files import write_json, write_text
-from cat_lm.core.outputs import PICTURES, claim_outputs, named
+from cat_lm.core.outputs import PICTURES, claim_outputs, result_files
 from eval.common.html import render
 from eval.common.provenance import provenance
 from eval.common.style import INK, MARKERS, MUTED, RUN_COLOURS, STYLE, save_figure
@@ -39,8 +39,8 @@ def theory(out: Path, asked: Simulations) -> list[str]:
     Returns:
         The sources of claims that do not hold or have a control that passes.
     """
-    claim_outputs(out, "landmark_tradeoff.json", named("landmark_tradeoff", *PICTURES))
-    claim_outputs(out, "theory.json", ["theory.md", *named("theorem_2", *PICTURES)])
+    claim_outputs(out, "landmark_tradeoff.json", result_files("landmark_tradeoff", *PICTURES))
+    claim_outputs(out, "theory.json", ["theory.md", *result_files("theorem_2", *PICTURES)])
     started, judged = time.monotonic(), []
     layers = generalization.trained(
         generalization.PROBLEMS,
@@ -90,7 +90,7 @@ def _claims(layers: generalization.Trained, asked: Simulations) -> Iterator[Clai
 
 def landmark_tradeoff(out: Path, trials: int, seed: int = 0) -> None:
     """Write the landmark figure by itself: landmark_tradeoff.json, .png and .svg."""
-    claim_outputs(out, "landmark_tradeoff.json", named("landmark_tradeoff", *PICTURES))
+    claim_outputs(out, "landmark_tradeoff.json", result_files("landmark_tradeoff", *PICTURES))
     record = _draw_tradeoff(out, trials, seed) | {"provenance": provenance()}
     write_json(out / "landmark_tradeoff.json", record)
 

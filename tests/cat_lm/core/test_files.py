@@ -19,10 +19,10 @@ from cat_lm.core.errors import UserError, is_temporary
 from cat_lm.core.files import (
     SEAL,
     atomic_write,
-    causes_told,
     checksums,
-    opened,
     os_error,
+    raising_os_errors,
+    unseal,
     write_sealed,
     write_text,
 )
@@ -76,11 +76,11 @@ def test_sealed_record_is_whole_until_a_value_changes(tmp_path):
     given = {"loss": 1.5, "lengths": (32, 64), "by_step": {10: 1.0, 9: 2.0}, "none": None}
     write_sealed(tmp_path / "cell.json", given)
     stored = json.loads((tmp_path / "cell.json").read_text())
-    record, whole = opened(stored)
+    record, whole = unseal(stored)
     assert whole is True and SEAL not in record and record == json.loads(json.dumps(given))
     for changed in ({"loss": 1.25}, {"more": 1}, {SEAL: "0" * 64}):
-        assert opened(stored | changed)[1] is False
-    assert opened(record) == (record, False)
+        assert unseal(stored | changed)[1] is False
+    assert unseal(record) == (record, False)
 
 
 STALE = "Error while serializing: I/O error: Stale file handle (os error 116)"
@@ -113,7 +113,10 @@ def test_error_of_a_library_is_the_systems(case, tmp_path):
     if cause is not None:
         assert cause.filename == str(path)
         assert is_temporary(cause) == (number != errno.ENOSPC)
-    with pytest.raises(type(error) if cause is None else OSError) as caught, causes_told(path):
+    with (
+        pytest.raises(type(error) if cause is None else OSError) as caught,
+        raising_os_errors(path),
+    ):
         raise error
     assert caught.value is error or caught.value.errno == number
 

@@ -99,18 +99,18 @@ def test_folder_that_cannot_be_removed_raises_user_error(number, passes, tmp_pat
 
 
 def test_only_an_ended_process_of_this_host_is_gone(tmp_path, ended):
-    mine = folders.own_name(tmp_path / "out", "tmp")
+    mine = folders.temporary_name(tmp_path / "out", "tmp")
     gone = of_process(mine, ended)
-    assert mine.parent == tmp_path and not folders.maker_is_gone(mine)
-    assert folders.maker_is_gone(gone)
+    assert mine.parent == tmp_path and not folders.has_owner_ended(mine)
+    assert folders.has_owner_ended(gone)
     elsewhere = gone.with_name(gone.name.replace(socket.gethostname().replace(".", "_"), "n001"))
-    assert not folders.maker_is_gone(elsewhere)
+    assert not folders.has_owner_ended(elsewhere)
     siblings = tmp_path / ".out.v2.n001-1-2.tmp"  # of another command, on out.v2
     for folder in (mine, gone, elsewhere, siblings):
         folders.make_temporary(folder)
     (tmp_path / ".out.mine-2.tmp").mkdir()
     (tmp_path / ".out.mine-2.tmp/thesis").touch()
-    assert set(folders.left_beside(tmp_path / "out", "tmp")) == {mine, gone, elsewhere}
+    assert set(folders.list_leftovers(tmp_path / "out", "tmp")) == {mine, gone, elsewhere}
 
 
 def listing(folder):
@@ -180,7 +180,7 @@ def test_error_amid_a_replacement_loses_nothing(out, monkeypatch, at, error):
 
 
 def test_kill_between_the_renames_loses_nothing(out, ended):
-    left = of_process(folders.own_name(out, "tmp"), ended)
+    left = of_process(folders.temporary_name(out, "tmp"), ended)
     folders.make_temporary(left)
     out.rename(left / "old")
     with pytest.raises(ZeroDivisionError), atomic_folder(out, listing):

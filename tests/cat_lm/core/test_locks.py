@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.folders import Busy, hold
+from cat_lm.core.folders import Busy, take_lock
 from eval.common.interrupts import lock_folder
 from eval.lab import execution
 from eval.lab.run import run_study
@@ -24,27 +24,27 @@ def place(tmp_path):
 
 
 def test_lock_has_one_holder(place):
-    with hold(place):
+    with take_lock(place):
         with pytest.raises(Busy):
-            hold(place, wait=False)
+            take_lock(place, wait=False)
         with pytest.raises(Busy):
-            hold(place, shared=True, wait=False)
-    hold(place, wait=False).close()
+            take_lock(place, shared=True, wait=False)
+    take_lock(place, wait=False).close()
 
 
 def test_shared_holders_keep_out_a_single_one(place):
-    first, second = hold(place, shared=True), hold(place, shared=True, wait=False)
+    first, second = take_lock(place, shared=True), take_lock(place, shared=True, wait=False)
     for lock in (first, second):
         assert lock.readable() and lock.writable()  # NFS asks for one of them, by the kind
         with pytest.raises(Busy):
-            hold(place, wait=False)
+            take_lock(place, wait=False)
         lock.close()
-    hold(place, wait=False).close()
+    take_lock(place, wait=False).close()
 
 
 def test_next_holder_waits_until_the_lock_ends(place):
-    first, taken = hold(place), []
-    thread = threading.Thread(target=lambda: taken.append(hold(place)))
+    first, taken = take_lock(place), []
+    thread = threading.Thread(target=lambda: taken.append(take_lock(place)))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive() and not taken
@@ -52,21 +52,21 @@ def test_next_holder_waits_until_the_lock_ends(place):
     first.close()  # more than once changes nothing
     thread.join(20)
     with pytest.raises(Busy):
-        hold(place, wait=False)
+        take_lock(place, wait=False)
     taken[0].close()
 
 
 def test_lock_ends_with_its_process_and_those_that_inherited_it(place):
-    lock = hold(place)
+    lock = take_lock(place)
     code = "input()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=[lock.fileno()]
     )
     lock.close()
     with pytest.raises(Busy):
-        hold(place, wait=False)
+        take_lock(place, wait=False)
     child.communicate(b"\n")
-    hold(place, wait=False).close()
+    take_lock(place, wait=False).close()
 
 
 def test_removed_file_is_no_lock(tmp_path):
@@ -81,21 +81,21 @@ def test_removed_file_is_no_lock(tmp_path):
             return real(os.stat(path), stats[0])
 
     with mock.patch("os.path.samestat", removed_meanwhile), pytest.raises(Busy):
-        hold(path, wait=False)
+        take_lock(path, wait=False)
     answers = [removed_meanwhile, real]
     with mock.patch("os.path.samestat", lambda *stats: answers.pop(0)(*stats)):
-        lock = hold(path)
+        lock = take_lock(path)
     assert not answers
     with lock, pytest.raises(Busy):
-        hold(path, wait=False)
+        take_lock(path, wait=False)
 
 
 def test_file_system_without_locks_holds_nobody_back(place):
     error = OSError(errno.ENOLCK, "No locks available")
     with mock.patch("fcntl.flock", side_effect=error):
-        locks = [hold(place, wait=False) for _ in range(2)]
+        locks = [take_lock(place, wait=False) for _ in range(2)]
     assert [lock.error for lock in locks] == [error] * 2
-    with hold(place) as lock:
+    with take_lock(place) as lock:
         assert lock.error is None
 
 
@@ -114,4 +114,4 @@ def test_study_that_runs_has_its_folder_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "execute", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):  # alone it would train, and lets go when it ends
         run(execution.Execution())
-    hold(tmp_path / ".lock", wait=False).close()
+    take_lock(tmp_path / ".lock", wait=False).close()

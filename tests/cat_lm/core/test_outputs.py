@@ -7,10 +7,10 @@ import json
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.outputs import PICTURES, claim_file, claim_outputs, named, write_result
+from cat_lm.core.outputs import PICTURES, claim_file, claim_outputs, result_files, write_result
 from eval.common.provenance import provenance
 
-NAMES = ["sweep.csv", *named("sweep", *PICTURES)]
+NAMES = ["sweep.csv", *result_files("sweep", *PICTURES)]
 
 
 @pytest.mark.parametrize("name", ["sweep.json", *NAMES])

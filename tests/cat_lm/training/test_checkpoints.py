@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cat_lm.config.sections import CheckpointSection
 from cat_lm.core.errors import TemporaryError, UserError, file_error
-from cat_lm.core.folders import make_temporary, own_name
+from cat_lm.core.folders import make_temporary, temporary_name
 from cat_lm.training.checkpoint import (
     complete_checkpoints,
     files,
@@ -377,7 +377,7 @@ def test_link_named_latest_changes_nothing_elsewhere(run, folder, newest, tmp_pa
 
 def leftover(folder: Path, step: int, suffix: str, process: int | None = None) -> Path:
     """Make what a killed process left; by default what this one did."""
-    made = own_name(folder / f"step-{step:08d}", suffix)
+    made = temporary_name(folder / f"step-{step:08d}", suffix)
     made = made.with_name(made.name.replace(f"-{os.getpid()}.", f"-{process or os.getpid()}."))
     make_temporary(made)
     (made / "step").mkdir()
@@ -387,7 +387,7 @@ def leftover(folder: Path, step: int, suffix: str, process: int | None = None) -
 
 def test_leftovers_of_a_kill_go_and_what_looks_like_them_stays(run, folder):
     lines, gone = [], [leftover(folder, 7, "saving"), leftover(folder, 2, "deleting")]
-    own_name(folder / "step-00000010", "saving").mkdir()  # killed before the mark
+    temporary_name(folder / "step-00000010", "saving").mkdir()  # killed before the mark
     kept = {".step-00000008.n-1.saving", ".step-00000009.n-1.deleting", ".step-notes"}
     for name in kept:
         (folder / name).mkdir()
@@ -417,7 +417,7 @@ def test_prune_that_cannot_delete_says_so_and_is_continued(run, folder, newest, 
         refused = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
         patch.setattr("shutil.rmtree", refused)
         prune(folder, KEEP_TWO, newest, lines.append)
-    doomed = own_name(folder / "step-00000002", "deleting").name
+    doomed = temporary_name(folder / "step-00000002", "deleting").name
     assert names(run) == [doomed, *STEPS[1:]]
     assert len(lines) == 1 and "step-00000002: cannot be deleted" in lines[0]
     clear_leftovers(folder, lines.append, alone=True)
