@@ -1,8 +1,8 @@
 """Read a run's configuration: typed and validated YAML, with `a.b=c` overrides.
 
-A run is one YAML file. `base: other.yaml` (relative to the file) takes another file's values
-first; the override `base=FILE` replaces that base. Overrides come last. All errors are gathered and
-shown at once; an unknown key is an error that names the nearest known one.
+A run is one YAML file. Its key `base: other.yaml` (a path relative to the file) reads the values of
+another file first; the override `base=FILE` replaces that file. Overrides are applied last. All
+errors are reported together; that of an unknown key names the most similar known one.
 
 `python train.py --keys` prints every key with its default and meaning.
 """
@@ -34,7 +34,7 @@ from cat_lm.core.readers import clipped, mismatch_text, parse_yaml, read_yaml, r
 from cat_lm.model import attention
 from cat_lm.model.attention import Pattern
 
-_BASE = "base="  # begins the override that names another base
+_BASE = "base="  # how the override of `base:` begins
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -43,15 +43,15 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: a YAML file; its `base:` names another one to start from.
         overrides: strings `section.key=value`, the value in YAML syntax; the last one wins.
-            `base=FILE`, from the working directory, takes the place of the file's own `base:`.
+            `base=FILE`, a path from the working directory, replaces the file's `base:`.
 
     Raises:
-        UserError: with one line for every error found.
+        UserError: the configuration has errors; the message has one line for each.
     """
     bases = [text for text in overrides if text.startswith(_BASE)]
     values = _read_with_bases(Path(path), (), bases[-1].removeprefix(_BASE) if bases else None)
     errors: list[str] = []
-    # The architecture decides which keys there are.
+    # The architecture comes first, because it decides which keys exist.
     for override in sorted(overrides, key=lambda o: not o.startswith("model.architecture=")):
         if override not in bases:
             _apply_override(values, override, errors)
@@ -59,7 +59,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     config = None
     try:
         config = RunConfig.model_validate(values)
-        errors += _inconsistencies(config)
+        errors += _find_inconsistencies(config)
     except ValidationError as error:
         found = error.errors(include_url=False)
         errors += [_describe(e) for e in found if e["type"] != "extra_forbidden"]
@@ -87,11 +87,11 @@ def _read_with_bases(
     base, folder = (base, place.parent) if other is None else (other, Path())
     if not isinstance(base, str) or not base.strip():
         raise UserError(f"{path}: base={short(base)}: must be a file name")
-    return _merged(_read_with_bases(folder / base, (*seen, place)), values)
+    return _merge_values(_read_with_bases(folder / base, (*seen, place)), values)
 
 
-def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Merge sections key by key. A key's value is replaced whole: a mixture is one value."""
+def _merge_values(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Merge sections key by key; a key's value, such as a mixture, is replaced as a whole."""
     result = dict(base)
     for section, content in values.items():
         both = isinstance(content, dict) and isinstance(result.get(section), dict)
@@ -107,8 +107,8 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
         return
     known = sections_of(values)
     kind = known[section].model_fields.get(key) if section in known else None
-    # Text such as a path is taken as it is: `#` and `:` mean nothing in it. A key that may be left
-    # out is still emptied by YAML's word for it.
+    # Text such as a path is no YAML, so that `#` and `:` have no meaning in it. Only `null` resets
+    # an optional key.
     is_text = kind and (
         kind.annotation is str or (kind.annotation == str | None and text != "null")
     )
@@ -117,12 +117,12 @@ def _apply_override(values: dict[str, Any], override: str, errors: list[str]) ->
     except UserError as error:
         errors.append(f"override {error}")
         return
-    if isinstance(values.get(section, {}), dict):  # else the section itself is reported
+    if isinstance(values.get(section, {}), dict):  # Otherwise the section itself is the error.
         values[section] = {**values.get(section, {}), key: value}
 
 
 def sections_of(values: dict[str, Any]) -> dict[str, type[Section]]:
-    """Return the sections of a configuration with these values, `model:` as of its architecture."""
+    """Return the class of every section by name; that of `model:` depends on the architecture."""
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     if isinstance(model := values.get("model", {}), dict):
         asked = model.get("architecture", architectures.DEFAULT)
@@ -132,7 +132,7 @@ def sections_of(values: dict[str, Any]) -> dict[str, type[Section]]:
 
 
 def known_keys(values: dict[str, Any]) -> dict[str, list[str]]:
-    """List the keys of every section of a configuration with these values."""
+    """Return the keys of every section of a configuration with these values."""
     return {name: list(section.model_fields) for name, section in sections_of(values).items()}
 
 
@@ -142,20 +142,22 @@ def _unknown_keys(values: dict[str, Any]) -> list[str]:
     errors = []
     for section, content in values.items():
         if section not in known:
-            errors.append(_unknown(section, list(known)))
+            errors.append(_unknown_key_text(section, list(known)))
         elif not isinstance(content, dict):
             errors.append(f"{clipped(section)}: must be a section with keys, not {short(content)}")
-        elif sections_of(values)[section] is not ModelSection:  # an unknown architecture's
+        elif (
+            sections_of(values)[section] is not ModelSection
+        ):  # An unknown architecture has no keys.
             names = [f"{section}.{key}" for key in content if key not in known[section]]
-            errors += [_unknown(name, dotted) for name in names]
+            errors += [_unknown_key_text(name, dotted) for name in names]
     return errors
 
 
-def _unknown(name: str, known: list[str]) -> str:
+def _unknown_key_text(name: str, known: list[str]) -> str:
     section, _, key = name.partition(".")
-    # A right key in the wrong section is nearer than a similar key in this one.
+    # The same key in another section is a better guess than a similar key in this one.
     near = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    # The architectures that have the key: it is then no slip, and may have no counterpart here.
+    # A key of another architecture is no typing error, and may have no counterpart in this one.
     owners = [
         other
         for other in architectures.names()
@@ -168,36 +170,36 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _describe(error: Any) -> str:
-    # Unions add their member's name to the location. The first two parts name the key; in a
-    # mixture, the third part names the folder.
+    # The first two parts of the location name the key; in a mixture the third is the folder.
+    # Further parts are names that pydantic adds for the members of a union.
     parts = 3 if error["loc"][:2] == ("data", "mixture") else 2
     name = clipped(".".join(str(part) for part in error["loc"][:parts]))
     if error["type"] == "missing":
         return f"{name}: is missing"
     message = mismatch_text(error)
     if message.startswith("rope_parameters."):
-        return f"model.{message}"  # which names the key inside, and its value
+        return f"model.{message}"  # The message names the inner key and its value.
     return f"{name}={clipped(repr(error['input']))}: {message}"
 
 
-# What is wrong with a configuration that no single key shows
+# Checks of several keys together
 
 
-def _inconsistencies(config: RunConfig) -> list[str]:
-    patterns = _patterns(config)
-    errors = [*_model(config), *_training(config)]
+def _find_inconsistencies(config: RunConfig) -> list[str]:
+    patterns = _checked_patterns(config)
+    errors = [*_model_problems(config), *_training_problems(config)]
     errors += [problem for pattern in patterns for problem in pattern.objective_problems(config)]
-    errors += _schedule(config)
-    errors += _optimizer(config)
-    errors += _callbacks(config)
+    errors += _schedule_problems(config)
+    errors += _optimizer_problems(config)
+    errors += _callback_problems(config)
     if not errors:
-        errors += _sequences(config)
-        errors += _length(config)
+        errors += _sequence_parallel_problems(config)
+        errors += _duration_problems(config)
     return errors
 
 
-def _patterns(config: RunConfig) -> list[Pattern]:
-    # Keys of `train` belong to patterns of this project, whatever the model has.
+def _checked_patterns(config: RunConfig) -> list[Pattern]:
+    # The project's patterns check their keys in `train` even if the model has another pattern.
     names = attention.PATTERNS.own_names()
     chosen = getattr(config.model, "attention", None)
     if chosen in attention.PATTERNS and chosen not in names:
@@ -205,7 +207,7 @@ def _patterns(config: RunConfig) -> list[Pattern]:
     return [attention.PATTERNS.get(name) for name in names]
 
 
-def _model(config: RunConfig) -> list[str]:
+def _model_problems(config: RunConfig) -> list[str]:
     architecture, model = config.architecture, config.model
     problems = architecture.problems(model, config.data.context_length)
     found = [f"model.{problem}" for problem in problems]
@@ -217,7 +219,7 @@ def _model(config: RunConfig) -> list[str]:
     return found
 
 
-def _training(config: RunConfig) -> list[str]:
+def _training_problems(config: RunConfig) -> list[str]:
     train, data, errors = config.train, config.data, []
     micro = train.micro_batch_size
     if micro != "auto" and train.global_batch_size % micro:
@@ -236,7 +238,7 @@ def _training(config: RunConfig) -> list[str]:
     return errors
 
 
-def _optimizer(config: RunConfig) -> list[str]:
+def _optimizer_problems(config: RunConfig) -> list[str]:
     section, stage = config.optimizer, config.train.zero_stage
     kind, errors = optimizers.get(section.name), []
     known = {field.name for field in dataclasses.fields(kind.Options)}
@@ -261,7 +263,7 @@ def _optimizer(config: RunConfig) -> list[str]:
     return errors
 
 
-def _callbacks(config: RunConfig) -> list[str]:
+def _callback_problems(config: RunConfig) -> list[str]:
     train, validation, logging, errors = config.train, config.validation, config.logging, []
     if train.profile_steps is not None and train.profile_steps[0] > train.profile_steps[1]:
         errors.append(
@@ -285,24 +287,24 @@ def _callbacks(config: RunConfig) -> list[str]:
     return errors
 
 
-def _sequences(config: RunConfig) -> list[str]:
+def _sequence_parallel_problems(config: RunConfig) -> list[str]:
     parts, length = config.train.sequence_parallel, config.data.context_length
     if parts == 1:
         return []
     problems = config.model.division_problems(parts, length)
     if length % parts:
         problems.insert(0, f"must divide data.context_length={length}")
-    if config.train.compile:  # never seen to trace the exchanges
+    if config.train.compile:  # Tracing the exchange between ranks is untested.
         problems.append("does not go with train.compile=True; set it to false")
     return [f"train.sequence_parallel={parts}: {problem}" for problem in problems]
 
 
-def _schedule(config: RunConfig) -> list[str]:
+def _schedule_problems(config: RunConfig) -> list[str]:
     optimizer = config.optimizer
     is_wsd = optimizer.schedule == "wsd"
-    errors = _one_length(config, "train", "max", required=True)
-    errors += _one_length(config, "optimizer", "warmup", required=False)
-    errors += _one_length(config, "optimizer", "decay", required=is_wsd)
+    errors = _length_problems(config, "train", "max", required=True)
+    errors += _length_problems(config, "optimizer", "warmup", required=False)
+    errors += _length_problems(config, "optimizer", "decay", required=is_wsd)
     if not is_wsd and (optimizer.decay_steps or optimizer.decay_tokens):
         errors.append(f"optimizer.schedule={optimizer.schedule}: only 'wsd' has a decay length")
     for name in ("initial_lr", "min_lr"):
@@ -311,7 +313,7 @@ def _schedule(config: RunConfig) -> list[str]:
     return errors
 
 
-def _one_length(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
+def _length_problems(config: RunConfig, section: str, name: str, required: bool) -> list[str]:
     names = (f"{name}_tokens", f"{name}_steps")
     given = [key for key in names if getattr(getattr(config, section), key) is not None]
     both = " and ".join(names)
@@ -320,7 +322,7 @@ def _one_length(config: RunConfig, section: str, name: str, required: bool) -> l
     return [f"{section}: one of {both} is needed"] if required and not given else []
 
 
-def _length(config: RunConfig) -> list[str]:
+def _duration_problems(config: RunConfig) -> list[str]:
     warmup, decay = config.steps_of("warmup"), config.steps_of("decay")
     if warmup + decay <= config.total_steps:
         return []
@@ -330,26 +332,26 @@ def _length(config: RunConfig) -> list[str]:
     ]
 
 
-# The keys as YAML, for `train.py --keys`
+# The text of `train.py --keys`
 
-# A plugin's section may have other kinds, which its descriptions explain.
+# Keys of a plugin may have other types, which their descriptions explain.
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _KINDS |= {dict: "{key: value, …}", tuple: "[number, number]"}
-_COLUMN = 40  # where comments begin
+_COLUMN = 40  # The comments begin in this column.
 
 
 class ShowKeys(argparse.Action):
-    """Print the keys of a family's runs and end, as --help does."""
+    """Print the configuration keys of an architecture and exit, as --help does."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        print(all_keys(values))
+        print(describe_keys(values))
         parser.exit()
 
 
-def all_keys(architecture: str) -> str:
-    """Return every key of a family's runs with its default, and what it means in a comment.
+def describe_keys(architecture: str) -> str:
+    """Return the YAML text of every key of an architecture, with its default and a comment.
 
-    Raises UserError where there is no such family.
+    Raises UserError for an unknown architecture.
     """
     if architecture not in architectures.names():
         known = ", ".join(architectures.names())
@@ -357,11 +359,11 @@ def all_keys(architecture: str) -> str:
     lines = []
     for name, section in sections_of({"model": {"architecture": architecture}}).items():
         lines.append(f"{name}:")
-        lines += [_line(key, field) for key, field in section.model_fields.items()]
+        lines += [_format_key(key, field) for key, field in section.model_fields.items()]
     return "\n".join(lines)
 
 
-def _line(key: str, field: FieldInfo) -> str:
+def _format_key(key: str, field: FieldInfo) -> str:
     value = "" if field.is_required() else _as_yaml(field.get_default(call_default_factory=True))
     kind = field.annotation
     while typing.get_origin(kind) in (Annotated, typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""A run's configuration, with what follows from it: steps, micro-batches, DeepSpeed's settings."""
+"""A run's configuration, and values derived from it: steps, micro-batches, DeepSpeed's settings."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from cat_lm.core.files import write_text
 from cat_lm.core.readers import parse_yaml, read_text
 from cat_lm.model.attention import Objective
 
-# Gradients that are reduced together. DeepSpeed's own 5e8 are all that a model of 370M has: their
-# reduction would begin when the backward pass ends, beside which it should be.
+# The number of gradients that are reduced together. DeepSpeed's default of 5e8 is more than a 370M
+# model has, so that the reduction would not overlap with the backward pass.
 GRADIENT_BUCKET = 10**8
 
 
@@ -43,7 +43,7 @@ def _by_architecture(values: Any, check: ValidatorFunctionWrapHandler) -> ModelS
 
 
 class RunConfig(Section):
-    """Everything that decides a run. `load_config` makes one; `save` writes it resolved."""
+    """The complete configuration of a run; `load_config` returns it and `save` writes it."""
 
     model: Annotated[SerializeAsAny[ModelSection], WrapValidator(_by_architecture)]
     data: DataSection
@@ -63,21 +63,22 @@ class RunConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """Return the steps of the run; a budget in tokens is never exceeded (but for one step)."""
+        """Return the number of steps: at least one, and no more than a token budget allows."""
         if self.train.max_steps is not None:
             return self.train.max_steps
         return max(1, self.train.max_tokens // self.tokens_per_step)
 
     def steps_of(self, name: Literal["warmup", "decay"]) -> int:
-        """Return the length of the warm-up or of WSD's decay in steps, however it was given."""
+        """Return the steps of the warm-up or of WSD's decay, which may be given in tokens."""
         steps = getattr(self.optimizer, f"{name}_steps")
         tokens = getattr(self.optimizer, f"{name}_tokens") or 0
         return math.ceil(tokens / self.tokens_per_step) if steps is None else steps
 
-    def row_shares(self, world_size: int) -> int:
-        """Return how many groups of ranks divide a batch: P ranks have each sequence together.
+    def count_rank_groups(self, world_size: int) -> int:
+        """Return the number of groups of ranks among which a batch is divided.
 
-        Raises UserError where P, `train.sequence_parallel`, does not divide the ranks.
+        A group has P = `train.sequence_parallel` ranks, which share each sequence. Raises UserError
+        where P does not divide the number of ranks.
         """
         parts = self.train.sequence_parallel
         if world_size % parts:
@@ -87,11 +88,11 @@ class RunConfig(Section):
         return world_size // parts
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Return how many micro-batches a rank computes per step; `auto` counts as 1 sequence.
+        """Return the number of micro-batches per rank and step; `auto` counts as 1 sequence.
 
-        Raises UserError where ranks, or sequences, do not divide into whole groups.
+        Raises UserError where the ranks or the sequences of a batch cannot be divided evenly.
         """
-        shares = self.row_shares(world_size)
+        shares = self.count_rank_groups(world_size)
         micro = 1 if self.train.micro_batch_size == "auto" else self.train.micro_batch_size
         per_pass = micro * shares
         if self.train.global_batch_size % per_pass:
@@ -105,17 +106,17 @@ class RunConfig(Section):
         return self.train.global_batch_size // per_pass
 
     def with_precision(self, precision: Literal["bf16", "fp32"]) -> RunConfig:
-        """Return this configuration with `auto` decided."""
+        """Return the configuration with this precision instead of `auto`."""
         train = self.train.model_copy(update={"precision": precision})
         return self.model_copy(update={"train": train})
 
     def with_micro_batch(self, size: int) -> RunConfig:
-        """Return this configuration with another micro-batch."""
+        """Return the configuration with this `train.micro_batch_size`."""
         train = self.train.model_copy(update={"micro_batch_size": size})
         return self.model_copy(update={"train": train})
 
     def as_trained(self, section: ModelSection) -> ModelSection:
-        """Return the section of this run's model as a step computes it."""
+        """Return a model section with the changes that the training objective makes to it."""
         return section.model_copy(update=dict(self.objective.section))
 
     @property
@@ -123,7 +124,7 @@ class RunConfig(Section):
         return self.architecture.objective(self.model, self.train)
 
     def deepspeed(self, world_size: int) -> dict[str, Any]:
-        """Return DeepSpeed's configuration; precision must be decided.
+        """Return DeepSpeed's configuration; `train.precision` must not be `auto`.
 
         In bf16, ZeRO 1-3 keep bf16 parameters with fp32 master weights, accumulate and reduce
         gradients in fp32. DeepSpeed refuses that mix without ZeRO, so stage 0 keeps fp32
@@ -131,21 +132,21 @@ class RunConfig(Section):
         """
         stage = self.train.zero_stage
         bf16 = self.train.precision == "bf16"
-        # One rank sends nothing, and DeepSpeed would round all the same.
+        # A single rank sends nothing, but DeepSpeed would still round.
         sent_as = self.train.gradient_communication if world_size > 1 else "fp32"
         return {
-            # It counts the ranks that share a sequence as if each had its own.
+            # DeepSpeed counts every rank as if it had sequences of its own.
             "train_batch_size": self.train.global_batch_size * self.train.sequence_parallel,
             "train_micro_batch_size_per_gpu": self.train.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation_steps(world_size),
-            # DeepSpeed knows few classes of optimizers; tests hold ours to the same results.
+            # DeepSpeed accepts few optimizer classes untested; our tests compare its results.
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": stage >= 2,
                 "reduce_bucket_size": GRADIENT_BUCKET,
             },
-            # Immediately: a gradient goes into its fp32 sum as it comes, and is kept no longer.
+            # A gradient is added to its fp32 sum as soon as it is computed, and then freed.
             "bf16": {
                 "enabled": bf16 and stage > 0,
                 "check_grad_overflow": True,
@@ -154,10 +155,10 @@ class RunConfig(Section):
             "torch_autocast": {"enabled": bf16 and stage == 0, "dtype": "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": sent_as,
-            # Stage 0's gradients are clipped by the engine, which must see their norm first.
+            # At stage 0 the engine clips, because it must know the norm first.
             "gradient_clipping": self.optimizer.grad_clip if stage > 0 else 0.0,
             "steps_per_print": None,
-            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a pass
+            "timers": {"throughput": {"enabled": False}},  # They synchronize the device.
         }
 
     def save(self, path: Path | str) -> None:
@@ -169,8 +170,8 @@ class RunConfig(Section):
 def check_replaceable(path: Path | str) -> None:
     """Check that a configuration may be saved at a path.
 
-    Raises UserError where a file stands there that is not as a run writes its sections, such as
-    somebody's own YAML with its comments.
+    Raises UserError where another file is there that no run has written, such as a YAML file with
+    comments.
     """
     if not os.path.lexists(path):
         return
@@ -192,7 +193,7 @@ def check_replaceable(path: Path | str) -> None:
 def changed_values(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Compare two dumped configurations: dotted name to (old value, new value)."""
+    """Return the differences of two dumped configurations: dotted key -> (old value, new value)."""
     changes = {}
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)

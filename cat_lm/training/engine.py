@@ -218,7 +218,7 @@ def sequence_group(config: RunConfig, ranks: Ranks) -> SequenceGroup | None:
 
     Raises UserError where P does not divide the ranks.
     """
-    parts, shares = config.train.sequence_parallel, config.row_shares(ranks.world_size)
+    parts, shares = config.train.sequence_parallel, config.count_rank_groups(ranks.world_size)
     if parts == 1:
         return None
     timeout = timedelta(minutes=patience(config.train.hang_minutes))

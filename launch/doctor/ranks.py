@@ -95,7 +95,7 @@ def batch(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
     whose = "rank" if parts == 1 else f"group of {parts} ranks ({length // parts} tokens each)"
     text = (
         f"{train.global_batch_size} sequences of {length} a step: "
-        f"{train.global_batch_size // config.row_shares(ranks)} a {whose}, "
+        f"{train.global_batch_size // config.count_rank_groups(ranks)} a {whose}, "
         f"{train.micro_batch_size} at once, "
         f"{steps} micro-batch{'es' if steps > 1 else ''}"
     )

@@ -60,7 +60,7 @@ def forget_peak() -> None:
 
 def run_steps(engine: Engine, ranks) -> None:
     config = engine.config
-    rows = config.train.global_batch_size // config.row_shares(ranks.world_size)
+    rows = config.train.global_batch_size // config.count_rank_groups(ranks.world_size)
     shape = (rows, config.data.context_length)
     for seed in range(config.total_steps):
         random = np.random.default_rng(seed)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cat_lm import architectures
 from cat_lm.config import known_keys, load_config
-from cat_lm.config.loading import _line, all_keys
+from cat_lm.config.loading import _format_key, describe_keys
 from cat_lm.core.fields import Section
 from tests.commands import python
 
@@ -28,7 +28,7 @@ NEEDED["model"] |= {"mixer": "gla"}
 @pytest.mark.parametrize("name", architectures.names())
 def test_printed_keys_are_a_run(name, tmp_path):
     """With what is needed it is the run that these few values alone make; each has a meaning."""
-    text = all_keys(name)
+    text = describe_keys(name)
     printed = yaml.safe_load(text)
     known = known_keys({"model": {"architecture": name}})
     assert {section: list(keys) for section, keys in printed.items()} == known
@@ -48,7 +48,7 @@ def test_printed_keys_are_a_run(name, tmp_path):
 
 
 def test_kinds_and_meanings_are_told():
-    lines = {line.split(":")[0].strip(): line for line in all_keys("mamba2").splitlines()}
+    lines = {line.split(":")[0].strip(): line for line in describe_keys("mamba2").splitlines()}
     assert re.fullmatch(r"  precision: auto +# auto \| bf16 \| fp32; auto: .*", lines["precision"])
     assert re.fullmatch(r"  lr: +# needed; number; peak learning rate", lines["lr"])
     assert re.search(r": null +# \[number, number\]; b", lines["time_step_limit"])
@@ -66,7 +66,7 @@ class Odd(Section):
 
 
 def test_keys_of_every_kind_are_a_line_of_yaml_each():
-    lines = [_line(key, field) for key, field in Odd.model_fields.items()]
+    lines = [_format_key(key, field) for key, field in Odd.model_fields.items()]
     assert not any("\n" in line for line in lines)
     values = yaml.safe_load("\n".join(lines))
     assert values.pop("other").startswith("<object")
@@ -83,7 +83,7 @@ def test_keys_of_every_kind_are_a_line_of_yaml_each():
 def test_command_prints_keys_of_a_family():
     for words, name in ((("--keys",), "gpt_neox"), (("no/file.yaml", "--keys", "gla"), "gla")):
         done = python("train.py", *words)
-        assert (done.returncode, done.stdout) == (0, all_keys(name) + "\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, describe_keys(name) + "\n"), done.stderr
     done = python("train.py", "--keys", "a.yaml")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--keys a.yaml: no such architecture; choose one of gpt" in done.stderr

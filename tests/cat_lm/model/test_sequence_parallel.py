@@ -74,7 +74,7 @@ def test_padding_caches_and_masks_are_refused():
 
 def test_ranks_and_rows():
     config = config_of("cat_rope", 4, "train.global_batch_size=24", "train.micro_batch_size=2")
-    assert config.row_shares(16) == 4 and config.accumulation_steps(16) == 3
+    assert config.count_rank_groups(16) == 4 and config.accumulation_steps(16) == 3
     given = config.deepspeed(16)
     product = given["train_micro_batch_size_per_gpu"] * given["gradient_accumulation_steps"] * 16
     assert given["train_batch_size"] == product  # DeepSpeed asserts it
