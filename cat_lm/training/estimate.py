@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # What a rank really took was within this factor of the estimate in the runs on CPUs that
 # tests/distributed/test_memory.py makes, of all families. `memory_per_rank` says where it is not.
 MEMORY_ACCURACY = 1.1
+# Above this share of a device's free memory a run may not fit: allocators leave gaps, too.
+TIGHT = 0.85
 # DeepSpeed's default of how many gathered weights ZeRO-3 keeps (stage3_max_live_parameters).
 _LIVE_PARAMETERS = 10**9
 # The largest micro-batch of train.micro_batch_size=auto on a CPU.
@@ -279,19 +281,19 @@ def fitting_micro_batch(
 ) -> int:
     """Return what train.micro_batch_size=auto is where `free` bytes are there for a rank.
 
-    The largest divisor of the rank's share whose estimate fits with `MEMORY_ACCURACY` to spare; on
-    a CPU, whose memory other programs share, at most 8. Where none fits it is 1, of which the
-    check of memory then says what is wrong. Precision must be decided.
+    The largest divisor of the rank's share whose estimate is at most `TIGHT` of that; on a CPU,
+    whose memory other programs share, at most 8. Where none fits it is 1, of which the check of
+    memory then says what is wrong. Precision must be decided.
     """
     sizes = micro_batch_sizes(config, world_size)
     sizes = [size for size in sizes if on_gpu or size <= _MOST_ON_CPU]
 
     def needed(size: int) -> float:
         given = config.with_micro_batch(size), parameters, world_size, vocab_size, on_gpu
-        return memory_per_rank(*given).total * MEMORY_ACCURACY
+        return memory_per_rank(*given).total
 
     # From the largest: the one without accumulation may need less than a smaller one.
-    return next((size for size in reversed(sizes) if needed(size) <= free), 1)
+    return next((size for size in reversed(sizes) if needed(size) <= TIGHT * free), 1)
 
 
 def saved_bytes(config: RunConfig, vocab_size: int, on_gpu: bool) -> counts.Saved:

@@ -12,7 +12,7 @@ from cat_lm.config import RunConfig
 from cat_lm.core.errors import UserError
 from cat_lm.core.host import GIB
 from cat_lm.training.devices import Device
-from cat_lm.training.estimate import micro_batch_sizes
+from cat_lm.training.estimate import TIGHT, micro_batch_sizes
 from launch.doctor.costs import (
     ASSUMED_MFU,
     HOST_SECONDS_A_LAYER,
@@ -27,8 +27,6 @@ from launch.doctor.costs import (
 from launch.doctor.findings import Finding, guarded
 from launch.doctor.run import precision_here, vocabulary
 
-# Above this share of a device's memory a run may not fit: the estimate is no closer.
-TIGHT = 0.85
 HOST_BOUND = "*"
 
 
@@ -46,8 +44,11 @@ def examine(
     is_auto = config.train.micro_batch_size == "auto"
     if is_auto and cluster.device is None:
         raise UserError("train.micro_batch_size=auto: depends on the ranks' memory: give --device")
-    if is_auto and is_one and micro_batch_sizes(config, ranks[0]):
-        run = replace(run, config=with_fitting_micro_batch(run, ranks[0], cluster.device))
+    asked = run
+    if is_auto and is_one:
+        divides = micro_batch_sizes(config, ranks[0])
+        fitting = with_fitting_micro_batch(run, ranks[0], cluster.device) if divides else None
+        run = replace(run, config=fitting or config.with_micro_batch(1))
     of_one, findings = (run, ranks[0], cluster), []
     for check, given in (
         *((batch, of_one), (model, (run,)), (memory, of_one), (data, (run,))),
@@ -70,7 +71,7 @@ def examine(
         return [*findings, Finding("speed", "", "flops", None, errors[0])], []
     if errors:
         raise UserError(errors[0] if len(errors) == 1 else "".join(f"\n  {e}" for e in errors))
-    return [*findings, *assumptions(run, cluster, found)], table(run, cluster.device, found)
+    return [*findings, *assumptions(run, cluster, found)], table(asked, cluster.device, found)
 
 
 def batch(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from cat_lm.training import preflight
 from cat_lm.training.building import build_model
 from cat_lm.training.checkpoint.optimizer_state import full_precision_weights, stepped_tensors
 from cat_lm.training.engine import Engine
+from cat_lm.training.estimate import TIGHT, memory_per_rank, num_parameters
 from cat_lm.training.preflight import data as preflight_data
 from cat_lm.training.preflight.dry_run import absent_moments
 from tests.distributed.ranks import run_on_ranks
@@ -79,6 +80,33 @@ def checked(ranks, folders: list[Path], changes: dict[str, object]) -> tuple[str
     except UserError as raised:
         lines, error = [], str(raised)
     return error, lines
+
+
+def chosen(ranks, data: Path, run: Path, cases: list[list[float]]) -> list[int]:
+    """What train.micro_batch_size=auto is on two hosts with so many free bytes, in each case."""
+    from cat_lm.training.preflight import facts
+
+    os.environ["SLURMD_NODENAME"] = f"n{ranks.rank}"
+    auto = run_values(data, run, micro_batch_size="auto", global_batch_size=16)
+    found = []
+    for free in cases:
+        facts.free_memory = lambda device, free=free: free[ranks.rank]
+        config = preflight.check(RunConfig.model_validate(auto), ranks)[0]
+        found.append(config.train.micro_batch_size)
+    return found
+
+
+def test_auto_micro_batch_is_that_of_the_rank_with_the_least_memory(tiny_corpus, tmp_path):
+    config = RunConfig.model_validate(run_values(tiny_corpus, tmp_path, global_batch_size=16))
+    parameters = num_parameters(config, 257)
+
+    def needed(size: int) -> float:
+        given = config.with_micro_batch(size), parameters, 2, 257, False
+        return memory_per_rank(*given).total / TIGHT
+
+    cases = [[needed(8), needed(4)], [needed(2), needed(8)]]
+    found = run_on_ranks(chosen, 2, tiny_corpus, tmp_path / "run", cases)
+    assert found == [[4, 2], [4, 2]]
 
 
 def test_hosts_that_agree_say_what_they_have(tiny_corpus, tmp_path):

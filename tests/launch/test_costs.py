@@ -29,6 +29,7 @@ from launch.doctor.costs import (
     costs,
 )
 from launch.doctor.findings import WIDTH
+from launch.doctor.ranks import examine
 from tests.conftest import REPOSITORY
 
 SMALL, MEDIUM, LARGE = (
@@ -37,11 +38,12 @@ SMALL, MEDIUM, LARGE = (
 PAGE = REPOSITORY / "launch/doctor/README.md"
 GUIDE = REPOSITORY / "docs/pretrain_on_slurm.md"
 H100 = device_by_option("h100")
+EIGHT = "train.micro_batch_size=8"
 
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return Run.of(load_config(MEDIUM), 0)
+    return Run.of(load_config(MEDIUM, [EIGHT]), 0)
 
 
 def cluster(**changes) -> Cluster:
@@ -49,7 +51,7 @@ def cluster(**changes) -> Cluster:
 
 
 def with_keys(run: Run, *overrides: str) -> Run:
-    return replace(run, config=load_config(MEDIUM, overrides))
+    return replace(run, config=load_config(MEDIUM, [EIGHT, *overrides]))
 
 
 # Equations
@@ -107,7 +109,8 @@ def test_no_step_is_shorter_than_its_launches(run, monkeypatch):
 )
 def test_bytes_sent_are_deepspeeds(stage, precision, sent):
     """1,024 sequences on 8 GPUs, 8 at once: 16 micro-batches; a ring keeps an eighth at home."""
-    config = load_config(MEDIUM, [f"train.zero_stage={stage}", f"train.precision={precision}"])
+    keys = [EIGHT, f"train.zero_stage={stage}", f"train.precision={precision}"]
+    config = load_config(MEDIUM, keys)
     assert communication_bytes(config, 1000, 8) == pytest.approx(1000 * sent * 7 / 8)
     assert communication_bytes(config, 1000, 1) == 0
     config = load_config(MEDIUM, ["train.gradient_communication=bf16"])  # of ZeRO-1
@@ -150,7 +153,7 @@ def test_devices_are_found_by_name():
 
 
 def shared_run(parts: int, *overrides: str) -> Run:
-    keys = [f"train.sequence_parallel={parts}", "train.precision=bf16", *overrides]
+    keys = [f"train.sequence_parallel={parts}", "train.precision=bf16", EIGHT, *overrides]
     return Run.of(load_config(SMALL, [*keys, "train.global_batch_size=64"]), 32_000)
 
 
@@ -228,7 +231,7 @@ def test_one_number_of_ranks_has_its_facts_and_costs(doctor, tmp_path):
     (cost,) = found["costs"]
     for said in (
         *("64 ranks on 8 nodes of 8 H100", "6,857,366,528 parameters", "238,418 steps"),
-        "2048 sequences of 2048 a step: 32 a rank, 1 at once, 32 micro-batches",
+        "2048 sequences of 2048 a step: 32 a rank, 2 at once, 16 micro-batches",
         "note: data: data/pretraining-1t: no such folder",
         f"every 1,000 steps; up to {kept:,.1f} GiB at the end",
         "25.5 GiB of the first node while its first rank builds the model",
@@ -236,14 +239,14 @@ def test_one_number_of_ranks_has_its_facts_and_costs(doctor, tmp_path):
         f" {cost['tokens_per_second']:,.0f} {cost['days']:.2f} {cost['gpu_hours']:,.0f} ",
     ):
         assert said in words, out
-    assert found["accumulation"] == 32 and found["checkpoint"] == 12 * found["parameters"]
+    assert found["accumulation"] == 16 and found["checkpoint"] == 12 * found["parameters"]
     work = 2**22 * found["flops_per_token"]
     assert cost["compute_seconds"] == pytest.approx(work / (64 * 0.5 * 989e12))
 
 
 def test_several_numbers_are_a_table_with_marks(doctor, tmp_path):
     path = tmp_path / "costs.json"
-    code, out, _ = doctor(MEDIUM, "--ranks", "8,256,512", "--device", "l4", "--json", path)
+    code, out, _ = doctor(MEDIUM, EIGHT, "--ranks", "8,256,512", "--device", "l4", "--json", path)
     assert code == 0
     found = {f["name"]: f["value"] for f in json.loads(path.read_text("utf-8"))["findings"]}
     assert [cost["gpus"] for cost in found["costs"]] == [8, 256, 512]
@@ -264,7 +267,7 @@ def test_hosts_time_is_shown(doctor):
     text = " ".join(doctor(SMALL, *rows)[1].split())
     layer = f"{HOST_SECONDS_A_LAYER * 1e3:.2g} ms to launch a layer's kernels"
     assert f"host ASSUMED: {layer}, {24e3 * HOST_SECONDS_A_LAYER:.0f} ms a micro-batch" in text
-    assert re.search(r" 8 8 4 \S+ 0\.\d{3} 0\.\d{3} ", text), "8 GPUs have enough to compute"
+    assert re.search(r" 8 32 1 \S+ 0\.\d{3} 0\.\d{3} ", text), "8 GPUs have enough to compute"
     assert re.search(r" 256 1 1 \S+ \S+ 0\.\d{3}\* ", text) and "* the GPU waits for its" in text
     text = doctor(SMALL, *rows, "train.compile=true")[1]
     assert "not counted: train.compile=true launches fewer" in text and "*" not in text
@@ -312,6 +315,30 @@ def test_wrong_input_is_one_line(doctor, arguments, named):
     code, out, err = doctor(SMALL, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and named in err, err
+
+
+SHIPPED = {path.stem for path in (REPOSITORY / "configs/pretrain").glob("*.yaml")}
+SHIPPED -= {"base_recipe"}  # no model yet
+FEW = {"cat_rope_7b", "mamba2", "mh_maps_rope"}
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+@pytest.mark.parametrize("names", [FEW, pytest.param(SHIPPED - FEW, marks=pytest.mark.long)])
+def test_shipped_configurations_start_on_gpus_of_80_gb(ranks, names):
+    """As they are; 512 ranks are more than the 256 sequences of the 370M models' batch."""
+    started, refused = set(), {}
+    for name in sorted(names):
+        config = load_config(REPOSITORY / f"configs/pretrain/{name}.yaml")
+        found, _ = examine(config, [ranks], cluster(device=replace(H100, memory=79.0)))
+        broken = [finding.problem for finding in found if finding.broken]
+        if config.train.global_batch_size >= ranks:
+            assert not broken, f"{name}: {broken}"
+            started.add(name)
+        else:
+            (refused[name],) = broken
+    assert started >= names & {"base_1b4", "base_7b", "cat_rope_1b4", "cat_rope_7b"}
+    assert started == names or ranks == 512
+    assert all("right would be 256 ranks" in problem for problem in refused.values())
 
 
 def test_all_wrong_numbers_at_once(doctor):

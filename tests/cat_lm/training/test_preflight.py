@@ -19,7 +19,7 @@ from cat_lm.core.host import GIB
 from cat_lm.training import preflight
 from cat_lm.training.distributed import Ranks
 from cat_lm.training.estimate import (
-    MEMORY_ACCURACY,
+    TIGHT,
     check_disk,
     checkpoint_bytes,
     memory_per_rank,
@@ -252,7 +252,7 @@ def test_auto_micro_batch_is_the_largest_divisor_that_fits_and_is_kept(
 
     def needed(size: int) -> float:
         memory = memory_per_rank(auto.with_micro_batch(size), parameters, 1, 257, False)
-        return memory.total * MEMORY_ACCURACY
+        return memory.total / TIGHT
 
     for free, size in ((needed(6), 6), (needed(6) - 1, 4), (needed(2), 2)):
         monkeypatch.setattr(facts, "free_memory", lambda device, free=free: free)
