@@ -327,12 +327,12 @@ def _saved_bytes(text: str, vocab_size: int, on_gpu: bool) -> counts.Saved:
 
 
 def _logits(config: RunConfig, vocab_size: int, on_gpu: bool) -> float:
-    """Return the bytes of a chunk of logits; on a CPU in fp32, with their exponentials."""
+    """Return the bytes of a chunk of logits."""
     tokens = config.train.micro_batch_size * config.data.context_length
     tokens //= config.train.sequence_parallel
-    if not on_gpu:
-        return 8 * min(CHUNK_ELEMENTS, tokens * vocab_size)
     itemsize = 2 if config.train.precision == "bf16" else 4
+    if not on_gpu:
+        return itemsize * min(CHUNK_ELEMENTS, tokens * vocab_size)
     length, stride = kernel_chunk(tokens, vocab_size, itemsize)
     return itemsize * min(length, tokens) * stride
 
