@@ -89,12 +89,12 @@ def export_checkpoint(
 
 def _load_average(model: PreTrainedModel, step_folder: Path) -> str:
     """Copy a checkpoint's averaged weights into the model; return a description."""
-    from cat_lm.training.checkpoint.callback_state import opened_state, stored_states
+    from cat_lm.training.checkpoint.callback_state import open_state, stored_states
 
     path = stored_states(step_folder).get("ema")
     if path is None:
         raise UserError(f"--ema: {step_folder} has no averaged weights; see train.ema_decay")
-    with opened_state(path) as averages:
+    with open_state(path) as averages:
         for name, parameter in model.named_parameters():
             if name not in averages or averages[name].shape != parameter.shape:
                 raise UserError(f"{path}: does not hold {name} of {list(parameter.shape)}")

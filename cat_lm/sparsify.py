@@ -116,7 +116,7 @@ def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
     from cat_lm.model.attention.modules.landmark import LandmarkCore, train_landmarks
-    from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
+    from cat_lm.training.landmark_calibration import QUERIES, calibrate, first_and_last_loss
 
     dtype = next(iter(weights.values())).dtype
     model = model_with(target, weights).float().to(loading.choose_device())
@@ -127,7 +127,7 @@ def _calibrate(
     losses = calibrate(model, learned, calibration.data, calibration.tokens, length)
     own = {name: x for name, x in model.state_dict().items() if attention.PATTERNS_OWN in name}
     weights.update({name: x.to("cpu", dtype) for name, x in own.items()})
-    return ends_of(losses)
+    return first_and_last_loss(losses)
 
 
 def _options_of(source: PreTrainedConfig) -> dict[str, Any]:
