@@ -19,7 +19,7 @@ from cat_lm.callbacks import Run
 from cat_lm.config import RunConfig, load_config
 from cat_lm.config.loading import ShowKeys
 from cat_lm.config.run import check_replaceable
-from cat_lm.core.cli import Parser, whole
+from cat_lm.core.cli import Parser, announce, whole
 from cat_lm.core.errors import SharedError, command, hard_exit
 from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import RANKS
@@ -81,9 +81,11 @@ def main() -> None:
     # several ranks, the preflight checks them on all ranks together.
     if launcher.world_size() == 1:
         check_output(config.train.output_dir, "train.output_dir")
-        open_data(config)
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)
+    announce(f"{config.train.output_dir}: starting the run of {arguments.config}")
+    if launcher.world_size() == 1:
+        open_data(config)
 
     watchdog = Watchdog(config.train.hang_minutes, started_by)
     # Import torch only now, so that --help and errors in the configuration appear at once.

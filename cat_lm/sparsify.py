@@ -198,7 +198,7 @@ def main() -> None:
     if tokens is not None and data is None:
         raise UserError(f"--tokens {tokens}: says nothing without --calibrate")
     calibration = None if data is None else Calibration(data, tokens or 1_000_000)
-    loading.quiet_transformers()
+    loading.begin(folder)
     with comparing_files(skip=skip):
         out, difference, losses = sparsify(folder, out, options, calibration)
     _print_result(folder, out, options, difference, losses)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from cat_lm.core.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError
+from cat_lm.core.errors import REQUEUE_EXIT_CODE, TemporaryError, UserError, launched_rank
 from cat_lm.training.launcher import Launcher
 
 # Launchers restart the job on this code; it is not 1, so that hangs can be recognized.
@@ -201,9 +201,8 @@ def _end_orphaned(launcher: Launcher, when: str) -> NoReturn:
 
 def _write_line(text: str) -> None:
     """Write a line about this rank to stderr, which may be closed."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     with contextlib.suppress(OSError):
-        os.write(2, f"rank {rank} on {host_name()}: {text}\n".encode())
+        os.write(2, f"rank {launched_rank()} on {host_name()}: {text}\n".encode())
 
 
 def host_name() -> str:
