@@ -6,15 +6,28 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, output_file, whole
+from cat_lm.core.cli import Parser, argument_type, output_file, whole
 from cat_lm.core.errors import command
-from launch.slurm.options import ATTEMPTS, CORES, ENV, add_options, add_resources, variable
+from launch.slurm.options import (
+    ATTEMPTS,
+    CORES,
+    CORES_OF_A_GPU,
+    ENV,
+    add_options,
+    add_resources,
+    check_name,
+    variable,
+)
 
 # The module of each command's function, which has its name.
 MODULES = {"submit": "submit", "resume": "submit", "cancel": "submit", "status": "status"}
-MODULES |= {"local": "local", "prepare": "prepare"}
+MODULES |= {"local": "local", "prepare": "prepare", "run": "run"}
+# What other programs are given.
+AFTER_DASHES = {"prepare": "the flags of data_prep.prepare after --"}
+AFTER_DASHES |= {"run": "a command after --, such as `-- python -m eval.zero_shot MODEL`"}
 
 
 @command
@@ -29,37 +42,89 @@ def main() -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; options may stand between overrides."""
+    parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    # What follows `--` is another program's.
+    split = argv.index("--") if "--" in argv else len(argv)
+    words = argv[split + 1 :]
+    wanted = AFTER_DASHES.get(argv[0]) if argv else None
+    if wanted and not words and not {"-h", "--help"} & set(argv[:split]):
+        parser.error(f"{argv[0]}: give {wanted}")
+    if words and not wanted:
+        parser.error(f"unrecognized arguments: {' '.join(argv[split:])}")
+    arguments, rest = parser.parse_known_args(argv[:split])
+    arguments.words = words
+    wrong = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def make_parser() -> Parser:
     parser = Parser(
         prog="python -m launch.slurm",
-        description="Train on a SLURM cluster: submit a run, look at it, stop it, resume it.",
-        epilog="The job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
+        description="Train on a SLURM cluster: submit a run, look at it, stop it, resume it; and "
+        "run other commands there.",
+        epilog="A run's job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
         "input; of local its run's own (75 stopped, to be resumed), or 2 after attempts "
-        "without progress.",
+        "without progress; of run --wait the command's.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_training(commands.add_parser)
+    _add_others(commands.add_parser)
+    return parser
 
-    new = commands.add_parser(
+
+def _add_training(add_parser: Callable[..., Parser]) -> None:
+    new = add_parser(
         "submit",
         help="start a run",
         description="Copies code and configuration into RUN/slurm (RUN is train.output_dir), "
         "renders RUN/slurm/job.sbatch there and submits it. One task per rank under srun.",
     )
-    again = commands.add_parser(
+    again = add_parser(
         "resume",
         help="resume a run whose job has ended",
         description="Renders the job again, with what is given here changed, and submits it. The "
         "code stays the run's own.",
     )
-    look = commands.add_parser("status", help="where runs stand")
-    end = commands.add_parser("cancel", help="end a run's job; `resume` continues it")
-    here = commands.add_parser(
+    here = add_parser(
         "local",
         help="the same on this machine, without SLURM",
         description="Copies code and configuration as `submit` does and starts the ranks under "
         "torchrun, and restarts them until the run is finished. TERM and Ctrl-C save a checkpoint "
         "and end it; USR1 saves and restarts.",
     )
-    data = commands.add_parser(
+    several = "; or another CONFIG: a job for each, with the same overrides"
+    for one, more in ((new, several), (again, ""), (here, "")):
+        if one is again:
+            one.add_argument("run", help="the run's folder")
+        else:
+            one.add_argument("config", help="the run's YAML file")
+        one.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help=f"last one wins{more}"
+        )
+    add_options(new)
+    add_options(again, resumed=True)
+    again.add_argument("--new-code", action="store_true", help="copy the checkout again")
+    ranks = whole(numbers.PER_NODE)
+    ways = here.add_mutually_exclusive_group(required=True).add_argument
+    ways("--gpus-per-node", type=ranks, metavar="G", help="a rank each")
+    ways("--tasks", dest="tasks_per_node", type=ranks, metavar="N", help="ranks on the CPU")
+    here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
+    here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
+    here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
+
+
+def _add_others(add_parser: Callable[..., Parser]) -> None:
+    look = add_parser("status", help="where runs and commands stand")
+    look.add_argument("runs", nargs="+", metavar="run", help="its folder; several: a table")
+    look.add_argument("--json", type=output_file, metavar="FILE", help="write the same as JSON")
+    end = add_parser("cancel", help="end the job of a run, which `resume` continues, or a command")
+    end.add_argument("run", help="its folder")
+    data = add_parser(
         "prepare",
         help="data preparation on many nodes",
         usage="python -m launch.slurm prepare --tasks N [options] -- FLAGS",
@@ -67,47 +132,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
         "again continues where tasks have failed.",
     )
-    for one in (new, here):
-        one.add_argument("config", help="the run's YAML file")
-    for one in (again, end):
-        one.add_argument("run", help="the run's folder")
-    look.add_argument("runs", nargs="+", metavar="run", help="a run's folder; several: a table")
-    several = "or another CONFIG: a job for each, with the same overrides"
-    for one, more in ((new, f"; {several}"), (again, ""), (here, "")):
-        one.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help=f"last one wins{more}"
-        )
-    add_options(new)
-    add_options(again, resumed=True)
-    again.add_argument("--new-code", action="store_true", help="copy the checkout again")
-    look.add_argument(
-        "--json", type=output_file, metavar="FILE", help="where to write the same as JSON"
-    )
-    ranks = whole(numbers.PER_NODE)
-    kind = here.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--gpus-per-node", type=ranks, metavar="G", help="a rank each")
-    kind.add_argument(
-        "--tasks", dest="tasks_per_node", type=ranks, metavar="N", help="ranks on the CPU"
-    )
-    here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
-    here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
-    here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
     data.add_argument("--tasks", type=whole(numbers.ARRAY_TASKS), required=True, metavar="N")
     add_resources(data)
-
-    # After `--`, prepare's flags are another program's.
-    argv = sys.argv[1:] if argv is None else argv
-    split = argv.index("--") if "--" in argv else len(argv)
-    arguments, rest = parser.parse_known_args(argv[:split])
-    arguments.flags = argv[split + 1 :]
-    if arguments.flags and arguments.command != "prepare":
-        parser.error(f"unrecognized arguments: {' '.join(argv[split:])}")
-    wrong = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
-    if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
-    return arguments
+    other = add_parser(
+        "run",
+        help="any other command, on one node",
+        usage="python -m launch.slurm run [options] -- COMMAND",
+        description="One job that runs a command of this project, such as an evaluation, in this "
+        "folder with a copy of the code. Its exit code is the job's, and its files lie in "
+        "runs/jobs/NAME/slurm.",
+    )
+    add, gpus = other.add_argument, whole(numbers.PER_NODE.at_least(0))
+    add("--gpus-per-node", type=gpus, metavar="G", help="GPUs of the command (default: none)")
+    add(
+        "--name",
+        type=argument_type(check_name),
+        help="of its folder (default: the module and a number)",
+    )
+    add("--wait", action="store_true", help="wait for the job's end and leave with its exit code")
+    add_resources(other, f"cores for each GPU (default: {CORES_OF_A_GPU}), or of the command")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class JobState:
     reason: str = ""
     nodes: str = ""
     restarts: int | None = None
+    exit_code: int | None = None  # as a shell has it
 
 
 def command(*arguments: str, without: Collection[str] = (), input: str = "") -> str:
@@ -129,6 +131,19 @@ def active_jobs(scripts: Sequence[Path]) -> list[JobState]:
     return jobs
 
 
+def wait_until_over(job_id: str, script: Path) -> JobState | None:
+    """Wait until the job has ended and is not queued again; return its record, if SLURM has one."""
+    pause = 1
+    while True:
+        try:
+            if all(job.id != job_id for job in active_jobs([script])):
+                return job_state(job_id)
+        except NoSlurm as error:  # such as a controller that restarts
+            print(f"{error}; still waiting for job {job_id}", file=sys.stderr)
+        time.sleep(pause)
+        pause = min(2 * pause, 30)
+
+
 def job_state(job_id: str) -> JobState | None:
     """Ask SLURM for a job's record; None where it has none, minutes after the job's end."""
     try:
@@ -139,4 +154,6 @@ def job_state(job_id: str) -> JobState | None:
         return None
     nodes, restarts = values.get("NodeList", ""), int(values.get("Restarts", "0"))
     state, reason = values.get("JobState", "unknown"), values.get("Reason", "")
-    return JobState(job_id, state, reason, nodes.replace("(null)", ""), restarts)
+    code, number = map(int, values.get("ExitCode", "0:0").split(":"))
+    code = 128 + number if number and not code else code
+    return JobState(job_id, state, reason, nodes.replace("(null)", ""), restarts, code)

@@ -41,14 +41,14 @@ class RunFolder:
         self.checkpoints = self.run / "checkpoints"
         self.metrics = self.run / "metrics.jsonl"
 
-    def check_writable(self) -> None:
+    def check_writable(self, named_by: str = "train.output_dir") -> None:
         """Raise UserError where no folder can be made, such as for a file in its way."""
         # They would end SLURM's own lines, or the quotes around a path in them.
         if not str(self.run).isprintable() or any(c in str(self.run) for c in '"\\'):
             raise UserError(
-                f"train.output_dir={str(self.run)!r}: SLURM takes no path with such characters"
+                f"{named_by}={str(self.run)!r}: SLURM takes no path with such characters"
             )
-        check_output(self.slurm, "train.output_dir")
+        check_output(self.slurm, named_by)
 
     def newest_checkpoint(self) -> str:
         """Return the name of the newest marked checkpoint, or `none`."""
@@ -95,9 +95,12 @@ class Job(Record):
 
 
 class JobRecord(Versioned):
-    """job.json: how the run was submitted last, and its jobs, the newest last."""
+    """job.json: how the run was submitted last, and its jobs, the newest last.
 
-    config: str
+    A command of `launch.slurm run` has no configuration.
+    """
+
+    config: str | None
     overrides: list[str]
     options: Options
     site: str | None
@@ -109,6 +112,12 @@ class JobRecord(Versioned):
     @property
     def job_ids(self) -> list[str]:
         return [job.id for job in self.jobs]
+
+    @property
+    def program(self) -> list[str]:
+        """The command of `launch.slurm run`, as it was submitted last; empty for a run."""
+        words = self.jobs[-1].command if self.config is None else []
+        return words[words.index("--") + 1 :] if words else []
 
 
 def read_record(folder: RunFolder) -> JobRecord:
@@ -125,6 +134,11 @@ def read_record(folder: RunFolder) -> JobRecord:
             "`python -m launch.slurm submit` starts a run"
         )
     return read_json(folder.record, JobRecord, advice="move it away and submit the run again")
+
+
+def jobs_of(folder: RunFolder) -> list[Job]:
+    """Return the jobs that were submitted before, of a run that may be new."""
+    return read_record(folder).jobs if folder.record.is_file() else []
 
 
 def _now() -> str:

@@ -109,8 +109,8 @@ class Local:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.torchrun = subprocess.Popen(
             [
-                *(sys.executable, "-c", torchrun.START, "--standalone"),
-                *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "train.py"),
+                *(sys.executable, "-c", torchrun.START, *torchrun.ONE_MACHINE),
+                *("--nproc-per-node", str(ranks), "train.py"),
                 *(str(self.folder.config), "train.resume=auto"),
             ],
             cwd=self.folder.code,

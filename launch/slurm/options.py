@@ -284,6 +284,13 @@ def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
     )
 
 
+def check_name(text: str) -> str:
+    """Return the name of a command's folder."""
+    if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
+        raise ValueError("must be letters, digits, '_', '.' and '-'")
+    return text
+
+
 def variable(text: str) -> tuple[str, Any]:
     """Take a variable of the ranks, NAME=VALUE."""
     name, equals, value = text.partition("=")

@@ -6,7 +6,6 @@ import argparse
 import glob
 import itertools
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,16 +13,16 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
 from launch.slurm import cluster, script, snapshot
 from launch.slurm.folder import RunFolder
-from launch.slurm.options import Options, Site, load_site, options_from, warning_where
+from launch.slurm.options import load_site, options_from, warning_where
 
 # What this command decides itself, or what tasks at the same time would do to each other.
 _OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers", "--overwrite")
-# What the scripts themselves set for data_prep.prepare.
-EXPORTED = ("PYTHONPATH", "PYTHONSAFEPATH")
+ABOUT = "{} of data_prep.prepare, rendered by `python -m launch.slurm prepare`."
+AGAIN = "What is finished stays finished: it may be submitted again."
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    parsed = check_flags(arguments.flags)
+    parsed = check_flags(arguments.words)
     site, _ = load_site(arguments.site)
     options = options_from(arguments).with_site(site)
     if not options.container:  # which may know other paths
@@ -35,12 +34,15 @@ def prepare(arguments: argparse.Namespace) -> None:
     names = (parsed.path, parsed.validation_path, parsed.tokenizer, parsed.scratch)
     places = [_place(str(name)) for name in names if name]
     places = [os.path.abspath(place) for place in places if os.path.exists(place)]
-    texts = {
-        folder.slurm / f"{stage}.sbatch": render(
-            folder, options, site, stage, arguments.flags, places, tasks
-        )
-        for stage, tasks in (("encode", arguments.tasks), ("assemble", None))
-    }
+    words = [script.python_of(options, site), "-m", "data_prep.prepare", *arguments.words]
+    texts = {}
+    for stage, tasks in (("encode", arguments.tasks), ("assemble", None)):
+        more = f' --workers "$cores" --stage {stage}'
+        more += f' --task "$SLURM_ARRAY_TASK_ID/{tasks}"' if tasks else ""
+        about, parent = (ABOUT.format(stage), AGAIN), str(folder.run.parent)
+        program = script.Program(words, about, [parent, *places], stage, tasks, more)
+        text = script.render_program(folder, options, site, program)
+        texts[folder.slurm / f"{stage}.sbatch"] = text
     if arguments.print:
         print("\n".join(texts.values()), end="")
         return
@@ -68,8 +70,6 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
         # argparse takes beginnings of names too.
         if len(name) > 3 and any(own.startswith(name) for own in _OWN_FLAGS):
             raise UserError(f"{flag}: does not go with `launch.slurm prepare`; leave it out")
-    if not flags:
-        raise UserError("prepare: give the flags of data_prep.prepare after --")
     from data_prep.prepare import parse_arguments
 
     return parse_arguments(list(flags))
@@ -96,55 +96,3 @@ def _place(path: str) -> str:
     pieces = itertools.takewhile(lambda piece: not glob.has_magic(piece), Path(path).parts)
     folder = Path(*pieces)
     return path if folder == Path("/") else str(folder)  # the image has a root of its own
-
-
-def render(
-    folder: RunFolder,
-    options: Options,
-    site: Site,
-    stage: str,
-    flags: Sequence[str],
-    inputs: Sequence[str],
-    tasks: int | None,
-) -> str:
-    """Return the text of one stage's batch script, an array of `tasks` if it has some."""
-    # Relative names mean what they mean where this is submitted.
-    here = os.getcwd()
-    own, log, array = f"--stage {stage}", f"{stage}.log", []
-    if tasks:
-        own += f' --task "$SLURM_ARRAY_TASK_ID/{tasks}"'
-        log, array = f"{stage}-%a.log", [f"--array=0-{tasks - 1}"]
-    lines = [
-        f"--job-name={script.job_name(folder)}-{stage}",
-        *array,
-        *("--nodes=1", "--ntasks=1"),
-        *script.resource_lines(options),
-        *script.closing_lines(site, folder, log),
-    ]
-    places = [str(folder.slurm), str(folder.run.parent), here, *inputs]
-    srun = [*site.srun, *script.container_arguments(options, places, here, EXPORTED)]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in lines),
-            "#",
-            f"# {stage} of data_prep.prepare, rendered by `python -m launch.slurm prepare`.",
-            "# What is finished stays finished: it may be submitted again.",
-            "",
-            *script.setup_lines(site),
-            "set -euo pipefail",
-            f"cd {shlex.quote(here)}",
-            "# The code as it was when this was submitted, also where this folder is a checkout.",
-            f"export PYTHONPATH={shlex.quote(str(folder.code))} PYTHONSAFEPATH=1",
-            "workers=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}",
-            "export SRUN_CPUS_PER_TASK=$workers",
-            script.array("environment", [f"{n}={v}" for n, v in options.env.items()]),
-            'if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi',
-            script.array("srun_options", srun),
-            script.array("flags", flags),
-            'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL \\',
-            f"    {shlex.quote(script.python_of(options, site))} -u -m data_prep.prepare \\",
-            f'    "${{flags[@]}}" --workers "$workers" {own}',
-            "",
-        ]
-    )

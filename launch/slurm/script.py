@@ -1,11 +1,13 @@
-"""Render RUN/slurm/job.sbatch: what SLURM is asked for, this run's values, and the fixed body."""
+"""Render batch scripts: a training run's, with the fixed body, and those of other programs."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from launch.slurm.options import CORES_OF_A_GPU, Options, Site, asks_for
 BODY = Path(__file__).with_name("body.sh")
 # What the script itself sets for its ranks, beside `environment`.
 EXPORTED = ("GIT_CEILING_DIRECTORIES", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+# What it sets for another program.
+OF_PROGRAM = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 
 
 def render(folder: RunFolder, options: Options, site: Site, values: dict[str, Any]) -> str:
@@ -30,9 +34,9 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
     places = [str(folder.run), *snapshot.inputs_of(values), cache]
     container = container_arguments(options, places, folder.code, EXPORTED)
     lines = [
-        *_ranks_lines(folder, options, site),
+        *_size_lines(job_name(folder), options, site, options.ranks_per_node),
         f"--signal=USR1@{options.lead}",
-        *closing_lines(site, folder, "job.log"),
+        *_closing_lines(site, folder, "job"),
     ]
     without = " ".join(f"-u {name}" for name in cluster.overriding(lines))
     by_hand = f"{f'env {without} ' if without else ''}sbatch {shlex.quote(str(folder.script))}"
@@ -67,39 +71,96 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
     )
 
 
-def _ranks_lines(folder: RunFolder, options: Options, site: Site) -> list[str]:
+@dataclass(frozen=True)
+class Program:
+    """What a job of one task runs, in the folder where it is submitted.
+
+    Attributes:
+        words: the command, a word each; they arrive as they are.
+        about: comments at the top of the script.
+        places: what a container sees besides the job's folder and the current one.
+        stage: names job and log where several jobs share a folder.
+        tasks: of an array of jobs.
+        more: further words, which the job's shell expands.
+    """
+
+    words: Sequence[str]
+    about: Sequence[str]
+    places: Sequence[str]
+    stage: str = ""
+    tasks: int | None = None
+    more: str = ""
+
+
+def render_program(folder: RunFolder, options: Options, site: Site, program: Program) -> str:
+    """Return the text of a batch script that runs a program with the copy of the code."""
+    # Relative names mean what they mean where this is submitted.
+    here, stage, tasks = os.getcwd(), program.stage, program.tasks
     lines = [
-        f"--job-name={job_name(folder)}",
-        f"--nodes={options.nodes}",
-        f"--ntasks-per-node={options.ranks_per_node}",
+        *_size_lines(f"{job_name(folder)}{stage and f'-{stage}'}", options, site, 1),
+        *([f"--array=0-{tasks - 1}"] if tasks else []),
+        *_closing_lines(site, folder, f"{stage or 'job'}{'-%a' if tasks else ''}"),
     ]
+    places = [str(folder.slurm), *program.places, here]
+    srun = [*site.srun, *container_arguments(options, places, here, OF_PROGRAM)]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            "#",
+            *(f"# {line}" for line in program.about),
+            "",
+            *setup_lines(site),
+            "set -euo pipefail",
+            f"cd {shlex.quote(here)}",
+            "# The code as it was when this was submitted, also where this folder is a checkout.",
+            f"export PYTHONPATH={shlex.quote(str(folder.code))}",
+            "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+            "cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}",
+            'if [ -z "${SLURM_CPUS_PER_GPU:-}" ]; then export SRUN_CPUS_PER_TASK=$cores; fi',
+            array("environment", [f"{n}={v}" for n, v in options.env.items()]),
+            'if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi',
+            array("srun_options", srun),
+            array("command", program.words),
+            'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL "${command[@]}"' + program.more,
+            "",
+        ]
+    )
+
+
+def _size_lines(name: str, options: Options, site: Site, tasks: int) -> list[str]:
+    """Return what a job of so many tasks a node asks for.
+
+    A task has the cores of all ranks that would share its GPUs.
+    """
+    lines = [f"--job-name={name}", f"--nodes={options.nodes}", f"--ntasks-per-node={tasks}"]
+    cores = options.cpus_per_task
     if options.gpus_per_node:
         gres = site.gpu_request == "gres"
         lines.append(f"--{'gres=gpu:' if gres else 'gpus-per-node='}{options.gpus_per_node}")
         # SLURM takes one of these, not two.
         asked = any(asks_for(line, ("cpus-per-task", "cpus-per-gpu")) for line in site.sbatch)
-        if options.cpus_per_task is None and not asked:
-            options = options.model_copy(update={"cpus_per_task": CORES_OF_A_GPU})
-    return lines + resource_lines(options)
-
-
-def resource_lines(options: Options) -> list[str]:
-    """Return the options that SLURM knows by the same name."""
-    names = ("cpus_per_task", "mem", "partition", "account", "qos", "constraint", "reservation")
-    given = [(name.replace("_", "-"), getattr(options, name)) for name in (*names, "time")]
+        cores = cores or (None if asked else CORES_OF_A_GPU)
+    cores = cores and cores * options.ranks_per_node // tasks
+    names = ("mem", "partition", "account", "qos", "constraint", "reservation", "time")
+    given = {"cpus-per-task": cores} | {name: getattr(options, name) for name in names}
     # Quoted as a shell would, which is how SLURM reads these lines: `a100&nvlink` is one value.
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in given if value is not None]
+    lines += [f"--{n}={shlex.quote(str(value))}" for n, value in given.items() if value is not None]
     return lines + (["--exclusive"] if options.exclusive else [])
 
 
-def closing_lines(site: Site, folder: RunFolder, log: str) -> list[str]:
+def _closing_lines(site: Site, folder: RunFolder, log: str) -> list[str]:
     """Return what every job asks for, with its log, and the site's own lines."""
     place = str(folder.slurm).replace("%", "%%")  # SLURM replaces % in names of logs
-    return ["--requeue", "--open-mode=append", f'--output="{place}/{log}"', *site.sbatch]
+    return ["--requeue", "--open-mode=append", f'--output="{place}/{log}.log"', *site.sbatch]
 
 
 def job_name(folder: RunFolder) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", folder.run.name) or "cat_lm"
+    return plain_name(folder.run.name) or "cat_lm"
+
+
+def plain_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", text)
 
 
 def setup_lines(site: Site) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -51,6 +52,8 @@ def look(folder: RunFolder) -> dict[str, Any]:
         "reason": job.reason if job else "",
         "nodes": job.nodes if job else "",
         "restarts": job.restarts if job else None,
+        "exit_code": job.exit_code if job else None,
+        "command": shlex.join(record.program) if record.program else None,
         "attempts": len(tried),
         "attempts_without_progress": folder.attempts_without_progress(),
         "max_restarts": record.options.max_restarts,
@@ -85,6 +88,8 @@ def describe(found: dict[str, Any]) -> str:
         state += f" ({found['reason'] or 'SLURM has forgotten the job; see the end of the log'})"
     elif found["reason"] not in ("", "None"):
         state += f" ({found['reason']})"
+    if found["exit_code"]:
+        state += f", exit code {found['exit_code']}"
     attempts, stuck = f"{found['attempts']}", found["attempts_without_progress"]
     if found["restarts"]:
         attempts += f", {found['restarts']} restarts of this job"
@@ -99,11 +104,12 @@ def describe(found: dict[str, Any]) -> str:
         "run": found["run"],
         "job": f"{found['job']}: {state}",
         "nodes": found["nodes"] or "none",
-        "attempts": attempts,
-        "checkpoint": found["checkpoint"],
-        "step": step,
-        "log": found["log"],
     }
+    if found["command"]:
+        rows["command"] = found["command"]
+    else:
+        rows |= {"attempts": attempts, "checkpoint": found["checkpoint"], "step": step}
+    rows["log"] = found["log"]
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
 
 

@@ -16,7 +16,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
 from cat_lm.training.checkpoint import complete_checkpoints
 from launch.slurm import cluster, script, snapshot
-from launch.slurm.folder import Job, JobRecord, RunFolder, read_record
+from launch.slurm.folder import Job, JobRecord, RunFolder, jobs_of, read_record
 from launch.slurm.options import Options, Site, load_site, options_from, warning_where
 
 
@@ -76,21 +76,26 @@ def _submit(arguments: argparse.Namespace, plans: Sequence[Plan], continued: boo
 
 
 def _submit_one(arguments: argparse.Namespace, plan: Plan, continued: bool) -> None:
-    """Write the script beside a snapshot of the code, submit it and record the job."""
-    folder, text = plan.folder, plan.text()
+    """Copy code and configuration, where they are not the run's own, and submit the script."""
+    folder = plan.folder
     if not continued or arguments.new_code or not folder.code.is_dir():
         snapshot.save_code(folder, snapshot.PROJECT)
     verb = "resumed" if continued else "submitted"
     snapshot.save_config(folder, plan.values)
-    write_text(folder.script, text)
     folder.reset_attempts(verb)
+    ranks = f"{plan.options.nodes} x {plan.options.ranks_per_node} ranks"
+    submit_script(folder, plan.text(), plan.record, verb, ranks)
+
+
+def submit_script(folder: RunFolder, text: str, record: JobRecord, verb: str, what: str) -> str:
+    """Write and submit a script, record the job and show where its files lie; return its id."""
+    write_text(folder.script, text)
     job_id, now = cluster.submit(folder.script), datetime.now(UTC).isoformat(timespec="seconds")
     words = ["python", "-m", "launch.slurm", *sys.argv[1:]]
-    plan.record.jobs.append(Job(id=job_id, time=now, command=words))
-    plan.record.write(folder)
-    print(f"{verb} job {job_id}: {plan.options.nodes} x {plan.options.ranks_per_node} ranks")
-    print(f"script {folder.script}")
-    print(f"log    {folder.log}")
+    record.jobs.append(Job(id=job_id, time=now, command=words))
+    record.write(folder)
+    print(f"{verb} job {job_id}: {what}\nscript {folder.script}\nlog    {folder.log}", flush=True)
+    return job_id
 
 
 def cancel(arguments: argparse.Namespace) -> None:
@@ -115,6 +120,10 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
         UserError: the configuration or an option is wrong, or the data is not there.
     """
     earlier = read_record(continued) if continued else None
+    if earlier and earlier.config is None:
+        raise UserError(
+            f"{continued.run}: a command of `run`, which begins anew: submit it by `run` again"
+        )
     options = options_from(arguments, earlier and earlier.options)
     site, site_file = Site(), None
     if "site" in arguments:  # `local` has none
@@ -151,7 +160,7 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
         overrides=[*(earlier.overrides if earlier else ()), *arguments.overrides],
         options=options,
         site=str(site_file) if site_file else None,
-        jobs=read_record(folder).jobs if folder.record.is_file() else [],
+        jobs=jobs_of(folder),
     )
     return Plan(folder, values, record, merged, site)
 

@@ -7,6 +7,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# Ranks of one machine meet at a free port, also where its name leads nowhere.
+ONE_MACHINE = ("--standalone", "--local-addr", "127.0.0.1")
 # What `python -c START TORCHRUN-ARGUMENTS` does in a process of its own.
 START = "import sys; from launch.slurm.torchrun import main; sys.exit(main())"
 

@@ -20,7 +20,7 @@ echo "${JOB_ID:-41}"
     "squeue": 'cat "$QUEUE" 2>/dev/null; true\n',
     "scancel": 'echo "scancel $*" >>"$CALLS"\n',
     "scontrol": """if [ -n "${JOB_IS_GONE:-}" ]; then echo "Invalid job id" >&2; exit 1; fi
-echo "JobId=$3 JobState=RUNNING Reason=None Restarts=2"; echo "   NodeList=n[0-1]"
+echo "JobId=$3 ${JOB_SHOWN:-JobState=RUNNING Reason=None} Restarts=2"; echo "   NodeList=n[0-1]"
 """,
 }
 

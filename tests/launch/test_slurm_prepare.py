@@ -58,7 +58,7 @@ def test_prepare_in_a_container_sees_its_folders(here):
     flags = [f"{elsewhere}/in/*/x*.txt" if flag == "a b.txt" else flag for flag in FLAGS]
     code, out, err = here("prepare", *options, "--", *flags)
     assert (code, err) == (0, "")
-    assert out.count("--container-env=PYTHONPATH,PYTHONSAFEPATH,A'\n") == 2
+    assert out.count("--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,A'\n") == 2
     own = f"{here.folder}/corpus.slurm:{here.folder}/corpus.slurm,{here.folder}:{here.folder}"
     assert f"--container-mounts={own},{elsewhere}/in:{elsewhere}/in'" in out
     assert f"--container-workdir={here.folder}\n" in out

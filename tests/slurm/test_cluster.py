@@ -21,7 +21,7 @@ from tests.prepared_data import digests
 from tests.readme import blocks, user_checkout
 from tests.runs import records
 from tests.slurm.cluster import NODES, Cluster, environments, wait_for
-from tests.slurm.jobs import Job
+from tests.slurm.jobs import OF_A_USER, Job
 
 pytestmark = pytest.mark.slurm
 
@@ -87,6 +87,41 @@ def test_preparation_by_an_array_has_the_bytes_of_one_machine(
     assert sorted(logs) == ["assemble.log", "encode-0.log", "encode-1.log"], logs
     assert digests(out) == digests(local), logs
     assert len(json.loads((out / "manifest.json").read_text())["splits"]["train"]["shards"]) > 1
+
+
+def test_command_runs_as_a_job_with_its_words_and_exit_code(cluster: Cluster, tmp_path: Path):
+    """Also with shell variables that sbatch alone would prefer to the script."""
+    words = ["a b", "it's", '"$HOME" `x` \\', "two\nlines", "", "*", "--", "é"]
+
+    def launch(*command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "launch.slurm", *command],
+            cwd=tmp_path,
+            env={**cluster.environment, **OF_A_USER, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+
+    show = "import cat_lm, json, os, sys; print(json.dumps([cat_lm.__file__, *sys.argv[1:]]))"
+    done = launch("run", "--name", "works", "--wait", "--", "python", "-c", show, *words)
+    log = tmp_path / "runs/jobs/works/slurm/job.log"
+    assert done.returncode == 0 and str(log) in done.stdout, done.stderr
+    copy, *arrived = json.loads(log.read_text())
+    assert arrived == words and Path(copy).is_relative_to(log.parent / "code")
+    for code, program in ((2, ("torchrun", "--nproc-per-node", "2")), (75, ("python",))):
+        fail = tmp_path / "fail.py"
+        fail.write_text(f"import sys\nprint('bad input', flush=True)\nsys.exit({code})\n")
+        words = ("run", "--name", f"fails{code}", "--wait", "--", *program, str(fail))
+        done = launch(*words)
+        assert done.returncode == code, done.stderr
+        assert f"failed, exit code {code}; the end of " in done.stderr
+        assert "\nbad input\n" in done.stderr
+        log = tmp_path / f"runs/jobs/fails{code}/slurm/job.log"
+        ranks = 2 if program[0] == "torchrun" else 1
+        assert 1 <= log.read_text().count("bad input") <= ranks, "started again"
+    table = launch("status", *(f"runs/jobs/{name}" for name in ("works", "fails2"))).stdout
+    states = [line.split()[1] for line in table.splitlines()]
+    assert states == ["state", "completed", "failed"], table
 
 
 @pytest.mark.long
