@@ -1,4 +1,4 @@
-"""Prepare the data before a run: copy, pack, open on each host, and verify by the manifest."""
+"""The data before a run: copied, packed, opened on each host, and compared with their manifest."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ POLL_SECONDS = 1.0
 Progress = Callable[[str], object]
 
 
-class OpenedData(NamedTuple):
-    """The identity of the data that a host has opened."""
+class DataFacts(NamedTuple):
+    """The data as a host opened them."""
 
     fingerprint: str
     vocab_size: int
 
 
-def run_with_progress(
+def meanwhile(
     ranks: Ranks, action: Callable[[Progress], Any] | None, progress: Progress
 ) -> Future | None:
-    """Run `action` in a thread while all ranks synchronize every second (a collective).
+    """Act in a thread while all ranks meet every second, so that none seems to hang (a collective).
 
-    A long action of one rank then does not look like a hang of the others. `action` (None on ranks
-    without one) gets a function to call with a text when a part is done; `progress` is then called
-    on every rank. Return the finished future of this rank's action.
+    `action`, of this rank or None, is given a function to call whenever it got on; `progress` is
+    then called on every rank.
     """
     number, latest = 0, "opening the data"
 
@@ -55,8 +54,8 @@ def run_with_progress(
             return futures[0] if futures else None
 
 
-def read_data(config: RunConfig, progress: Progress) -> OpenedData:
-    """Make the copies and packing plans that the run needs, and read the first sample."""
+def read_data(config: RunConfig, progress: Progress) -> DataFacts:
+    """Make the copies and packing plans that the run needs, and read its first sample."""
     data = config.data
     train, validation = open_splits(config)
     for part in (*train.parts, *validation.parts):
@@ -65,17 +64,17 @@ def read_data(config: RunConfig, progress: Progress) -> OpenedData:
         for part in train.parts:
             plan_folder(part, data.context_length, data.cache_dir, progress)
     corpus, _, loader = open_data(config)
-    # As one of as many ranks as a step has samples, read a single sample.
+    # With a rank for every sample of a step, the first one reads one sample.
     loader.batch(0, 0, config.train.global_batch_size)
-    return OpenedData(corpus.fingerprint, corpus.vocab_size)
+    return DataFacts(corpus.fingerprint, corpus.vocab_size)
 
 
 def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
-    """Verify the shards that were not verified yet, on one rank per host (a collective).
+    """Read what was not verified yet, by one rank of a host (a collective).
 
-    Rank 0 comes first: hosts that share its files see its notes, too, and read nothing. Return a
-    line for the log if files were read. Raises SharedError, equal on every rank, if a file differs
-    from the manifest.
+    Where other hosts see the first one's files, they see its notes too, and read nothing. Returns
+    a line for the log where anything was read; raises SharedError, the same on every rank, where a
+    file is not what the manifest says.
     """
     start = time.perf_counter()
     files: set[str] = set()
@@ -93,7 +92,7 @@ def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
 
     leads = ranks.local_rank == 0
     for turn in (ranks.is_first, leads and not ranks.is_first):
-        read = run_with_progress(ranks, look if turn else None, progress)
+        read = meanwhile(ranks, look if turn else None, progress)
         ranks.on_all_ranks(lambda read=read: read and read.result())
     seconds = time.perf_counter() - start
     read = sum(ranks.gather(len(files)))
