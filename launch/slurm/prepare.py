@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import glob
-import itertools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
@@ -31,16 +28,14 @@ def prepare(arguments: argparse.Namespace) -> None:
     # The jobs' files lie beside the data: a data folder holds nothing else.
     folder = RunFolder(parsed.out)
     folder = RunFolder(parsed.out, folder.run.with_name(f"{folder.run.name}.slurm"))
-    names = (parsed.path, parsed.validation_path, parsed.tokenizer, parsed.scratch)
-    places = [_place(str(name)) for name in names if name]
-    places = [os.path.abspath(place) for place in places if os.path.exists(place)]
+    places = [str(folder.run.parent), *script.places_in(arguments.words)]
     words = [script.python_of(options, site), "-m", "data_prep.prepare", *arguments.words]
     texts = {}
     for stage, tasks in (("encode", arguments.tasks), ("assemble", None)):
         more = f' --workers "$cores" --stage {stage}'
         more += f' --task "$SLURM_ARRAY_TASK_ID/{tasks}"' if tasks else ""
-        about, parent = (ABOUT.format(stage), AGAIN), str(folder.run.parent)
-        program = script.Program(words, about, [parent, *places], stage, tasks, more)
+        about = ABOUT.format(stage), AGAIN
+        program = script.Program(words, about, places, stage, tasks, more)
         text = script.render_program(folder, options, site, program)
         texts[folder.slurm / f"{stage}.sbatch"] = text
     if arguments.print:
@@ -87,12 +82,3 @@ def check_inputs(parsed: argparse.Namespace) -> None:
             continue
         if next(matches(path), None) is None:
             raise UserError(f"--{name.replace('_', '-')} {path}: no such file or folder")
-
-
-def _place(path: str) -> str:
-    """Return what a container needs of a path: of a glob the folder before its first wildcard."""
-    if os.path.exists(path):
-        return path
-    pieces = itertools.takewhile(lambda piece: not glob.has_magic(piece), Path(path).parts)
-    folder = Path(*pieces)
-    return path if folder == Path("/") else str(folder)  # the image has a root of its own

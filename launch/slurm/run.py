@@ -37,10 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = RunFolder(JOBS / (arguments.name or free_name(arguments.words)))
     with warning_where(arguments.print):
         folder.check_writable("--name")
-    # Of an override such as data.path=/data/text the container needs the path.
-    texts = [word.rpartition("=")[2] for word in words[1:]]
-    places = [os.path.abspath(text) for text in texts if os.path.exists(text)]
-    program = script.Program(words, [ABOUT], places)
+    program = script.Program(words, [ABOUT], script.places_in(arguments.words[1:]))
     text = script.render_program(folder, options, site, program)
     if arguments.print:
         print(text, end="")

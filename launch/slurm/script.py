@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import os
 import re
 import shlex
@@ -126,6 +128,18 @@ def render_program(folder: RunFolder, options: Options, site: Site, program: Pro
             "",
         ]
     )
+
+
+def places_in(words: Sequence[str]) -> list[str]:
+    """Return the paths that a command names, for a container: of a glob the folder it begins in."""
+    found = []
+    for word in words:
+        path = Path(word.rpartition("=")[2])  # of --path=/data, or data.path=/data
+        if not os.path.exists(path):
+            path = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), path.parts))
+        if os.path.exists(path) and path != Path("/"):  # The image has a root of its own.
+            found.append(os.path.abspath(path))
+    return found
 
 
 def _size_lines(name: str, options: Options, site: Site, tasks: int) -> list[str]:

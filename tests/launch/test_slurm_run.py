@@ -18,7 +18,7 @@ from launch.slurm.folder import RunFolder, read_record
 from tests.launch.places import copied
 
 ZERO_SHOT = ("python", "-m", "eval.zero_shot")
-ODD = ["a b", "it's", '"$HOME" `x` \\', "two\nlines", "", "*", "--", "~", "--wait", "é"]
+ODD = ["a b", "it's", '"$HOME" `x` \\', "two\nlines", "", "*", "--", "~", "--wait", "é", "x" * 5000]
 
 
 @pytest.fixture
